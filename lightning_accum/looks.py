@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -56,8 +56,13 @@ class Checked:
 
     def trial(self) -> Trial:
         """Runs it on some rows, and leaves everything as it was."""
-        take_snapshot = partial(self.snapshotter.take, watches_parameters=False)
-        return Trial(self.module, self.step, take_snapshot, self.sync, self.largest)
+        take_snapshot, row_wise = partial(self.snapshotter.take, watches_parameters=False), self.accumulation.row_wise
+
+        def step(batch: Any) -> Any:  # calls of submodules are nodes, as in training
+            with nullcontext() if row_wise is None else row_wise.another(None).step():
+                return self.step(batch)
+
+        return Trial(self.module, step, take_snapshot, self.sync, self.largest)
 
     def largest(self, number: float) -> float:
         """Of the numbers of all ranks. Called on all of them."""

@@ -72,11 +72,15 @@ def kinds_below(node: Node) -> tuple[str, ...]:
         kind = kind_of(node)
         if kind not in THROUGH and kind != "_DDPSink":  # one row has others of these, and autocast adds some
             kinds.append(kind)
+        if kind == _OF_A_CALL:
+            break
         node = next((child for child, _ in node.next_functions if child is not None), None)
     return tuple(kinds)
 
 
 _KINDS_BELOW = 4
+_OF_A_CALL = "_Outputs"
+"""The node of a call of a row-wise submodule: what is below it differs from call to call."""
 
 
 def head_of(node: Node, places: Mapping[int, int]) -> tuple[int, ...]:
@@ -100,7 +104,7 @@ def head_of(node: Node, places: Mapping[int, int]) -> tuple[int, ...]:
 
 
 _HEADS = {"Addmm", "Baddbmm", "Bmm", "Convolution", "Linear", "Mm", "Mv"}
-_MIXTURES = {"Cat", "CopySlices", "IndexAdd", "IndexCopy", "IndexPut", "Scatter", "ScatterAdd", "Stack"}
+_MIXTURES = {_OF_A_CALL, "Cat", "CopySlices", "IndexAdd", "IndexCopy", "IndexPut", "Scatter", "ScatterAdd", "Stack"}
 """Of rows that may have gone through layers of their own."""
 _NODES_ABOVE_A_LAYER, _MOST_DIMS = 24, 64
 

@@ -1,9 +1,9 @@
-"""One call of a row-wise submodule: run in micro-batches without a graph, and again with one once its outputs have gradients."""
+"""One call of a row-wise submodule: run in micro-batches whose graphs are dropped, and again once its outputs have gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -13,46 +13,58 @@ from lightning_accum.errors import RowWiseError
 from lightning_accum.randomness import RandomState
 from lightning_accum.splitting.micro_batch import RowSelector
 from lightning_accum.splitting.plan import RowSlice
-from lightning_accum.whole.forms import INSTEAD, Form, Layer, as_with_a_graph
-from lightning_accum.whole.trees import Tree, check_others, differences, is_close, leaves, read
+from lightning_accum.whole.forms import INSTEAD, Form, Layer, check_others
+from lightning_accum.whole.trees import Tree, UnknownObjectError, differences, is_same, read
 
 RunAgain: TypeAlias = "Callable[[Call, Sequence[Tensor | None]], Sequence[Tensor | None]]"
 """Of a call, from the gradients of its outputs: those of its inputs."""
 
 
-def taken(arguments: Tree, are_rows: Sequence[bool], selector: RowSelector) -> Any:
-    """Positional and keyword arguments with some rows of the leaves that have rows."""
-    pairs = zip(arguments.leaves, are_rows, strict=True)
-    return arguments.make(_taken(leaf, is_row, selector) for leaf, is_row in pairs)
-
-
-def _taken(leaf: Any, is_row: bool, selector: RowSelector) -> Any:
+def taken(leaf: Any, is_row: bool, selector: RowSelector) -> Any:
+    """What a micro-batch has of an argument."""
     if isinstance(leaf, Tensor):
         return selector.tensor(leaf) if is_row else selector.shared(leaf)
     return type(leaf)(selector.entries(leaf)) if is_row else leaf
 
 
 class _Outputs(torch.autograd.Function):
-    """Outputs without a graph of their own, in whose backward the call runs again."""
+    """Outputs without a graph of their own, in whose backward a call runs again; or, of no call, those that are given."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, run_again: RunAgain, outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: Call | None, run_again: RunAgain | None, outputs: list[Tensor], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.call, ctx.run_again, ctx.of_none = call, run_again, outputs[0].new_zeros(())
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.call is None:
+            return None, None, None, *gradients
         is_whole_backward = torch.autograd._is_checkpoint_valid()  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() or not is_whole_backward:
             name = ctx.call.layer.name
             raise RowWiseError(
-                f"row_wise={ctx.call.layer.name!r}: training_step differentiates through a call of {name!r} by itself (a gradient"
+                f"row_wise={name!r}: training_step differentiates through a call of {name!r} by itself (a gradient"
                 " penalty, an inner step), and what ran in micro-batches has no graph for that."
                 ' Leave row_wise out, and use micro_batch="offload".'
             )
         # not None of what has no inputs: hooks of others are on all leaves of a loss
         return None, None, None, ctx.of_none, *ctx.run_again(ctx.call, gradients)
+
+
+def as_one_node(outputs: Any) -> Any:
+    """The outputs of a call that ran as it is, below a node as of one in micro-batches: the terms of a loss are told by nodes."""
+    try:
+        tree = read(outputs)
+    except UnknownObjectError:
+        return outputs
+    trained = [leaf for leaf in tree.leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not trained:
+        return outputs
+    made = iter(_Outputs.apply(None, None, [leaf.detach().clone() for leaf in trained], *trained))  # type: ignore[no-untyped-call]
+    return tree.make(next(made) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in tree.leaves)
 
 
 class Call:
@@ -98,8 +110,6 @@ class Call:
         self._sizes: list[list[int]] = []  # the size of each in the micro-batches
         self._given: list[Tensor] = []  # those outputs
 
-    # --- without a graph --------------------------------------------------------------------------
-
     def run(self, run_again: RunAgain) -> Any:
         """Run all rows. Returns the outputs, joined, and without a graph.
 
@@ -108,27 +118,17 @@ class Call:
         """
         buffers = dict(self.layer.module.named_buffers())
         before = _versions(buffers.values())
-        parts: list[list[Any]] = []
+        parts: list[Tree] = []
         trained: set[int] = set()
-        is_known = False  # which outputs need a gradient, see below
-        with as_with_a_graph(), _saving_nothing():
-            for index, piece in enumerate(self.pieces):
-                self.current = index
-                self._random_states.append(RandomState(self._device))
-                arguments = taken(self.arguments, self.form.inputs, piece.selector)
-                with torch.set_grad_enabled(not is_known):
-                    found, _, others, make = read(self._run_piece(piece, arguments))
-                trained |= {place for place, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.requires_grad}
-                bare = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found]
-                if not parts:
-                    first = read(make(iter(bare)))
-                check_others(self.layer.name, others, first.others)
-                self._check_outputs(bare, parts)
-                # one without a graph may have one for other rows, as where they are routed
-                is_known = all(place in trained or not _may_need_gradient(leaf) for place, leaf in enumerate(bare))
-                parts.append(bare)
-                del found, make, arguments
-            self._run_shadows()
+        for index, piece in enumerate(self.pieces):
+            self.current = index
+            self._random_states.append(RandomState(self._device))
+            _, found = self._run_once(piece)
+            trained |= {place for place, leaf in enumerate(found.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
+            parts.append(read(found.make(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found.leaves)))
+            del found  # with its graph
+            self._check_outputs(parts[-1], parts[0])
+        self._run_shadows()
         changed = [name for (name, _), is_changed in zip(buffers.items(), _differ(before), strict=True) if is_changed]
         if changed:
             raise RowWiseError(
@@ -136,65 +136,71 @@ class Call:
                 " were a batch. Have another submodule run row-wise, or use"
                 ' micro_batch="offload".'
             )
-        self._trained = sorted(trained)
-        return self._joined(first, parts, run_again)
-
-    def _run_shadows(self, with_a_graph: bool = False) -> None:
-        """Take part in the micro-batches that other ranks have more."""
-        if not self.shadows:
-            return
-        now = RandomState(self._device)
-        for _ in range(self.shadows):
-            with torch.set_grad_enabled(with_a_graph):
-                _, arguments = self._detached(self.pieces[-1].selector)
-                found = leaves(self._run_piece(self.pieces[-1], arguments))
-            if with_a_graph:
-                roots = [found[place] for place in self._trained if found[place].requires_grad]
-                torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
-        now.restore()
-
-    def _check_outputs(self, found: list[Any], parts: list[list[Any]]) -> None:
-        """Raise if the outputs of a micro-batch cannot be joined with those of the first."""
-        if len(found) != len(self.form.dims) or (parts and len(found) != len(parts[0])):
-            raise RowWiseError(f"row_wise={self.layer.name!r}: its outputs are not the same in each micro-batch")
-        for leaf, before, dim in zip(found, parts[0], self.form.dims, strict=True) if parts else ():
-            what = ""
-            if dim is None:
-                if not (is_close(leaf, before) if isinstance(leaf, Tensor) else leaf == before):
-                    what = "an output that has no dimension of rows, and is not the same for all"
-            elif isinstance(leaf, Tensor) and _without(leaf, dim) != _without(before, dim):
-                what = f"outputs of other shapes than for other rows, {tuple(leaf.shape)} and"
-                what += f" {tuple(before.shape)}"
-            if what:
-                name = self.layer.name
-                raise RowWiseError(f"row_wise={self.layer.name!r}: for some rows {name!r} returns {what}. {INSTEAD}")
-
-    def _joined(self, first: Tree, parts: list[list[Any]], run_again: RunAgain) -> Any:
-        joined: list[Any] = []
-        for place, dim in enumerate(self.form.dims):
-            of_parts = [part[place] for part in parts]
-            if dim is None:
-                one = of_parts[0]
-                joined.append(one.clone() if isinstance(one, Tensor) else one)
-            elif isinstance(of_parts[0], Tensor):
-                joined.append(self._sorted(torch.cat(of_parts, dim), dim, is_back=True))
-            else:
-                entries = [entry for part in of_parts for entry in part]
-                order = range(len(entries)) if self.order is None else _inverse(self.order)
-                joined.append([entries[place] for place in order])
-            if place in self._trained:
-                self._sizes.append([] if dim is None else [part.shape[dim] for part in of_parts])
-        if self._trained:
+        joined = [self._joined([part.leaves[place] for part in parts], dim) for place, dim in enumerate(self.form.dims)]
+        if trained:
+            self._trained = sorted(trained)
+            dims = [self.form.dims[place] for place in self._trained]
+            of_parts = [[part.leaves[place] for part in parts] for place in self._trained]
+            self._sizes = [
+                [] if dim is None else [one.shape[dim] for one in ones] for dim, ones in zip(dims, of_parts, strict=True)
+            ]
             outputs = [joined[place] for place in self._trained]
             inputs = outputs[0].new_zeros(()).requires_grad_(), *self.needs_gradient
             made = _Outputs.apply(self, run_again, outputs, *inputs)  # type: ignore[no-untyped-call]
             for place, tensor in zip(self._trained, made, strict=True):
                 joined[place] = tensor
-        # without their graph, which leads to this call
-        self._given = [joined[place].detach() for place in self._trained]
-        return first.make(iter(joined))
+            self._given = [tensor.detach() for tensor in made]  # without their graph, which leads to this call
+        return parts[0].make(iter(joined))
 
-    # --- with a graph, and its gradients ----------------------------------------------------------
+    def _run_once(self, piece: RowSlice) -> tuple[list[Tensor], Tree]:
+        """Run a micro-batch with a graph of its own. Returns its inputs that need gradients, and its outputs."""
+        inputs: list[Tensor] = []
+
+        def cut_off(leaf: Any, is_row: bool) -> Any:  # from the graph that made it
+            if not (isinstance(leaf, Tensor) and leaf.requires_grad):
+                return taken(leaf, is_row, piece.selector)
+            inputs.append(taken(leaf.detach(), is_row, piece.selector).requires_grad_())
+            return inputs[-1].view_as(inputs[-1])  # the submodule may write into it
+
+        with torch.enable_grad():
+            arguments = self.arguments.make(map(cut_off, self.arguments.leaves, self.form.inputs))
+            return inputs, read(self._run_piece(piece, arguments))
+
+    def _run_shadows(self, with_backward: bool = False) -> None:
+        """Take part in the micro-batches that other ranks have more."""
+        if not self.shadows:
+            return
+        now = RandomState(self._device)
+        for _ in range(self.shadows):
+            _, found = self._run_once(self.pieces[-1])
+            if with_backward:
+                roots = [found.leaves[place] for place in self._trained if found.leaves[place].requires_grad]
+                torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
+        now.restore()
+
+    def _check_outputs(self, found: Tree, first: Tree) -> None:
+        """Raise if the outputs of a micro-batch cannot be joined with those of the first."""
+        check_others(self.layer, found, first)
+        name = self.layer.name
+        if len(found.leaves) != len(self.form.dims):
+            raise RowWiseError(f"row_wise={name!r}: its outputs are not the same in each micro-batch")
+        for leaf, before, dim in zip(found.leaves, first.leaves, self.form.dims, strict=True):
+            what = ""
+            if dim is None and not is_same(leaf, before):
+                what = "an output that has no dimension of rows, and is not the same for all"
+            elif dim is not None and isinstance(leaf, Tensor) and _without(leaf, dim) != _without(before, dim):
+                what = f"outputs of other shapes than for other rows, {tuple(leaf.shape)} and {tuple(before.shape)}"
+            if what:
+                raise RowWiseError(f"row_wise={name!r}: for some rows {name!r} returns {what}. {INSTEAD}")
+
+    def _joined(self, of_parts: Sequence[Any], dim: int | None) -> Any:
+        """An output of all micro-batches."""
+        if dim is None:
+            return of_parts[0].clone() if isinstance(of_parts[0], Tensor) else of_parts[0]
+        if isinstance(of_parts[0], Tensor):
+            return self._sorted(torch.cat(list(of_parts), dim), dim, is_back=True)
+        entries = [entry for part in of_parts for entry in part]
+        return [entries[place] for place in (range(len(entries)) if self.order is None else _inverse(self.order))]
 
     def run_again(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Run it again with a graph, and give the gradients of its outputs to its parameters.
@@ -211,38 +217,36 @@ class Call:
         gradients_of = [self._parts(gradient, index) for index, gradient in enumerate(gradients)]
         # what was written into since cannot be compared
         given = [None if tensor._version else self._parts(tensor, index) for index, tensor in enumerate(self._given)]
-        is_same: list[Tensor] = []
+        is_equal: list[Tensor] = []
         of_inputs = [torch.zeros_like(leaf) for leaf in self.needs_gradient]
-        with self._state.modes_again():
-            for index, piece in enumerate(self.pieces):
-                self.current = index
-                self._random_states[self.current].restore()
-                with torch.enable_grad():
-                    detached, arguments = self._detached(piece.selector)
-                    with self._state.autocast_again():
-                        found = leaves(self._run_piece(piece, arguments))
-                roots, seeds = [], []
-                for place, of_parts, before in zip(self._trained, gradients_of, given, strict=True):
-                    if before is not None:
-                        is_same += differences(found[place], before[self.current])
-                    seed = None if of_parts is None else of_parts[self.current]
-                    if seed is None and self.layer.is_sharded:
-                        seed = torch.zeros_like(found[place])  # other ranks may have one, and wait
-                    if seed is not None and found[place].requires_grad:
-                        roots.append(found[place])
-                        seeds.append(seed)
-                del found, arguments
-                if roots:
-                    torch.autograd.backward(roots, seeds)
-                for total, is_row, leaf in zip(of_inputs, self._have_rows, detached, strict=True):
-                    if leaf.grad is not None and is_row:
-                        piece.selector.write_back(total, leaf.grad)
-                    elif leaf.grad is not None:
-                        piece.selector.shared(total).add_(leaf.grad)
-                del roots, seeds, detached
-            with self._state.autocast_again():
-                self._run_shadows(with_a_graph=True)
-        if is_same and not bool(torch.stack([flag.to(is_same[0].device) for flag in is_same]).all()):
+        for index, piece in enumerate(self.pieces):
+            self.current = index
+            self._random_states[index].restore()
+            with self._state.again():
+                inputs, found = self._run_once(piece)
+            roots, seeds = [], []
+            for place, of_parts, before in zip(self._trained, gradients_of, given, strict=True):
+                output = found.leaves[place]
+                if before is not None and (one := before[index]) is not None:
+                    is_equal += differences(output, one)
+                seed = None if of_parts is None else of_parts[index]
+                if seed is None and self.layer.is_sharded:
+                    seed = torch.zeros_like(output)  # other ranks may have one, and wait
+                if seed is not None and output.requires_grad:
+                    roots.append(output)
+                    seeds.append(seed)
+            del found
+            if roots:
+                torch.autograd.backward(roots, seeds)
+            for total, is_row, leaf in zip(of_inputs, self._have_rows, inputs, strict=True):
+                if leaf.grad is not None and is_row:
+                    piece.selector.write_back(total, leaf.grad)
+                elif leaf.grad is not None:
+                    piece.selector.shared(total).add_(leaf.grad)
+            del roots, seeds, inputs
+        with self._state.again():
+            self._run_shadows(with_backward=True)
+        if is_equal and not bool(torch.stack([flag.to(is_equal[0].device) for flag in is_equal]).all()):
             raise RowWiseError(
                 f"row_wise={self.layer.name!r}: run again for its backward, a call of {self.layer.name!r} has other outputs than"
                 " before. It depends on something beside its arguments, its parameters and the"
@@ -268,22 +272,6 @@ class Call:
         order = torch.tensor(_inverse(self.order) if is_back else self.order)
         return tensor.index_select(dim, order.to(tensor.device))
 
-    def _detached(self, selector: RowSelector) -> tuple[list[Tensor], Any]:
-        """The inputs that need gradients, and all arguments, for one micro-batch.
-
-        They are cut off from the graph that made them.
-        """
-        found: list[Tensor] = []
-
-        def detached(leaf: Any, is_row: bool) -> Any:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf = _taken(leaf.detach(), is_row, selector).requires_grad_()
-                found.append(leaf)
-                return leaf.view_as(leaf)  # the submodule may write into it
-            return _taken(leaf, is_row, selector)
-
-        return found, self.arguments.make(map(detached, self.arguments.leaves, self.form.inputs))
-
 
 class _State:
     """What a call runs in: modes, what is trained, autocast and the default type."""
@@ -291,14 +279,13 @@ class _State:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._modes = [(inner, inner.training) for inner in module.modules()]
         self._trained = [(own, own.requires_grad) for own in module.parameters()]
-        self._autocasts = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in dict.fromkeys(("cpu", device.type))
-        ]
+        kinds = dict.fromkeys(("cpu", device.type))
+        self._autocasts = [torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
         self._dtype = torch.get_default_dtype()
 
     @contextmanager
-    def modes_again(self) -> Iterator[None]:
-        """In here modes, and which parameters are trained, are those of the call."""
+    def again(self) -> Iterator[None]:
+        """In here it is again as it was."""
         modes = [inner for inner, is_training in self._modes if inner.training != is_training]
         toggled = [own for own, is_trained in self._trained if own.requires_grad != is_trained]
 
@@ -308,28 +295,14 @@ class _State:
             for own in toggled:
                 own.requires_grad_(not own.requires_grad)
 
-        toggle()
-        try:
-            yield
-        finally:
-            toggle()
-
-    @contextmanager
-    def autocast_again(self) -> Iterator[None]:
-        """In here autocast and the default type are those of the call."""
-        dtype = torch.get_default_dtype()
         with ExitStack() as stack:
-            for kind, of_autocast, is_enabled in self._autocasts:
-                if is_enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, of_autocast, is_enabled))
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            stack.callback(toggle)
+            toggle()
             torch.set_default_dtype(self._dtype)
-            stack.callback(torch.set_default_dtype, dtype)
+            for autocast in self._autocasts:
+                stack.enter_context(autocast)
             yield
-
-
-def _saving_nothing() -> AbstractContextManager[None]:
-    """In here others' hooks do not see what is saved for a backward: there will be none."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _versions(tensors: Any) -> list[tuple[Tensor, int]]:
@@ -342,10 +315,6 @@ def _differ(versions: list[tuple[Tensor, int]]) -> list[bool]:
 
 def _inverse(order: list[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
-
-
-def _may_need_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _without(tensor: Tensor, dim: int) -> tuple[int, ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import parametrize
 
 from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.errors import RowWiseError
 from lightning_accum.randomness import NoiseOfRows, RandomState, dropout_switched_off
 from lightning_accum.splitting.plan import RowSlice
 from lightning_accum.splitting.trimming import Inconclusive, Verdict
-from lightning_accum.whole.trees import Tree, UnknownObjectError, check_others, is_close, is_list_of_numbers, leaves, read
+from lightning_accum.whole.trees import Tree, UnknownObjectError, is_list_of_numbers, is_same, read
 
 INSTEAD = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
 
@@ -32,8 +30,7 @@ class Layer:
         name: in the module.
         module: the submodule.
         run: what its calls ran before they were replaced, hooks included.
-        is_sharded: ranks wait for each other in each forward and backward of it, between which its
-            parameters are others.
+        is_sharded: ranks wait for each other in each forward and backward of it, between which its parameters are others.
     """
 
     name: str
@@ -100,8 +97,7 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
                 f"row_wise={layer.name!r}: {'.'.join(filter(None, (layer.name, name)))} ({type(inner).__name__}) normalises by the"
                 f" statistics of the rows beside it, so that the whole batch has other outputs. {INSTEAD}"
             )
-    places = [place for place, fits in enumerate(fitting) if fits]
-    tries = [fitting]
+    tries, places = [fitting], [place for place, fits in enumerate(fitting) if fits]
     if len(places) > 1 and not layer.is_sharded:
         tries += [tuple(fits and at != place for at, fits in enumerate(fitting)) for place in places[1:] + places[:1]]
     problem: Exception | None = None
@@ -114,28 +110,27 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
         except Exception as error:  # of the submodule, for which this has no rows
             problem = problem or error
             continue
-        check_others(layer.name, more.others, less.others)
-        found = [*zip(more.leaves, less.leaves, strict=True)]
-        dims = tuple(_dim_of_rows(layer, *pair) for pair in found)
-        sizes = [_sizes(leaf)[dim] for (leaf, _), dim in zip(found, dims, strict=True) if dim is not None]
-        return Form(are_rows, dims, may_be_sorted=all(size == few for size in sizes))
+        check_others(layer, more, less)
+        dims = tuple(_dim_of_rows(layer, *pair) for pair in zip(more.leaves, less.leaves, strict=True))
+        sizes = (None if dim is None else _shape(leaf)[dim] for leaf, dim in zip(more.leaves, dims, strict=True))
+        return Form(are_rows, dims, may_be_sorted=all(size in (None, few) for size in sizes))
     assert problem is not None
     raise problem
 
 
 def _run_some(layer: Layer, arguments: Tree, are_rows: Sequence[bool], number: int, run: Callable[[RowSlice, Any], Any]) -> Tree:
-    rows = range(number)
+    rows = [*range(number)]
 
     def some(leaf: Any, is_row: bool) -> Any:  # copies, into which the submodule may write
         if not isinstance(leaf, Tensor):
             return [leaf[row] for row in rows] if is_row else leaf
-        return leaf.detach()[[*rows]] if is_row else leaf.detach().clone()
+        return leaf.detach()[rows] if is_row else leaf.detach().clone()
 
     device = next((leaf.device for leaf in arguments.leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
     before = RandomState(device)
     try:
-        with torch.no_grad(), as_with_a_graph(), in_eager_mode():
-            return read(run(RowSlice([*rows], number, 1), arguments.make(map(some, arguments.leaves, are_rows))))
+        with in_eager_mode():
+            return read(run(RowSlice(rows, number, 1), arguments.make(map(some, arguments.leaves, are_rows))))
     except UnknownObjectError as error:
         raise RowWiseError(
             f"row_wise={layer.name!r}: {layer.name!r} returns {error}. Have it return tensors: of a model of Hugging"
@@ -143,6 +138,17 @@ def _run_some(layer: Layer, arguments: Tree, are_rows: Sequence[bool], number: i
         ) from error
     finally:
         before.restore()
+
+
+def check_others(layer: Layer, found: Tree, expected: Tree) -> None:
+    """Raise if what is no tensor in the outputs for some rows is not what it is for others."""
+    pairs = [*zip(found.others, expected.others, strict=False), (len(found.leaves), len(expected.leaves))]
+    if differing := [pair for pair in pairs if not is_same(*pair)]:
+        one, other = differing[0]
+        raise RowWiseError(
+            f"row_wise={layer.name!r}: {layer.name!r} returns {one!r} for some rows and {other!r} for"
+            " others, which cannot be joined: have it return tensors, with one entry a row."
+        )
 
 
 def _dim_of_rows(layer: Layer, more: Any, less: Any) -> int | None:
@@ -163,14 +169,12 @@ def difference_by_padding(layer: Layer, padded: Any, trimmed: Any, *others: Any)
     if others:
         return Inconclusive("it is tried on one part alone")
     try:
-        with torch.no_grad(), as_with_a_graph(), in_eager_mode(), dropout_switched_off(layer.module), NoiseOfRows():
-            whole, part = (leaves(layer.run(*args, **kwargs)) for args, kwargs in (padded, trimmed))
+        with in_eager_mode(), dropout_switched_off(layer.module), NoiseOfRows():
+            whole, part = (read(layer.run(*args, **kwargs)).leaves for args, kwargs in (padded, trimmed))
     except Exception as error:
         return Inconclusive(f"{layer.name} raises {type(error).__name__}: {error}")
-    is_same = len(whole) == len(part) and all(
-        is_close(a, b) if isinstance(a, Tensor) else bool(a == b) for a, b in zip(whole, part, strict=True)
-    )
-    return None if is_same else "its outputs have the columns of the padding, or depend on them"
+    is_exact = len(whole) == len(part) and all(map(is_same, whole, part))
+    return None if is_exact else "its outputs have the columns of the padding, or depend on them"
 
 
 def size_of(leaf: Any) -> int | None:
@@ -178,7 +182,7 @@ def size_of(leaf: Any) -> int | None:
     return None if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.dim() == 0) else len(leaf)
 
 
-def _sizes(leaf: Any) -> Sequence[int]:
+def _shape(leaf: Any) -> Sequence[int]:
     return leaf.shape if isinstance(leaf, Tensor) else [len(leaf)]
 
 
@@ -194,22 +198,3 @@ def name_of(layer: Layer, path: str) -> str:
     if by_name == "0" and int(place) < len(layer.argument_names):
         place = layer.argument_names[int(place)]
     return ".".join([place, *inside])
-
-
-@contextmanager
-def as_with_a_graph() -> Iterator[None]:
-    """In here what has no graph computes as with one, and leaves nothing in caches.
-
-    Attention has a fast path without one, which has other values in padding.
-    """
-    fast_path, autocast = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_cache_enabled()
-    parametrizations = parametrize._cache_enabled
-    torch.backends.mha.set_fastpath_enabled(False)
-    torch.set_autocast_cache_enabled(False)
-    parametrize._cache_enabled = 0
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        torch.set_autocast_cache_enabled(autocast)
-        parametrize._cache_enabled = parametrizations

@@ -200,8 +200,7 @@ class _Proof:
         return found if found.size >= apart else Deviation(apart, True, "the loss")
 
     def _measure(self, trial: Trial, names: Sequence[str], size: int | None, number: int, draws: _Draws) -> Measured:
-        own = self._row_wise
-        row_wise = RowWise(self._module, names, size, own.device, own.trim, own.largest, draws)
+        row_wise = self._row_wise.another(size, names, draws)
         with ExitStack() as stack:
 
             def batch() -> Any:  # once everything is put back, the module's calls too

@@ -14,15 +14,16 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_accum.errors import ArgumentError, RowWiseError
 from lightning_accum.policy import Policy
 from lightning_accum.randomness import RandomState
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.auto import MicroBatchSizes
-from lightning_accum.splitting.micro_batch import Layout, Tokens
+from lightning_accum.splitting.micro_batch import Layout, RowSelector, Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Planner, RowSlice
-from lightning_accum.whole.calls import Call, taken
+from lightning_accum.whole.calls import Call, as_one_node, taken
 from lightning_accum.whole.forms import (
     Form,
     Layer,
@@ -81,7 +82,7 @@ class RowWise:
         draws: Draws | None = None,
         proofs: int = 0,
     ) -> None:
-        self.largest, self.size, self.device, self.trim = largest, micro_batch, device, trim
+        self.largest, self.size, self._device, self._trim, self._module = largest, micro_batch, device, trim, module
         self._layers = [Layer(name, inner, inner, largest is not None) for name, inner in _named(module, names)]
         self._draws = draws
         self.sizes = MicroBatchSizes() if micro_batch == "auto" else None
@@ -101,6 +102,10 @@ class RowWise:
         self._rows: int | None = None
         self._number = 0
         self._is_inside = self._drops = self._is_over = False
+
+    def another(self, micro_batch: int | None, names: Sequence[str] | None = None, draws: Draws | None = None) -> RowWise:
+        """The same with micro-batches of another size, or calls as they are: to try it out."""
+        return RowWise(self._module, names or self.names, micro_batch, self._device, self._trim, self.largest, draws)
 
     def end_proofs(self, kinds: set[Hashable], warn: Callable[[str], None] | None) -> None:
         """It was seen, for ``kinds`` of calls; or is not tried any more.
@@ -203,12 +208,13 @@ class RowWise:
 
         is_one = rows < 2 or (isinstance(self.size, int) and rows <= self.size)
         if self.size is None or (is_one and self.largest is None):  # as it is
-            return run(RowSlice(slice(None), rows, 1), arguments.make(iter(arguments.leaves)))
-        form = self._form(layer, arguments, rows, run)
-        pieces, order = self._pieces(layer, arguments, form, rows)
-        shadows = 0 if self.largest is None else int(self.largest(float(len(pieces)))[0]) - len(pieces)
-        call = self._running = Call(layer, arguments, form, pieces, order, shadows, run, self.device)
-        output = call.run(self._run_again)
+            return as_one_node(run(RowSlice(slice(None), rows, 1), arguments.make(iter(arguments.leaves))))
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # others' are for what a backward will need
+            form = self._form(layer, arguments, rows, run)
+            pieces, order = self._pieces(layer, arguments, form, rows)
+            shadows = 0 if self.largest is None else int(self.largest(float(len(pieces)))[0]) - len(pieces)
+            call = self._running = Call(layer, arguments, form, pieces, order, shadows, run, self._device)
+            output = call.run(self._run_again)
         self._running = None
         self._calls.append(call)
         self.pieces += pieces
@@ -243,13 +249,18 @@ class RowWise:
             assert self.size is not None
             # what is tried out on two rows would be on one rank alone
             size_for = None if self.sizes is None else self.sizes.size_for
-            planner = Planner(self.size, self.trim and self.largest is None, warn=lambda text: None, size_for=size_for)
+            planner = Planner(self.size, self._trim and self.largest is None, warn=lambda text: None, size_for=size_for)
             self._planners[layer.name] = planner
         tensors: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
         for path, leaf, is_row in zip(arguments.paths, arguments.leaves, form.inputs, strict=True):
             if isinstance(leaf, Tensor):
                 tensors[is_row][name_of(layer, path)] = leaf
-        layout = Layout(rows, tensors[True], tensors[False], {}, partial(taken, arguments, form.inputs))
+
+        def some(selector: RowSelector) -> Any:
+            pairs = zip(arguments.leaves, form.inputs, strict=True)
+            return arguments.make(taken(leaf, is_row, selector) for leaf, is_row in pairs)
+
+        layout = Layout(rows, tensors[True], tensors[False], {}, some)
         spans = planner.trimmable(layout, partial(difference_by_padding, layer)) if form.may_be_sorted else {}
         return planner.pack(layout, spans)
 
@@ -262,7 +273,7 @@ class RowWise:
             gradients = [None] * len(gradients)
             if self.largest is None:
                 return [torch.zeros_like(leaf) for leaf in call.needs_gradient]
-        now = RandomState(self.device)
+        now = RandomState(self._device)
         self._is_inside, self._running = True, call
         try:
             of_inputs = call.run_again(gradients)
