@@ -79,7 +79,7 @@ def kinds_below(node: Node) -> tuple[str, ...]:
 
 
 _KINDS_BELOW = 4
-_OF_A_CALL = "_Outputs"
+_OF_A_CALL = "RowWiseOutputs"
 """The node of a call of a row-wise submodule: what is below it differs from call to call."""
 
 

@@ -27,19 +27,21 @@ def taken(leaf: Any, is_row: bool, selector: RowSelector) -> Any:
     return type(leaf)(selector.entries(leaf)) if is_row else leaf
 
 
-class _Outputs(torch.autograd.Function):
+class RowWiseOutputs(torch.autograd.Function):
     """Outputs without a graph of their own, in whose backward a call runs again; or, of no call, those that are given."""
 
     @staticmethod
     def forward(
         ctx: Any, call: Call | None, run_again: RunAgain | None, outputs: list[Tensor], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
+        """The outputs."""
         ctx.call, ctx.run_again, ctx.of_none = call, run_again, outputs[0].new_zeros(())
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of the inputs."""
         if ctx.call is None:
             return None, None, None, *gradients
         is_whole_backward = torch.autograd._is_checkpoint_valid()  # type: ignore[no-untyped-call]
@@ -63,7 +65,7 @@ def as_one_node(outputs: Any) -> Any:
     trained = [leaf for leaf in tree.leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not trained:
         return outputs
-    made = iter(_Outputs.apply(None, None, [leaf.detach().clone() for leaf in trained], *trained))  # type: ignore[no-untyped-call]
+    made = iter(RowWiseOutputs.apply(None, None, [leaf.detach().clone() for leaf in trained], *trained))  # type: ignore[no-untyped-call]
     return tree.make(next(made) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in tree.leaves)
 
 
@@ -146,7 +148,7 @@ class Call:
             ]
             outputs = [joined[place] for place in self._trained]
             inputs = outputs[0].new_zeros(()).requires_grad_(), *self.needs_gradient
-            made = _Outputs.apply(self, run_again, outputs, *inputs)  # type: ignore[no-untyped-call]
+            made = RowWiseOutputs.apply(self, run_again, outputs, *inputs)  # type: ignore[no-untyped-call]
             for place, tensor in zip(self._trained, made, strict=True):
                 joined[place] = tensor
             self._given = [tensor.detach() for tensor in made]  # without their graph, which leads to this call

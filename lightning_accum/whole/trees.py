@@ -63,9 +63,14 @@ def read(value: Any, path: str = "") -> Tree:
     else:
         return Tree([], [], [value], lambda found: value)
     trees = {key: read(entry, f"{path}.{key}" if path else str(key)) for key, entry in entries.items()}
-    leaves, paths, others = ([one for tree in trees.values() for one in tree[part]] for part in range(3))
-    make = lambda found: _with_entries(value, {key: tree.make(found) for key, tree in trees.items()})  # noqa: E731
-    return Tree(leaves, paths, [list(entries), *others], make)
+    found = Tree(
+        [], [], [list(entries)], lambda found: _with_entries(value, {key: tree.make(found) for key, tree in trees.items()})
+    )
+    for tree in trees.values():
+        found.leaves.extend(tree.leaves)
+        found.paths.extend(tree.paths)
+        found.others.extend(tree.others)
+    return found
 
 
 def is_list_of_numbers(value: Any) -> bool:

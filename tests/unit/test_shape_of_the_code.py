@@ -23,7 +23,7 @@ SEAMS = (*seams.LIGHTNING, *seams.FSDP2)
 ROWS = {row.name for row in SEAMS} | {part for row in SEAMS for part in row.owner.split(".")}
 _NAMES = """
 _BatchNorm _DDPSink _IS_INTERACTIVE _Launcher _ResultMetric _backward_hooks _base _batches_that_stepped _buffers
-_cache_enabled _call_impl _callback_metrics _cdata _check_reducer_finalized _combined_loader _comm_hooks _compiled_call_impl
+_call_impl _callback_metrics _cdata _check_reducer_finalized _combined_loader _comm_hooks _compiled_call_impl
 _compiler_ctx _computed _current_fx _current_fx_name _data_connector _data_fetcher _data_parallel_size _device_mesh
 _engine_run_backward _every_n_train_steps _first_loop_iter _foreach_mul_ _foreach_norm _forward_cache
 _fsdp_param_groups _get_default_store _hparams _input_metadata _is_checkpoint_valid _is_hsdp _is_root
