@@ -23,8 +23,8 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 16_830,
-    "lines of the package": 24_750,
+    "lines of code": 16_400,
+    "lines of the package": 24_400,
     "files of the package": 146,
     "width of the package": 152,
     "lines of its largest file": 430,
