@@ -12,19 +12,7 @@ Tail: TypeAlias = Literal["step", "drop", "carry"]
 
 
 class Boundary:
-    """Decides which loader batch is the last of its window.
-
-    Counts are loader batches over the whole training, epochs included, so a window may reach over the end of an epoch.
-
-    Example:
-        >>> boundary = Boundary("step")
-        >>> boundary.begin(size=2)
-        >>> [boundary.is_reached(seen, size=lambda: 3) for seen in (1, 2)]  # it keeps the size that it began with
-        [False, True]
-        >>> boundary.close(2)
-        >>> boundary.is_reached(4, size=lambda: 3), boundary.is_cut_by_the_end(is_end_of_training=False)
-        (False, True)
-    """
+    """Decides which loader batch is the last of its window, counting them over the whole training: it may span epochs."""
 
     def __init__(self, tail: Tail) -> None:
         self.tail = tail
@@ -40,23 +28,12 @@ class Boundary:
         """The tokens that the window under way has to reach, where windows are measured in tokens and it was asked."""
 
     def begin(self, size: float) -> None:
-        """A loader batch begins: where a window begins with it, this is its size, and it keeps it.
-
-        Args:
-            size: loader batches in a window; inf where something else ends it.
-        """
+        """A loader batch begins. A window that begins with it has this size (inf where something else ends it), and keeps it."""
         if not self.is_under_way:
             self.size, self.is_under_way, self.ends_at = size, True, self.closed_at + size
 
     def is_reached(self, seen: int, size: Callable[[], float]) -> bool:
-        """Whether the window ends with loader batch number ``seen``, whatever follows.
-
-        Between the end of a window and the next loader batch the answer stays True.
-
-        Args:
-            seen: loader batches so far, this one included.
-            size: returns the loader batches in a window that has not begun; see :meth:`begin`.
-        """
+        """Whether the window ends with loader batch number ``seen``, whatever follows; ``size`` is asked if none has begun."""
         is_known = self.is_under_way or seen == self.ends_at
         return seen >= (self.ends_at if is_known else self.closed_at + size())
 
@@ -88,21 +65,11 @@ class Boundary:
 
 
 def count_windows(batches: int, epochs: int, size: Callable[[int, int], int], tail: Tail) -> int:
-    """The number of optimizer steps in a training of known length.
-
-    Args:
-        batches: loader batches in an epoch.
-        epochs: how many epochs.
-        size: loader batches in a window that begins in the given epoch (from 0), after the given number of steps.
-        tail: what the end of an epoch does to an unfinished window.
+    """The optimizer steps in ``epochs`` of so many loader batches, where a window has ``size(epoch, step)`` of them.
 
     Example:
         >>> count_windows(6, 4, lambda epoch, step: 1 if epoch == 0 else 4, "step")  # 6 + 2 + 2 + 2
         12
-        >>> count_windows(6, 4, lambda epoch, step: 4, "carry"), count_windows(6, 4, lambda epoch, step: 4, "drop")
-        (6, 4)
-        >>> count_windows(10, 1, lambda epoch, step: 1 + step, "step")  # 1 + 2 + 3 + 4
-        4
     """
     begun = windows = 0
     while begun < batches * epochs:
@@ -116,17 +83,7 @@ def count_windows(batches: int, epochs: int, size: Callable[[int, int], int], ta
 
 
 def count_batches(windows: int, size: Callable[[int], int], most: float) -> float:
-    """The loader batches that windows take which are not cut short.
-
-    Args:
-        windows: how many.
-        size: loader batches in the window that follows after the given number of these.
-        most: loader batches that there are.
-
-    Example:
-        >>> count_batches(3, lambda window: 1 + window, most=10), count_batches(3, lambda window: 8, most=10)
-        (6, 10)
-    """
+    """The loader batches, of ``most``, that so many windows take if they are not cut short; ``size`` is by number."""
     batches = 0
     for window in range(windows):
         batches += size(window)
@@ -143,12 +100,6 @@ class StepClock:
         counts: what a scheduler's frequency counts.
         optimizer_steps: steps that really happened; one that a GradScaler skipped is none.
         time: what schedulers have seen so far: optimizer steps, or the loader batches that those took.
-
-    Example:
-        >>> clock = StepClock("micro_batches")
-        >>> clock.tick(loader_batches=4)
-        >>> clock.times_due(frequency=1), clock.times_due(frequency=3)
-        (4, 1)
     """
 
     counts: SchedulerCounts = "optimizer_steps"
@@ -179,14 +130,6 @@ class ValidationClock:
         every: optimizer steps between validations.
         steps: optimizer steps at the last validation; where there was none, when counting began.
         after: the loader batch, counted from 1 over all epochs, that it came after.
-
-    Example:
-        >>> clock = ValidationClock(every=4, steps=0)
-        >>> [clock.is_due(steps) for steps in (3, 4)]
-        [False, True]
-        >>> clock.begin(steps=5, seen=2)  # the loader batch that ends the fourth window ends the fifth, too
-        >>> [clock.is_due(steps) for steps in (5, 7, 8)]
-        [False, False, True]
     """
 
     every: int

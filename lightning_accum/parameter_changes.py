@@ -37,18 +37,7 @@ class ParameterChanges:
 
     A moving average that a hook updates at every batch, a normalisation of embeddings in ``training_step``: each micro-batch after
     the first sees other parameters than the full batch would. What changes before the first micro-batch has run forward, or after
-    the last backward, changes once a window, as it should.
-
-    Args:
-        warn: takes a warning; None to compare nothing.
-        once_a_window: where a module does what is to run once a window, in words.
-
-    Example:
-        >>> module, changes = nn.Linear(1, 1, bias=False), ParameterChanges(print)
-        >>> changes.begin(module)
-        >>> _ = module.weight.data.mul_(2)
-        >>> changes.end(micro_batches=2)  # doctest: +ELLIPSIS
-        The parameter 'weight' changes between the micro-batches of a window (by 0.5 of its size in ...
+    the last backward, changes once a window, as it should. Without ``warn`` nothing is compared.
     """
 
     def __init__(self, warn: Callable[[str], None] | None, once_a_window: str = IN_OPTIMIZER_STEP) -> None:
@@ -76,9 +65,6 @@ class ParameterChanges:
         """A ``training_step`` in here leaves the gradients of the window as they are.
 
         In the full batch they are cleared after it. In a later micro-batch what it adds would stay, and what it clears is lost.
-
-        Raises:
-            RuntimeError: it has changed some, or put others in their place.
         """
         before = [
             (sample.name, sample.tensor, gradient, _version(gradient), _elements_of(gradient))

@@ -82,11 +82,7 @@ class Policy:
         return self.ends_by_tokens and self.micro_batch not in (None, "auto")
 
     def size_at(self, epoch: int, step: int) -> int | None:
-        """Loader batches in a window that begins in ``epoch``, after ``step`` steps; None where the Trainer or tokens say.
-
-        Raises:
-            ValueError: a function of the step gave no int, or less than 1.
-        """
+        """Loader batches in a window that begins in ``epoch``, after ``step`` steps; None where the Trainer or tokens say."""
         if isinstance(self.window, Mapping):
             return self.window[max(start for start in self.window if start <= epoch)]
         if callable(self.window):
@@ -97,11 +93,7 @@ class Policy:
         return None if isinstance(self.window, Tokens) else self.window
 
     def smallest_from(self, epoch: int, epochs: int | None, step: int) -> int | None:
-        """Loader batches in the smallest window that begins before an optimizer step follows, in ``epoch`` or a later one.
-
-        Returns:
-            None where the Trainer or tokens say.
-        """
+        """Loader batches in the smallest window that begins before an optimizer step follows, in ``epoch`` or a later one."""
         starts = self.window if isinstance(self.window, Mapping) else ()
         later = [start for start in starts if start > epoch and (epochs in (None, -1) or start < epochs)]
         return min((size for start in (epoch, *later) if (size := self.size_at(start, step)) is not None), default=None)
@@ -138,11 +130,7 @@ class Policy:
 
 
 def checked_policy(policy: Policy) -> Policy:
-    """The policy, with a list of weights as a tuple.
-
-    Raises:
-        ValueError: an argument is out of its range.
-    """
+    """The policy, with a list of weights as a tuple. What is out of its range is an error."""
     for argument, example in (("window", "Tokens(8_192)"), ("micro_batch", "Tokens(8_192)"), ("weight", "TokenCount()")):
         _check_is_no_class(argument, getattr(policy, argument), example)
     _check_window(policy.window)
@@ -163,11 +151,7 @@ def checked_policy(policy: Policy) -> Policy:
 
 
 def row_wise_fields(row_wise: Any, micro_batch: Any) -> dict[str, Any]:
-    """The fields of a :class:`Policy` for the argument ``row_wise``.
-
-    Raises:
-        ValueError: it is no name, or the micro-batches have no size.
-    """
+    """The fields of a :class:`Policy` for the argument ``row_wise``."""
     if row_wise is None:
         return {}
     names = (row_wise,) if isinstance(row_wise, str) else tuple(row_wise) if isinstance(row_wise, (list, tuple)) else ()

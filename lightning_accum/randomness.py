@@ -22,18 +22,10 @@ _NAMES_WITH_P = ("drop", "stochasticdepth")
 
 
 def switch_off_dropout(module: nn.Module) -> list[str]:
-    """Set the probabilities of dropout in ``module`` to 0.
+    """Set the probabilities of dropout in ``module`` to 0, and return their paths.
 
     These are ``p`` of dropout layers, and numbers in attributes, in Hugging Face configurations and in ``hparams`` with "drop" in
     their name: ``attention_dropout``, ``resid_pdrop``, ``drop_path_rate``, ``layerdrop``.
-
-    Returns:
-        Where there was one, by path.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
-        >>> switch_off_dropout(model), model[1].p
-        (['1.p'], 0.0)
     """
     found = []
     for path, holder, name in _dropout_in(module):
@@ -92,18 +84,7 @@ def seed_everything(seed: int) -> None:
 class RandomState:
     """How the global random generators were when this was made: torch's on the CPU and on ``device``, Python's and numpy's.
 
-    Args:
-        device: where else torch draws.
-        of_torch_alone: leave out those of Python and numpy, which take longer.
-
-    Example:
-        >>> before = RandomState(torch.device("cpu"))
-        >>> drawn = torch.rand(2)
-        >>> before.torch_has_drawn(), before.others_have_drawn()
-        (True, False)
-        >>> before.restore()
-        >>> torch.equal(torch.rand(2), drawn)
-        True
+    Those of Python and numpy take longer: ``of_torch_alone`` leaves them out.
     """
 
     def __init__(self, device: torch.device, of_torch_alone: bool = False) -> None:
@@ -157,15 +138,6 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
     :meth:`restart`; the state of the random generators is left as it was. If it is not known which rows are run, and where several
     numbers are drawn for each row, all entries of dimension 0 get the same. What is drawn in another way (a permutation, draws
     without replacement, Python's own numbers) stays random. Inside of another, only the outer one has an effect.
-
-    Example:
-        >>> with NoiseOfRows() as noise:
-        ...     noise.restart((0, 1, 2), 3)
-        ...     whole = torch.randn(3, 2)
-        ...     noise.restart((2,), 3)
-        ...     part = torch.randn(1, 2)
-        >>> bool((whole[2] == part).all()), bool((whole[0] == part).any())
-        (True, False)
     """
 
     _depth = 0
@@ -193,25 +165,14 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def restart(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
-        """Begin to count anew: with every micro-batch.
-
-        Args:
-            rows: which of the rows of the whole batch they are, which runs before its parts. None if that is not known.
-            total: how many the whole batch has.
-        """
+        """Begin to count anew for these of the ``total`` rows of a whole batch, which runs before its parts; None: unknown ones."""
         self._draws, self._rows, self._total = 0, None if rows is None else tuple(rows), total
         if rows is None or self._rows == tuple(range(total)):
             self.is_unlike = False
 
     @contextmanager
     def of_call(self, number: int, rows: Sequence[int], total: int) -> Iterator[None]:
-        """In here a call of a submodule draws for some of its rows: as it does where it is called with all of them.
-
-        Args:
-            number: of the call in its step.
-            rows: of those of the call.
-            total: how many the call has.
-        """
+        """In here call ``number`` of a submodule draws for some of its ``total`` rows as if it were called with all of them."""
         before = self._draws, self._rows, self._total
         self._draws, self._rows, self._total = number << 20, tuple(rows), total
         try:

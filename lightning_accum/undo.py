@@ -34,19 +34,7 @@ class Undo:
     torch counts changes: :meth:`Snapshot.restore` raises if one was changed in place. Of lists of more than 1,000 entries only the
     references are kept.
 
-    Args:
-        module: the module, with everything below it. What is added or replaced later is found.
-        device: where the module runs.
-        is_deep: keep everything that can be reached: parameters, gradients, hooks, objects of libraries, tensors of any size.
-
-    Example:
-        >>> module = nn.BatchNorm1d(1, momentum=1.0)
-        >>> with Undo(module, torch.device("cpu")).take():
-        ...     _ = module(torch.tensor([[2.0], [4.0]]))
-        ...     module.running_mean
-        tensor([3.])
-        >>> module.running_mean
-        tensor([0.])
+    With ``is_deep`` all that can be reached is kept: parameters, gradients, hooks, objects of libraries, tensors of any size.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, is_deep: bool = False) -> None:
@@ -116,11 +104,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore everything, as often as needed.
-
-        Raises:
-            RuntimeError: a tensor that is watched was changed in place. All else is restored.
-        """
+        """Restore everything, as often as needed. If a tensor that is watched was changed in place, it is an error after that."""
         failure: Exception | None = None
         for restore, target, saved in self._kept:
             try:

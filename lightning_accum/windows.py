@@ -23,14 +23,7 @@ _MORE_STATE = ("epoch_loss", "window", "micro_batch_sizes", "counted")
 
 
 class Windows(ABC):
-    """The windows of one ``fit``, whether the Trainer optimizes or the module does so by itself.
-
-    Args:
-        policy: what was asked for.
-        ranks: those whose gradients are averaged by their reduction, and the device of this one.
-        warn: takes a warning to be seen once, on rank zero.
-        once_a_window: where a module does what is to run once a window, in words.
-    """
+    """The windows of one ``fit``, whether the Trainer optimizes or the module does so by itself."""
 
     def __init__(self, policy: Policy, ranks: Ranks, warn: Callable[[str], None], once_a_window: str = IN_OPTIMIZER_STEP) -> None:
         self.policy = policy
@@ -116,11 +109,7 @@ class Windows(ABC):
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave, to go on from it in :meth:`restart`; nothing where training begins.
-
-        Raises:
-            ValueError: another version of the package has written it.
-        """
+        """Take what :meth:`state_dict` gave, to go on from it in :meth:`restart`; nothing where training begins."""
         if state:
             check_format(state)
             check_keys(state, _STATE, _MORE_STATE, "GradientAccumulation")
@@ -177,12 +166,7 @@ class Windows(ABC):
         return partial
 
     def partial_window(self, training: Training, size: int) -> PartialWindow | None:
-        """The unfinished window, for a checkpoint; None at a boundary. Called on all ranks.
-
-        Args:
-            training: the checkpoint is taken of it.
-            size: loader batches in a window now.
-        """
+        """The unfinished window of ``size`` loader batches, for a checkpoint; None at a boundary. Called on all ranks."""
         if self.position == 0:
             return None
         if not self.is_between_loader_batches:
@@ -206,11 +190,7 @@ class Windows(ABC):
         )
 
     def restore(self, partial: PartialWindow, training: Training) -> None:
-        """Go on with the weights and gradients of a window of :meth:`restart`, on as many ranks as then or on others.
-
-        Raises:
-            ValueError: a gradient has another shape than its parameter.
-        """
+        """Go on with the weights and gradients of a window of :meth:`restart`, on as many ranks as then or on others."""
         named, scale = training.parameters_by_name(), self._loss_scale_of(training) / partial.scale
         for loss, kept in zip(self.losses, partial.losses, strict=True):
             restore_loss(loss, kept, named, self.ranks, scale, self.warn_once)
