@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import random
 import sys
 import types
@@ -19,14 +18,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset
 
-_FEW, _MANY = 64, 1000
-"""Entries of a list: of a longer one tensors are not copied, and of a still longer one nothing is looked at."""
-_SMALL, _LARGE = 2**16, 2**24
-"""Elements of a tensor in a list, and in an attribute: what is larger is taken for data, and not copied."""
+_MANY = 1000
+"""Entries of a list: of a longer one nothing is looked at."""
+LARGE = 2**24
+"""Elements: a larger tensor that is no buffer, and a larger array, is taken for data, and not copied."""
 _NOTHING = object()
 _EMPTY: dict[str, Any] = {}
-_Contents: TypeAlias = Iterable[tuple[str, Any, float]]
-"""Names, values, and how many elements a tensor may have that is copied there."""
+_Contents: TypeAlias = Iterable[tuple[str, Any]]
+"""Names and values."""
 
 
 class Kind(NamedTuple):
@@ -53,7 +52,7 @@ class Kinds(dict[type, "Kind | None"]):
         yield from _OF_TYPES
         if self.is_deep:
             yield Tensor, _LEAF
-            yield weakref.ref, Kind(None, _restore_nothing, lambda kinds, value: [("", value(), math.inf)])
+            yield weakref.ref, Kind(None, _restore_nothing, lambda kinds, value: [("", value())])
         yield (nn.Parameter, weakref.ref, torch.optim.Optimizer, Dataset, DataLoader) if not self.is_deep else (), None
         yield Tensor, TENSOR
         yield torch.jit.ScriptModule, Kind(lambda module: module.training, nn.Module.train, _contents_of_script, is_module=True)
@@ -73,12 +72,12 @@ class Kinds(dict[type, "Kind | None"]):
 def _contents_of_registry(kinds: Kinds, module: nn.Module) -> _Contents:
     if not (module._modules or module._buffers):
         return []
-    return [("", held, math.inf) for held in (*module._modules.values(), *module._buffers.values()) if held is not None]
+    return [("", held) for held in (*module._modules.values(), *module._buffers.values()) if held is not None]
 
 
 def _contents_of_module(kinds: Kinds, module: nn.Module) -> _Contents:
     state = [
-        (name, value, _LARGE)
+        (name, value)
         for name, value in vars(module).items()
         if name not in _NO_STATE and kinds[type(value)] is not None and not _is_part_of_parameter(value)
     ]
@@ -87,33 +86,32 @@ def _contents_of_module(kinds: Kinds, module: nn.Module) -> _Contents:
 
 def _contents_of_script(kinds: Kinds, module: torch.jit.ScriptModule) -> _Contents:
     for names in (module.named_children(), module.named_buffers(recurse=False), module.named_parameters(recurse=False)):
-        yield from ((name, value, math.inf) for name, value in names)
+        yield from ((name, value) for name, value in names)
 
 
 def _contents_of_tensor(kinds: Kinds, tensor: Tensor) -> _Contents:
     if is_traceable_wrapper_subclass(tensor):  # it is made of others
-        yield from ((name, getattr(tensor, name), math.inf) for name in tensor.__tensor_flatten__()[0])
+        yield from ((name, getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     if kinds.is_deep and not tensor.is_inference():
-        yield from (("", held, math.inf) for held in (*hooks_of(tensor), tensor.grad if tensor.is_leaf else None))
+        yield from (("", held) for held in (*hooks_of(tensor), tensor.grad if tensor.is_leaf else None))
         yield from _attributes(kinds, tensor)
 
 
 def _attributes(kinds: Kinds, value: Any) -> _Contents:
-    yield from ((name, held, math.inf) for name, held in getattr(value, "__dict__", {}).items())
-    yield from ((name, getattr(value, name, None), math.inf) for name in _slots(type(value)))
+    yield from ((name, held) for name, held in getattr(value, "__dict__", {}).items())
+    yield from ((name, getattr(value, name, None)) for name in _slots(type(value)))
 
 
 def _items(kinds: Kinds, values: Any) -> _Contents:
     is_small = kinds.is_deep or (len(values) <= _MANY and any(kinds[type_] is not None for type_ in set(map(type, values))))
-    limit = math.inf if kinds.is_deep else _SMALL if len(values) <= _FEW else 0
-    return (("", value, limit) for value in values) if is_small else ()
+    return (("", value) for value in values) if is_small else ()
 
 
 def _entries(kinds: Kinds, values: dict[Any, Any]) -> _Contents:
     if kinds.is_deep:
-        yield from (("", key, math.inf) for key in values)
+        yield from (("", key) for key in values)
     if kinds.is_deep or len(values) <= _MANY:
-        yield from ((f"[{key!r}]", value, math.inf) for key, value in values.items() if kinds[type(value)] is not None)
+        yield from ((f"[{key!r}]", value) for key, value in values.items() if kinds[type(value)] is not None)
 
 
 def _leads_on(*names: str) -> Kind:
@@ -122,7 +120,7 @@ def _leads_on(*names: str) -> Kind:
     def contents(kinds: Kinds, value: Any) -> _Contents:
         package = f"{getattr(value, '__module__', None)}."
         if not (package.startswith(_OUTSIDE) if kinds.is_deep else is_of_library(package)):
-            yield from (("", getattr(value, name), math.inf) for name in names)
+            yield from (("", getattr(value, name)) for name in names)
 
     return Kind(None, _restore_nothing, contents)
 
@@ -309,7 +307,7 @@ def restore_gradient(parameter: Tensor, saved: tuple[Tensor, Tensor] | None) -> 
 
 
 def _save_array(array: Any) -> Any:
-    return array.copy() if array.flags.writeable and array.size <= _LARGE else None
+    return array.copy() if array.flags.writeable and array.size <= LARGE else None
 
 
 def _restore_array(array: Any, saved: Any) -> None:
@@ -334,7 +332,7 @@ _OF_TYPES: tuple[tuple[Any, Kind | None], ...] = (
     (bytearray, Kind(bytes, lambda target, saved: target.__setitem__(slice(None), saved))),
     (torch.Generator, Kind(torch.Generator.get_state, torch.Generator.set_state)),
     (random.Random, Kind(random.Random.getstate, random.Random.setstate)),
-    (types.CellType, Kind(_save_cell, _restore_cell, lambda kinds, cell: [("", held, math.inf) for held in _save_cell(cell)])),
+    (types.CellType, Kind(_save_cell, _restore_cell, lambda kinds, cell: [("", held) for held in _save_cell(cell)])),
     (types.FunctionType, _leads_on("__closure__", "__defaults__", "__kwdefaults__", "__dict__")),
     (types.MethodType, _leads_on("__self__", "__func__")),
     (types.BuiltinFunctionType, _leads_on("__self__")),  # such as list.append of a list

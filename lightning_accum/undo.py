@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_accum.errors import UsageError
 from lightning_accum.randomness import RandomState
-from lightning_accum.state_kinds import DEEP, ITERATOR, SHALLOW, TENSOR, restore_gradient
+from lightning_accum.state_kinds import DEEP, ITERATOR, LARGE, SHALLOW, TENSOR, restore_gradient
 
 _Path: TypeAlias = "nn.Module | tuple[Any, str] | None"
 """A module, or the path of what holds a value and the value's name there; None where nobody will ask."""
@@ -30,9 +29,9 @@ class Undo:
     and attributes that are new are removed.
 
     What cannot be copied is kept by reference: streams, locks, and iterators, from which nothing is drawn (see :meth:`iterators`).
-    Parameters, tensors of more than 2**24 elements, and large or many tensors in a list are not copied but watched, as far as
-    torch counts changes: :meth:`Snapshot.restore` raises if one was changed in place. Of lists of more than 1,000 entries only the
-    references are kept.
+    Parameters, and tensors of more than 2**24 elements that are no buffers, are not copied but watched, as far as torch counts
+    changes: :meth:`Snapshot.restore` raises if one was changed in place. Of lists of more than 1,000 entries only the references
+    are kept.
 
     With ``is_deep`` all that can be reached is kept: parameters, gradients, hooks, objects of libraries, tensors of any size.
     """
@@ -70,25 +69,26 @@ class Undo:
         too_large: list[tuple[Tensor, _Path]] = []
         iterators: list[_Path] = []
         seen: dict[int, Any] = {}
-        waiting: list[tuple[Any, _Path, float]] = [(self.module, None, math.inf)]
+        buffers = {id(buffer) for buffer in self.module.buffers()}
+        waiting: list[tuple[Any, _Path]] = [(self.module, None)]
         while waiting:
-            value, path, limit = waiting.pop()
+            value, path = waiting.pop()
             kind = kinds[type(value)]
             if kind is None or id(value) in seen:
                 continue
-            if kind is TENSOR and value.numel() > limit:  # it may be a buffer, too
+            seen[id(value)] = value
+            if kind is TENSOR and value.numel() > LARGE and id(value) not in buffers:
                 too_large.append((value, path))
                 continue
-            seen[id(value)] = value
             if kind.save is not None:
                 kept.append((kind.restore, value, kind.save(value)))
             elif kind is ITERATOR:
                 iterators.append(path)
             if kind.contents is not None:
                 holder = value if kind.is_module else path
-                for name, child, most in kind.contents(kinds, value):
-                    waiting.append((child, (holder, name) if name else holder, limit if limit < most else most))
-        return kept, [(tensor, path) for tensor, path in too_large if id(tensor) not in seen], iterators
+                for name, child in kind.contents(kinds, value):
+                    waiting.append((child, (holder, name) if name else holder))
+        return kept, too_large, iterators
 
 
 class Snapshot:
