@@ -32,8 +32,7 @@ from lightning_accum.window_totals import (
     function_of_window,
     has_weight,
     number_with_weight,
-    sum_on_device,
-    sum_on_host,
+    summed,
     tensor_of,
 )
 
@@ -42,9 +41,7 @@ class Window:
     """Accumulates weights and losses, and closes.
 
     During the window the gradients are divided by the weight scale, a power of two near the mean weight and the same on all ranks:
-    weights can be thousands of tokens, which float16 gradients have no room for. A power of two costs no rounding. Where the last
-    window weighed a power of two on every rank, it is that on the CPU, where it is slow to go through all gradients once more: if
-    this window does so too, they are the full batch's as they are. An accelerator keeps the room that float16 has below.
+    weights can be thousands of tokens, which float16 gradients have no room for. A power of two costs no rounding.
 
     Args:
         counts_left_out: whether micro-batches may be left out, and their number is summed over the ranks.
@@ -76,7 +73,6 @@ class Window:
         all ranks; None where that is not known.
         """
         self._weight_scale = weight_scale
-        self._grad_output: tuple[tuple[Any, ...], Tensor] | None = None  # micro-batches of one size have the same
         self._is_on_host = device.type == "cpu"  # where a tensor of one number is slower than a number
         self.discard()
 
@@ -89,7 +85,7 @@ class Window:
         """Micro-batches so far, on this rank, that were not finite, see :meth:`skip_nonfinite`."""
         self.has_doubts: Denominator = False
         """A micro-batch of this rank was read in a way that the check has not seen, or its weight may be none."""
-        self._totals: Tensor | list[float] | None = None
+        self._totals: Tensor | None = None
         self._reduction: dist.Work | None = None
         if self.counted is not None:
             self.counted.discard()
@@ -114,9 +110,6 @@ class Window:
 
         Returns:
             What backward takes as ``gradient``, of the loss's type and shape; None where it is 1 (for a loss that is a sum, too).
-
-        Raises:
-            ValueError: the loss is another function of a mean than in the window so far.
         """
         shape = loss.shape
         if contribution.of_mean is None:
@@ -130,10 +123,7 @@ class Window:
             return None
         if isinstance(weight, Tensor):
             return (weight / weight_scale).to(loss.dtype).reshape(shape)
-        key = (weight / weight_scale, shape, loss.dtype, loss.device)
-        if self._grad_output is None or self._grad_output[0] != key or self._grad_output[1]._version:  # a backward wrote into it
-            self._grad_output = (key, torch.full(shape, key[0], dtype=loss.dtype, device=loss.device))
-        return self._grad_output[1]
+        return torch.full(shape, weight / weight_scale, dtype=loss.dtype, device=loss.device)
 
     def add_again(self, loss: Tensor, contribution: Contribution) -> None:
         """Take in a micro-batch that is weighed as the one before it, the loss of which is no function of a mean."""
@@ -159,11 +149,7 @@ class Window:
         return self._contributions[-1].weight if self._contributions else 0.0
 
     def weight_so_far(self) -> float:
-        """The sum of the weights of this rank; waits for the device that they are on.
-
-        Raises:
-            ValueError: the loss is a sum, which has no weight.
-        """
+        """The sum of the weights of this rank; waits for the device that they are on."""
         weights = [contribution.weight for contribution in self._contributions]
         if any(weight is None for weight in weights):
             raise ArgumentError(
@@ -232,17 +218,12 @@ class Window:
 
         Called once the last weight is known, before its backward: so it does not wait in line behind the gradients.
         """
-        of_micro_batches = (self._losses, self._contributions, self._flags())
-        totals = sum_on_host(*of_micro_batches) if self._is_on_host else sum_on_device(*of_micro_batches, self._tensor_of)
-        more = [number_with_weight(self._contributions, self._tensor_of, self._is_on_host)] if self.constant else []
+        totals = summed(self._losses, self._contributions, self._flags(), self._tensor_of)
+        more = [number_with_weight(self._contributions, self._tensor_of)] if self.constant else []
         if self.counted is not None:
             more += [self.counted.missed(), *self.counted.of_factors()]
-        if more:
-            others = self._tensor_of(more)
-            totals = torch.cat((totals, others)) if isinstance(totals, Tensor) else [*totals, *others.tolist()]
-        self._totals = totals
+        self._totals = torch.cat((totals, self._tensor_of(more))) if more else totals
         if self._world_size > 1:
-            self._totals = torch.as_tensor(self._totals, dtype=self.dtype)
             self._reduction = dist.all_reduce(self._totals, group=self._group, async_op=True)
 
     def _total(self, totals: Sequence[float] | Tensor) -> Any:
@@ -265,8 +246,7 @@ class Window:
         assert self._totals is not None
         if self._reduction is not None:
             self._reduction.wait()
-        # the one copy to the host
-        numbers = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
+        numbers = self._totals.tolist()  # the one copy to the host
         totals = Totals(*numbers[:NUMBERS])
         left_out = int(numbers[NUMBERS]) if self._counts_left_out else 0
         counted = numbers[NUMBERS + self._counts_left_out + bool(self.constant) :]
@@ -304,9 +284,7 @@ class Window:
             return totals.window(loss, shown, left_out, slope, has_doubts=has_doubts, **doubts)
         assert self._weight_scale is not None
         _scale(gradients, self._world_size * self._weight_scale / weight * slope)
-        of_a_rank = weight / self._world_size
-        is_next = self._is_on_host and _is_power_of_two(of_a_rank)
-        self._weight_scale = of_a_rank if is_next else _power_of_two_near(weight / totals.micro_batches)
+        self._weight_scale = _power_of_two_near(weight / totals.micro_batches)
         has_others = disagree and any(c.others for c in contributions)
         return totals.window(
             loss,
@@ -332,10 +310,6 @@ def _power_of_two_near(mean: float) -> float:
     if not (mean > 0 and math.isfinite(mean)):
         return 1.0
     return 2.0 ** round(math.log2(mean))
-
-
-def _is_power_of_two(number: float) -> bool:
-    return math.frexp(number)[0] == 0.5
 
 
 def _scale(find: Callable[[], Sequence[Tensor]], factor: float) -> None:

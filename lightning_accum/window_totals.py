@@ -158,87 +158,41 @@ def has_weight(contribution: Contribution) -> bool:
     return isinstance(contribution.weight, Tensor) or contribution.weight != 0
 
 
-def sum_on_host(losses: Sequence[Denominator], contributions: Sequence[Contribution], flags: Sequence[Denominator]) -> list[float]:
-    """The numbers of micro-batches, in Python's."""
-    weight = loss = negative = terms = spread = sums = d = d_squared = 0.0
-    n: float | None = None
-    last = None
-    for value, contribution in zip(losses, contributions, strict=True):
-        l = float(value)  # noqa: E741
-        if contribution is not last:  # they are the same, mostly
-            last = contribution
-            n = None if contribution.weight is None else float(contribution.weight)
-            d, d_squared = _of_terms(contribution, n)
-        if n is None:
-            loss, sums, terms, spread = loss + l, sums + 1, terms + d, spread + d_squared
-        elif n == 0:
-            weight += math.inf if math.isinf(l) and contribution.structure else 0.0
-            terms, spread = terms + d, spread + d_squared
-        else:
-            weight, loss, negative = weight + n, loss + l * n, negative + (n < 0)
-            terms, spread = terms + d, spread + d_squared
-    return [weight, loss, negative, terms, spread, float(len(losses)), sums, *map(float, flags)]
-
-
-def _of_terms(contribution: Contribution, n: float | None) -> tuple[float, float]:
-    """What a micro-batch of weight ``n`` adds to :attr:`Totals.terms` and :attr:`Totals.spread`."""
-    factors = float(contribution.factors)
-    if n is None:
-        return factors, factors**2
-    if not (contribution.others or factors):
-        return 0.0, 0.0
-    d = n * factors + sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
-    return d, d * d / n if n != 0 else math.inf if d else 0.0
-
-
-def sum_on_device(
+def summed(
     losses: Sequence[Denominator],
     contributions: Sequence[Contribution],
     flags: Sequence[Denominator],
     tensor_of: Callable[[Sequence[Denominator]], Tensor],
 ) -> Tensor:
-    """The numbers of micro-batches, on the device that they are on: it is not waited for."""
+    """The numbers of :class:`Totals` and flags, on the device of the micro-batches: it is not waited for."""
     if not contributions:
         return tensor_of([0.0] * 7 + [*flags])
     values = tensor_of(losses)
-    weights = [contribution.weight for contribution in contributions if contribution.weight is not None]
-    counts = tensor_of([len(contributions), len(contributions) - len(weights), *flags])
-    zero = torch.zeros_like(counts[0])
-    factors = tensor_of([contribution.factors for contribution in contributions])
-    if len(weights) < len(contributions):
-        n = tensor_of(weights).sum() if weights else zero
-        is_sum = tensor_of([float(contribution.weight is None) for contribution in contributions])
-        loss, factors = torch.where(is_sum > 0, values, zero).sum(), factors * is_sum
-        return torch.cat((torch.stack((n, loss, zero, factors.sum(), factors.square().sum())), counts))
-    n = tensor_of(weights)
-    if contributions[0].structure:
+    sums = [float(contribution.weight is None) for contribution in contributions]
+    n = tensor_of([0.0 if contribution.weight is None else contribution.weight for contribution in contributions])
+    if contributions[0].structure and not any(sums):
         n = torch.where((n == 0) & values.isinf(), values.abs(), n)
-    terms = spread = zero
+    times = n + tensor_of(sums) if any(sums) else n  # a sum counts as it is
+    d = spread = torch.zeros_like(n)
     if any(c.others or isinstance(c.factors, Tensor) or c.factors != 0 for c in contributions):
-        d = torch.stack([_of_other_terms(contribution, tensor_of) for contribution in contributions]) + n * factors
-        terms, spread = d.sum(), torch.where((n == 0) & (d == 0), zero, d**2 / n).sum()
-    loss = torch.where(n == 0, zero, values * n).sum()
-    return torch.cat((torch.stack((n.sum(), loss, (n < 0).sum().to(n.dtype), terms, spread)), counts))
+        d = times * tensor_of([c.factors for c in contributions])
+        if any(c.others for c in contributions):
+            d = d + torch.stack([_of_other_terms(c, tensor_of) for c in contributions])
+        spread = torch.where((times == 0) & (d == 0), 0.0, d**2 / times)
+    loss = torch.where(times == 0, 0.0, values * times)
+    totals = torch.stack((n, loss, (n < 0).to(n.dtype), d, spread)).sum(1)
+    return torch.cat((totals, tensor_of([len(contributions), sum(sums), *flags])))
 
 
 def _of_other_terms(contribution: Contribution, tensor_of: Callable[[Sequence[Denominator]], Tensor]) -> Tensor:
-    pairs = _factors_and_denominators(contribution)
-    return tensor_of([factor * denominator for factor, denominator in pairs]).sum()
-
-
-def _factors_and_denominators(contribution: Contribution) -> list[tuple[float, Denominator]]:
-    """The denominators of a loss's other terms, with unequal factors, so that in their sum no term makes up for another."""
+    """The sum of the denominators of a loss's other terms, with unequal factors, so that no term makes up for another."""
     number = len(contribution.others)
-    return [(1.0 + index / number, denominator) for index, denominator in enumerate(contribution.others)]
+    return tensor_of([(1.0 + index / number) * denominator for index, denominator in enumerate(contribution.others)]).sum()
 
 
-def number_with_weight(
-    contributions: Sequence[Contribution], tensor_of: Callable[[Sequence[Denominator]], Tensor], is_on_host: bool
-) -> Denominator:
+def number_with_weight(contributions: Sequence[Contribution], tensor_of: Callable[[Sequence[Denominator]], Tensor]) -> Denominator:
     """The micro-batches whose weight is not 0."""
     weights = [contribution.weight for contribution in contributions if contribution.weight is not None]
-    if is_on_host:
-        return float(sum(float(weight) != 0 for weight in weights))
     return tensor_of(weights).count_nonzero() if weights else 0.0
 
 
