@@ -17,7 +17,7 @@ from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.engine import Engine
 from lightning_accum.from_lightning import Callback, SIGTERMException, pl
 from lightning_accum.loops.hooks import callbacks_of
-from lightning_accum.manual.windows import ManualWindows
+from lightning_accum.manual import ManualWindows
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.package import check_package
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize, checked_policy, row_wise_fields

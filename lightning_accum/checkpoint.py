@@ -39,11 +39,7 @@ class Training(Protocol):
 
 
 def check_format(state: Mapping[str, Any]) -> None:
-    """Refuse a state that another version of the package has written.
-
-    Raises:
-        ValueError: it has another format.
-    """
+    """Refuse a state that another version of the package has written, with a ValueError."""
     if state.get("format") != FORMAT:
         raise ArgumentError(
             f"The checkpoint holds a state of GradientAccumulation in format {state.get('format', 0)}, and this version of"
@@ -52,11 +48,7 @@ def check_format(state: Mapping[str, Any]) -> None:
 
 
 def check_keys(state: Mapping[str, Any], needed: Iterable[str], optional: Iterable[str], what: str) -> None:
-    """Refuse a state that lacks a key, or has one that nobody would read.
-
-    Raises:
-        ValueError: it has other keys.
-    """
+    """Refuse a state that lacks a key, or has one that nobody would read, with a ValueError."""
     missing = sorted(set(needed) - state.keys())
     unknown = sorted(state.keys() - set(needed) - set(optional))
     if missing or unknown:
@@ -114,11 +106,7 @@ class PartialWindow:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> PartialWindow:
-        """The window of a :meth:`state_dict`.
-
-        Raises:
-            ValueError: it lacks a field, or has one that is not known.
-        """
+        """The window of a :meth:`state_dict`, or a ValueError if it has other fields."""
         check_keys(state, [field.name for field in fields(cls)], (), "an unfinished window")
         for loss in state["losses"]:
             check_keys(loss, [field.name for field in fields(PartialLoss)], (), "a loss of an unfinished window")
@@ -143,21 +131,14 @@ def _summed_gradients(
 ) -> dict[str, Tensor]:
     """The gradients, summed over the ranks, on the host of the first rank."""
     gradients = {name: parameter.grad if sums is None else sums.of(parameter) for name, parameter in named.items()}
-    has_gradient = [gradient is not None for gradient in gradients.values()]
-    if not is_reduced and ranks.size > 1:
-        on_any = torch.tensor(has_gradient, dtype=torch.uint8, device=ranks.device)
-        dist.all_reduce(on_any, dist.ReduceOp.MAX, group=ranks.group)
-        has_gradient = on_any.tolist()
+    is_anywhere = ranks.largest(*(float(gradient is not None) for gradient in gradients.values()))
     found = {}
-    for (name, gradient), is_on_a_rank in zip(gradients.items(), has_gradient, strict=True):
-        if not is_on_a_rank:
+    for (name, own), is_one in zip(gradients.items(), is_anywhere, strict=True):
+        if not is_one:
             continue
-        if gradient is None:
+        if own is None:
             own = torch.zeros_like(named[name], dtype=None if sums is None else sums.dtype_of(named[name]))
-        elif isinstance(gradient, DTensor):
-            own = gradient.full_tensor()
-        else:
-            own = gradient.detach()
+        own = own.full_tensor() if isinstance(own, DTensor) else own.detach()
         if is_reduced:
             own = own * ranks.size
         elif ranks.size > 1:

@@ -20,7 +20,7 @@ from lightning_accum.from_lightning import Strategy, pl, rank_zero_info
 from lightning_accum.loops import trainer_state
 from lightning_accum.loops.hooks import already_on_cpu, is_unheard
 from lightning_accum.loops.watch import Watch
-from lightning_accum.manual.optimization import ManualOptimization
+from lightning_accum.manual import ManualWindows
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
@@ -71,7 +71,7 @@ class Engine(Strategy):
     """When gradients are reduced over the ranks."""
     reduces_every_backward_by_itself = False
     """Where the module optimizes by itself, the engine averages gradients over the ranks in every backward."""
-    manual: ManualOptimization | None = None
+    manual: ManualWindows | None = None
     """The windows of a module that optimizes by itself; None for any other, and where a window is one micro-batch on one rank."""
     watch: Watch
     """Checks that Lightning calls what replaces its own; there in a fit."""
@@ -85,7 +85,7 @@ class Engine(Strategy):
     @property
     def windows(self) -> Windows | None:
         """Those of the running ``fit``; None outside of one, and where a window is one micro-batch of manual optimization."""
-        return self.accumulation if self.manual is None else self.manual.windows
+        return self.accumulation if self.manual is None else self.manual
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 
@@ -210,7 +210,8 @@ class Engine(Strategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self.manual is not None:
-            return self.manual.optimizer_step(super().optimizer_step, optimizer, closure, model, **kwargs)
+            run = super().optimizer_step
+            return self.manual.steps.on_step(optimizer, lambda closure: run(optimizer, closure, model, **kwargs), closure)
         if self.accumulation is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.accumulation.is_passthrough():

@@ -6,25 +6,23 @@ gradient is added to a sum in a wider type as soon as backward has made it, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_accum.average import average
 from lightning_accum.errors import UsageError
 from lightning_accum.ranks import Ranks
 
+BUCKET_BYTES = 25 * 2**20
+"""So much is reduced at a time, as DistributedDataParallel does."""
+
 
 def is_narrower(dtype: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether all numbers of ``dtype`` are in ``wide`` too, and not the other way round.
-
-    Example:
-        >>> is_narrower(torch.bfloat16, torch.float32), is_narrower(torch.float64, torch.float32)
-        (True, False)
-    """
+    """Whether all numbers of ``dtype`` are in ``wide`` too, and not the other way round."""
     return dtype != wide and torch.promote_types(dtype, wide) == wide
 
 
@@ -78,9 +76,33 @@ class GradientSums:
     def reduce(self, ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
         """Average the sums over the ranks, in their own type. Called on all ranks.
 
-        A parameter that only other ranks have used gets their sum, and one that no rank has used stays without.
+        A parameter that only other ranks have used gets their mean, and one that no rank has used stays without.
+
+        Args:
+            ranks: those whose gradients are averaged.
+            parameters: all that may have a sum on a rank, in the same order on all. A sum is dense, or sparse on all ranks.
         """
-        average(self._sums, parameters, ranks, lambda parameter: torch.zeros_like(parameter, dtype=self.dtype_of(parameter)))
+        if not parameters:
+            return
+        sums, dense, sparse = self._sums, 1.0, 2.0
+        own = [0.0 if p not in sums else sparse if sums[p].layout != torch.strided else dense for p in parameters]
+        kinds = dict(zip(parameters, ranks.largest(*own), strict=True))
+        used = [parameter for parameter, kind in kinds.items() if kind]
+        for parameter in used:
+            if parameter not in sums:
+                sums[parameter] = torch.zeros_like(parameter, dtype=self.dtype_of(parameter))
+            if kinds[parameter] == sparse:
+                total = sums[parameter] if sums[parameter].layout != torch.strided else sums[parameter].to_sparse()
+                sums[parameter] = total.coalesce() / ranks.size
+                dist.all_reduce(sums[parameter], group=ranks.group)
+        for bucket in _buckets(sums[parameter] for parameter in used if kinds[parameter] == dense):
+            is_in_place = len(bucket) == 1 and bucket[0].is_contiguous()
+            flat = bucket[0] if is_in_place else torch.cat([total.reshape(-1) for total in bucket])
+            dist.all_reduce(flat, group=ranks.group)
+            flat.div_(ranks.size)
+            if not is_in_place:
+                for total, part in zip(bucket, torch.split(flat, [total.numel() for total in bucket]), strict=True):
+                    total.copy_(part.view(total.shape))
 
     def take(self) -> dict[nn.Parameter, Tensor]:
         """The sums, which from now on are none."""
@@ -92,6 +114,19 @@ class GradientSums:
         self._sums = {}
 
 
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one type and device together, in their order, up to a size."""
+    open_ones: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        bucket = open_ones.setdefault(key, [])
+        if bucket and sum(own.nbytes for own in (*bucket, tensor)) > BUCKET_BYTES:
+            yield open_ones.pop(key)
+            bucket = open_ones.setdefault(key, [])
+        bucket.append(tensor)
+    yield from open_ones.values()
+
+
 class MainGradients(GradientSums):
     """The sums of the gradients of a window, each in the wider of its parameter's type and ``dtype``.
 
@@ -101,19 +136,6 @@ class MainGradients(GradientSums):
     Args:
         parameters: gives those whose gradients are added up; asked at the beginning of every window. Frozen ones may be among
             them, and be trained later.
-
-    Example:
-        >>> layer = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-        >>> sums = MainGradients(torch.float32, layer.parameters)
-        >>> for value in (256.0, 1.0, 1.0):  # in bfloat16, 256 + 1 is 256
-        ...     sums.begin_backward()
-        ...     layer(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
-        >>> layer.weight.grad, sums.gradients()
-        (None, [tensor([[258.]])])
-        >>> sums.write_to_grad()
-        >>> layer.weight.grad
-        tensor([[258.]], dtype=torch.bfloat16)
-        >>> sums.close()
     """
 
     def __init__(self, dtype: torch.dtype, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:

@@ -1,16 +1,14 @@
-"""Micro-batches whose loss or gradient is not finite: found before their gradient is added to that of their window.
+"""Micro-batches whose loss or gradient is not finite: left out of their window, or an error.
 
-Autograd adds a gradient to what is there already, and a NaN cannot be subtracted from a sum. So what was accumulated is put aside
-during each backward, and the new gradient is added to it after a look: one copy of the gradients more, and one wait for the device
-a micro-batch. If a bad one is an error, what was accumulated is good, and it is enough to look at the sum.
+A NaN cannot be subtracted from a sum. So what was accumulated is copied before each backward, and put back after one that has made
+it not finite: one copy of the gradients, and one wait for the device a micro-batch. An error needs no copy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,20 +19,10 @@ from lightning_accum.errors import NotFiniteError
 from lightning_accum.exact import moved
 from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import MicroBatch
-from lightning_accum.sync import GradientSlot, GradientSync, slots_of
+from lightning_accum.sync import GradientSync
 from lightning_accum.undo import Snapshot, Undo
 from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.terms import Denominator
-
-
-class Guarded(Protocol):
-    """What is asked of a training."""
-
-    sync: GradientSync
-    snapshotter: Undo
-
-    def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Those that may get a gradient."""
 
 
 class Guard:
@@ -44,7 +32,9 @@ class Guard:
     (:class:`Undo`).
 
     Args:
-        training: that runs them.
+        sync: has the gradients until they are reduced.
+        undo: restores what a micro-batch has changed.
+        parameters_by_name: gives those that may get a gradient.
         leaves_out: whether to leave them out, or to raise an error.
         sums: where gradients are added up, if not in ``parameter.grad``.
         where: says in words which loader batch is under way.
@@ -56,7 +46,9 @@ class Guard:
 
     def __init__(
         self,
-        training: Guarded,
+        sync: GradientSync,
+        undo: Undo,
+        parameters_by_name: Callable[[], dict[str, nn.Parameter]],
         leaves_out: bool,
         sums: MainGradients | None,
         where: Callable[[], str],
@@ -68,22 +60,18 @@ class Guard:
         self.leaves_out = leaves_out
         self.has_left_out = False
         """The last micro-batch was left out."""
-        self._training, self._sums, self._where, self._inform, self._warn = training, sums, where, inform, warn
+        self._sync, self._undo, self._parameters_by_name = sync, undo, parameters_by_name
+        self._sums, self._where, self._inform, self._warn = sums, where, inform, warn
         self._group, self._looks_at_gradients = group, looks_at_gradients
         self._micro_batch = MicroBatch(None)
-        self._slots: Sequence[GradientSlot] | None = None
         self._snapshot: Snapshot | None = None
         self._has_warned = False
-
-    def end_window(self) -> None:
-        """Parameters may have come and gone when the next one begins."""
-        self._slots = None
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Keep what its forward and backward may change."""
         self._micro_batch, self.has_left_out = micro_batch, False
         if self.leaves_out:
-            self._snapshot = self._training.snapshotter.take(watches_parameters=False)
+            self._snapshot = self._undo.take(watches_parameters=False)
 
     @contextmanager
     def watching(self, loss: Tensor, weight: Denominator | None) -> Iterator[None]:
@@ -92,20 +80,20 @@ class Guard:
         Raises:
             FloatingPointError: it is not finite, and such are not to be left out.
         """
-        if self._slots is None:
-            self._slots = slots_of(self._training.sync, self._training.parameters_by_name(), self._sums)
-        slots, is_kept = self._slots, False
-        aside = [slot.take() for slot in slots] if self.leaves_out else []
+        named, sums, sync = self._parameters_by_name(), self._sums, self._sync
+        accumulated = sync.accumulated(named) if self.leaves_out and sums is None else {}
+        kept = {name: gradient.clone() for name, gradient in accumulated.items()}
+        kept_sums = sums.copies() if self.leaves_out and sums is not None else {}
+        fault: str | None = "an error"
         try:
             yield
-            fault = self._fault(loss, weight, slots)
-            is_kept = fault is None
+            fault = self._fault(loss, weight, named)
         finally:
-            for slot, gradient in zip(slots, aside, strict=False):
-                if is_kept:
-                    _add_to(slot, gradient)
+            if fault is not None and self.leaves_out:
+                if sums is None:
+                    sync.restore_accumulated(named, kept)
                 else:
-                    slot.restore(gradient)
+                    sums.restore(kept_sums)
         if fault is not None:
             self._report(fault)
 
@@ -136,9 +124,9 @@ class Guard:
             snapshot.restore()
         return self.has_left_out
 
-    def _fault(self, loss: Tensor, weight: Denominator | None, slots: Sequence[GradientSlot]) -> str | None:
+    def _fault(self, loss: Tensor, weight: Denominator | None, named: Mapping[str, nn.Parameter]) -> str | None:
         """What is not finite, in words; None for nothing. Waits for the device, once."""
-        names, largest = _largest_of(slots if self._looks_at_gradients else ())
+        names, largest = self._largest(named) if self._looks_at_gradients else ([], [])
         weights = [weight.detach().reshape(())] if isinstance(weight, Tensor) else []
         value, *numbers = torch.stack([moved(t, loss.device) for t in (loss.detach().reshape(()), *weights, *largest)]).tolist()
         is_bad_loss = not math.isfinite(value) and not (weights and numbers[0] == 0)
@@ -157,27 +145,17 @@ class Guard:
                 return f"the gradient of '{name}' has {'NaN' if math.isnan(number) else 'an infinity'} in it"
         return "its gradient is not finite on another rank that runs a part of it"
 
-
-@torch.no_grad()
-def _largest_of(slots: Sequence[GradientSlot]) -> tuple[list[str], list[Tensor]]:
-    """The largest absolute value of each gradient: NaN or inf if it has one, and it cannot overflow as a sum could."""
-    values: dict[str, Tensor] = {}
-    for slot in slots:
-        if (gradient := slot.get()) is not None:
+    @torch.no_grad()
+    def _largest(self, named: Mapping[str, nn.Parameter]) -> tuple[list[str], list[Tensor]]:
+        """The largest absolute value of each gradient: NaN or inf if it has one, and it cannot overflow as a sum could."""
+        if self._sums is None:
+            found = self._sync.accumulated(named)
+        else:
+            found = {name: total for name, own in named.items() if (total := self._sums.of(own)) is not None}
+        values: dict[str, Tensor] = {}
+        for name, gradient in found.items():
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            found = gradient if gradient.layout == torch.strided else gradient._values()
-            if found.numel():
-                values[slot.name] = found
-    return list(values), list(torch._foreach_norm(list(values.values()), math.inf)) if values else []
-
-
-@torch.no_grad()
-def _add_to(slot: GradientSlot, before: Tensor | None) -> None:
-    """Add what is in a slot to what was put aside, as autograd would have done."""
-    if before is not None:
-        new = slot.take()
-        if new is not None and before.layout != torch.strided and new.layout == torch.strided:
-            before = new + before
-        elif new is not None:
-            before += new
-        slot.put(before)
+            value = gradient if gradient.layout == torch.strided else gradient._values()
+            if value.numel():
+                values[name] = value
+        return list(values), list(torch._foreach_norm(list(values.values()), math.inf)) if values else []

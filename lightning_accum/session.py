@@ -209,7 +209,7 @@ class Session:
                 self._is_announced = True
                 self._engine.announce(micro_batch, weighed)
             if self._has_sync:
-                self.sync.begin_backward(micro_batch)
+                self.sync.begin_backward(micro_batch, loss)
             if self.guard is None and not weighed.is_weightless:
                 step.backward(loss, weighed.grad_output)
             else:
@@ -339,8 +339,6 @@ class Session:
         accumulation = self._accumulation
         if self._has_sync:
             self.sync.end_window()
-        if self.guard is not None:
-            self.guard.end_window()
         if accumulation.is_passthrough():
             accumulation.close_passthrough(seen)
             return None

@@ -151,7 +151,8 @@ class Accumulator(Loop):
         if on_nonfinite != "propagate":
             looks = training.scaler is None  # which looks at gradients by itself
             where = lambda: f"Loader batch {passes.seen} of rank {training.ranks.rank}, counted from 1,"  # noqa: E731
-            guard = Guard(training, on_nonfinite == "skip", sums, where, _log.info, words.warn, looks_at_gradients=looks)
+            own, leaves_out = (sync, undo, training.parameters_by_name), on_nonfinite == "skip"
+            guard = Guard(*own, leaves_out, sums, where, _log.info, words.warn, looks_at_gradients=looks)
         session = Session(passes, training.module, accumulation, sync, undo, guard, accumulation.row_wise)
         passes.begin(accumulation, session)
         is_long, is_split = policy.may_be_longer_than_one(1), policy.micro_batch is not None  # row-wise it is not
@@ -212,7 +213,7 @@ class Accumulator(Loop):
             RuntimeError: a window has ended, and ``step`` was not called yet.
         """
         self._refuse_unfinished()
-        self._gradients.refuse_changes()
+        self._refuse_changes()
         self._end_loader_batch()
         own = self._accumulation.state_dict()
         window = self._accumulation.partial_window(self._training, self._passes.window_size)
@@ -235,7 +236,7 @@ class Accumulator(Loop):
             raise ArgumentError(f"This is no state of an Accumulator: it lacks {', '.join(sorted(missing))}")
         accumulation, seen = self._accumulation, self._passes.seen
         self._is_backward_done = self._has_failed = False
-        self._gradients.forget()
+        self._kept = []
         self._passes.go_on(state_dict["passes"], state_dict["loader_batches"])
         with self._words:
             accumulation.resume(state_dict["accumulation"])
@@ -248,5 +249,5 @@ class Accumulator(Loop):
             if window is not None:
                 accumulation.restore(window, self._training)
                 accumulation.end_loader_batch(seen)
-                self._gradients.keep()
+                self._keep_gradients()
         accumulation.resumed_state = {}

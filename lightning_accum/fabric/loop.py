@@ -30,7 +30,10 @@ class Loop:
         self._training, self._accumulation, self._session = training, accumulation, session
         self._passes, self._words = passes, words
         are_in_grad = accumulation.sums is None and not training.sync.is_waited_for_in_forward
-        self._gradients = UntouchedGradients(training.trained if are_in_grad else lambda: ())
+        self._watch: Callable[[], Sequence[nn.Parameter]] = training.trained if are_in_grad else tuple
+        self._watched: Sequence[nn.Parameter] = self._watch()
+        self._kept: list[tuple[Tensor | None, int]] = []
+        self._is_between_windows = self._has_warned = False
         self._pass: Generator[Any, None, None] | None = None
         self._ends_window = self._is_backward_done = self._is_step_done = self._has_failed = False
         self._around = ExitStack()
@@ -129,7 +132,7 @@ class Loop:
                 "backward is called twice in a micro-batch. A window has one loss in each: add them up, and call"
                 " accumulator.backward(loss_a + loss_b)."
             )
-        self._gradients.refuse_changes()
+        self._refuse_changes()
         if loss is None:
             self._training.sync.forward_without_batch()
         elif not isinstance(loss, Tensor):
@@ -147,7 +150,7 @@ class Loop:
             raise
         self._is_backward_done = True
         self._around.close()
-        self._gradients.keep()
+        self._keep_gradients()
 
     def step(self, clip_norm: float | None = None, clip_value: float | None = None) -> bool:
         """Where a window ends: normalise its gradients, clip them, step the optimizer, and clear them. Elsewhere do nothing.
@@ -188,7 +191,7 @@ class Loop:
             has_stepped = self._training.step()
         self._accumulation.after_optimizer_step(has_stepped)
         self._training.zero_grad()
-        self._gradients.keep(is_between_windows=True)
+        self._keep_gradients(is_between_windows=True)
         return has_stepped
 
     def _end_window(self, micro_batch: MicroBatch) -> bool:
@@ -196,7 +199,7 @@ class Loop:
         session, seen = self._session, self._passes.seen
         if not (self._ends_window or (session.ends_by_tokens and micro_batch.ends_loader_batch)):
             return False
-        self._gradients.refuse_changes()
+        self._refuse_changes()
         if not self._ends_window:
             self._accumulation.end_loader_batch(seen)
             if not self._accumulation.is_full():
@@ -214,7 +217,7 @@ class Loop:
         self._training.sync.drop_accumulated()
         self._training.zero_grad()
         self._has_failed = False
-        self._gradients.forget()
+        self._kept = []
 
     @property
     def is_shadow_batch(self) -> bool:
@@ -243,38 +246,16 @@ class Loop:
                 " accumulator.step() steps it where a window ends."
             )
 
-
-class UntouchedGradients:
-    """Keeps the gradients of a window, to see whether others change one before the next backward.
-
-    Args:
-        watched: gives the parameters; asked once a window.
-    """
-
-    def __init__(self, watched: Callable[[], Sequence[nn.Parameter]]) -> None:
-        self._watched, self._parameters = watched, watched()
-        self._kept: list[tuple[Tensor | None, int]] = []
-        """Of each parameter its gradient, and the number of its changes."""
-        self._is_between_windows = self._has_warned = False
-
-    def keep(self, is_between_windows: bool = False) -> None:
-        """Keep them as they are now."""
+    def _keep_gradients(self, is_between_windows: bool = False) -> None:
+        """Keep the gradients as they are now, each with the number of its changes, to see whether others change one."""
         if is_between_windows:
-            self._parameters = self._watched()
-        self._kept = [(found := own.grad, 0 if found is None else found._version) for own in self._parameters]
+            self._watched = self._watch()
+        self._kept = [(found := own.grad, 0 if found is None else found._version) for own in self._watched]
         self._is_between_windows = is_between_windows
 
-    def forget(self) -> None:
-        """The window was dropped."""
-        self._kept = []
-
-    def refuse_changes(self) -> None:
-        """Look at them again.
-
-        Raises:
-            RuntimeError: one was cleared or changed inside a window.
-        """
-        now = zip((own.grad for own in self._parameters), self._kept, strict=False)
+    def _refuse_changes(self) -> None:
+        """Refuse gradients that were cleared or changed inside a window; warn of others between two."""
+        now = zip((own.grad for own in self._watched), self._kept, strict=False)
         if not any(own is not kept or (kept is not None and kept._version != version) for own, (kept, version) in now):
             return
         if not self._is_between_windows:
@@ -283,7 +264,7 @@ class UntouchedGradients:
                 " calls of other losses out of the loop: accumulator.step(clip_norm=...) clears and clips where a window ends,"
                 " and accumulator.backward(loss_a + loss_b) takes all losses of a micro-batch."
             )
-        if not self._has_warned and any(own.grad is not None for own in self._parameters):
+        if not self._has_warned and any(own.grad is not None for own in self._watched):
             self._has_warned = True
             rank_zero_warn(
                 "There are gradients that accumulator.backward did not make, and the first accumulator.backward of a window clears"

@@ -20,7 +20,6 @@ from typing_extensions import override
 from lightning_accum.asked import Asked
 from lightning_accum.errors import ArgumentError, UsageError, WrongTypeError
 from lightning_accum.main_gradients import MainGradients, main_gradients
-from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.session import named_parameters_of, parameters_of
@@ -159,7 +158,7 @@ class Training:
         if self.ddp is not None and sums is not None:
             self.sync = WideDDPSync(self.ddp, sums, self.ranks)
         elif self.ddp is not None:
-            self.sync = LoopDDPSync(self.ddp, "window", finishes_after_backward)
+            self.sync = DDPSync(self.ddp, "window", finishes_after_backward)
         elif self.is_sharded:
             self.sync = LoopFSDP2Sync(self.module, "window", self, self.ranks)
 
@@ -214,8 +213,6 @@ class Training:
 
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
         """Add the gradients of ``loss``, times ``grad_output`` (None for 1)."""
-        if isinstance(self.sync, LoopDDPSync):
-            self.sync.note_loss(loss)
         if self.fabric is None:
             loss.backward(grad_output)  # type: ignore[no-untyped-call]
         else:
@@ -261,45 +258,8 @@ def _is_wrapper(value: object, name: str) -> bool:
     return isinstance(getattr(type(value), name, None), property)
 
 
-class LoopDDPSync(DDPSync):
-    """As its base, where the loop itself calls the wrapper: inside a window no forward may wait for other ranks."""
-
-    @override
-    def begin_backward(self, micro_batch: MicroBatch) -> None:
-        if micro_batch.is_boundary and not self._ddp.require_backward_grad_sync:
-            raise UsageError(
-                "The last backward of a window runs where the loop has switched the reduction of gradients off, so every rank would"
-                " take a step of its own. Leave fabric.no_backward_sync(...), or no_sync(), out of the loop: the Accumulator"
-                " reduces once a window."
-            )
-
-    def note_loss(self, loss: Tensor) -> None:
-        """A backward of this loss is next."""
-        self._last_node = loss.grad_fn if self._ddp.require_backward_grad_sync else None
-
-    @override
-    def end_window(self) -> None:
-        super().end_window()
-        self._settle()
-
-
 class LoopFSDP2Sync(FSDP2Sync):
-    """As its base, where the loop itself has called the model, and may still switch the reduction on and off."""
-
-    @override
-    def begin_backward(self, micro_batch: MicroBatch) -> None:
-        super().begin_backward(micro_batch)
-        self._set_reduced(micro_batch.is_boundary)
-
-    @override
-    def reduce_accumulated(self) -> None:
-        self._set_reduced(True)
-        super().reduce_accumulated()
-
-    def _set_reduced(self, is_reduced: bool) -> None:
-        units: list[Any] = self.units
-        for unit in units:
-            unit.set_requires_gradient_sync(is_reduced, recurse=False)
+    """As its base, where the loop itself has called the model."""
 
     @override
     def forward_without_batch(self) -> None:

@@ -30,10 +30,6 @@ class Words:
 
     Args:
         loss: what computes the loss in a loop, where a fit has its ``training_step``.
-
-    Example:
-        >>> Words("loss_of")("training_step returns a sum: pass GradientAccumulation(weight=SampleCount())")
-        'loss_of returns a sum: pass Accumulator(weight=SampleCount())'
     """
 
     def __init__(self, loss: str) -> None:

@@ -25,7 +25,7 @@ from lightning_accum.user_warnings import rank_zero_warn
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
     from lightning_accum.loops.results import WindowRows
-    from lightning_accum.manual.windows import ManualWindows
+    from lightning_accum.manual import ManualWindows
 
 
 class AccumulatingEpochLoop(ValidatingEpochLoop):
@@ -68,7 +68,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             raise seams.broken("_TrainingEpochLoop.advance was called, but not by _TrainingEpochLoop.run.")
         self._advanced = self.batch_progress.total.ready + 1
         if strategy.manual is not None:
-            strategy.manual.windows.begin_loader_batch()
+            strategy.manual.begin_loader_batch()
         if strategy.watch.is_read and super().advance.__func__ is _TrainingEpochLoop.advance:  # type: ignore[attr-defined]
             advance_quietly(self, data_fetcher)
         else:
@@ -89,7 +89,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if self.strategy.accumulation is not None:
             self.strategy.accumulation.is_shadow_batch = False
         if self.strategy.manual is not None:
-            self.strategy.manual.windows.leave_loader_batch()
+            self.strategy.manual.leave_loader_batch()
         if self._rows.pending:
             self._rows.flush()
         if self._is_inside_since is not None:
@@ -118,7 +118,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         """Decides where windows end; None where Lightning does."""
         if self.strategy.accumulation is not None:
             return self.strategy.accumulation.boundary
-        return None if self.strategy.manual is None else self.strategy.manual.windows.boundary
+        return None if self.strategy.manual is None else self.strategy.manual.boundary
 
     @property
     def _rows(self) -> WindowRows:
@@ -221,7 +221,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         accumulation = self.strategy.accumulation
         seen = self.batch_progress.total.ready
         if self.strategy.manual is not None:
-            self._drop_manual_window(self.strategy.manual.windows, seen)
+            self._drop_manual_window(self.strategy.manual, seen)
             return
         if accumulation is None or accumulation.boundary.position(seen) <= 0:
             return
@@ -273,7 +273,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if self.strategy.accumulation is not None:
             self._visit_skipped_batch(self.strategy.accumulation)
         elif self.strategy.manual is not None:
-            windows = self.strategy.manual.windows
+            windows = self.strategy.manual
             windows.check_batch(False, self.begin_loader_batch(windows.boundary, "_ManualOptimization"))
             windows.end_loader_batch(progress.total.ready)
 

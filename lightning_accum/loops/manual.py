@@ -38,18 +38,18 @@ class WindowManualOptimization(_ManualOptimization):
             self._call_window_hooks([], 1, before)
             return outputs
         epoch_loop = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop)
-        is_boundary = epoch_loop.begin_loader_batch(manual.windows.boundary, "_ManualOptimization")
-        manual.windows.check_batch(True, is_boundary)
+        is_boundary = epoch_loop.begin_loader_batch(manual.boundary, "_ManualOptimization")
+        manual.check_batch(True, is_boundary)
         self.strategy.begin_manual_loader_batch()
-        manual.windows.begin_training_step(batch, is_boundary)
+        manual.begin_training_step(batch, is_boundary)
         outputs = super().run(kwargs)
         seen = epoch_loop.batch_progress.total.ready
-        size = manual.windows.boundary.position(seen)
-        manual.windows.end_training_step(seen)
-        manual.announce(batch, self.trainer.accumulate_grad_batches)
+        size = manual.boundary.position(seen)
+        manual.end_training_step(seen)
+        manual.announce(batch, self.trainer.accumulate_grad_batches, self.strategy.samples_of_loader())
         if is_boundary:
             self.strategy.end_manual_window()
-            self._call_window_hooks(manual.windows.closed, size, before)
+            self._call_window_hooks(manual.closed, size, before)
         return outputs
 
     def _call_window_hooks(self, closed: Sequence[ClosedWindow], loader_batches: int, before: int) -> None:
@@ -75,4 +75,4 @@ class WindowManualOptimization(_ManualOptimization):
             super()._on_after_step()
 
     def _defers_steps(self) -> bool:
-        return self.strategy.manual is not None and self.strategy.manual.windows.current.defers_steps
+        return self.strategy.manual is not None and self.strategy.manual.current.defers_steps

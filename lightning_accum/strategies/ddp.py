@@ -11,12 +11,22 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_accum.arguments import checked_sync
-from lightning_accum.from_lightning import DDPStrategy
+from lightning_accum.from_lightning import DDPStrategy, ParallelStrategy
 from lightning_accum.strategies.mixin import AccumulationMixin
 from lightning_accum.sync import DDPSync, GradientSync, SyncPolicy, WideDDPSync
 
 
-class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
+class ParallelMixin(AccumulationMixin, ParallelStrategy):
+    """In front of Lightning's strategies for several ranks."""
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with super().block_backward_sync() if self.accumulation is None else nullcontext():  # else the session blocks
+            yield
+
+
+class DDPAccumulationStrategy(ParallelMixin, DDPStrategy):
     """Exact gradient accumulation over DistributedDataParallel, ``Trainer(strategy="accum_ddp")``.
 
     Also registered with the suffixes of Lightning's own: ``_spawn``, ``_fork``, ``_notebook`` and
@@ -61,17 +71,11 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
         return {"engine": "ddp", "sync": self._sync_policy, "is_static_graph": is_static, "has_comm_hook": has_hook}
 
     @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        with super().block_backward_sync() if self.accumulation is None else nullcontext():  # else the session blocks
-            yield
-
-    @override
     def begin_manual_loader_batch(self) -> None:
         assert self.manual is not None
         ddp = self.model
         assert isinstance(ddp, DistributedDataParallel)
-        if self.manual.windows.is_first and ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+        if self.manual.is_first and ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             ddp._sync_buffers()  # type: ignore[no-untyped-call]  # as DistributedDataParallel does in a forward
 
     @override

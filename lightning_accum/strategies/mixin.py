@@ -26,7 +26,7 @@ from lightning_accum.loops.specialised import own_attributes
 from lightning_accum.loops.trainer_state import loader_batches_into_window, loader_batches_seen, trainer_of
 from lightning_accum.loops.watch import Watch
 from lightning_accum.main_gradients import MainGradients, main_gradients
-from lightning_accum.manual.optimization import begin_manual
+from lightning_accum.manual import ManualWindows
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.session import Session
@@ -38,7 +38,7 @@ from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.safeguards import warn_of_batch_norm, warn_of_hooks
 from lightning_accum.whole.attempts import StepAttempts
-from lightning_accum.whole.offload import Offload
+from lightning_accum.whole.offload import Offload, offload_in_words
 from lightning_accum.whole.row_proof import unproven
 from lightning_accum.whole.row_wise import row_wise_of
 from lightning_accum.windows import Windows
@@ -69,11 +69,6 @@ class AccumulationMixin(Engine):
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         self._end_fit()  # one that could not be torn down
-        if classes := [callback for callback in callbacks_of(trainer) if isinstance(callback, type)]:
-            name = classes[0].__name__
-            objects = [callback for callback in callbacks_of(trainer) if callback not in classes]
-            trainer.callbacks = objects  # type: ignore[attr-defined]  # set by a connector; a class cannot be told of the error
-            raise MisconfiguredError(f"callbacks=[{name}] is a class: pass an instance of it, {name}(...)")
         self._from_before, self._fit = frozenset(vars(self)), ExitStack()
         self.watch = Watch(model, trainer.fit_loop.epoch_loop.batch_progress)
         self._fit.callback(self._forget_fit)
@@ -211,7 +206,8 @@ class AccumulationMixin(Engine):
 
         is_scaled = getattr(self.precision_plugin, "scaler", None) is not None  # which looks at gradients by itself
         group, leaves_out = self.ranks_of_micro_batch(), self.policy.on_nonfinite == "skip"
-        return Guard(self, leaves_out, sums, where, _log.info, group=group, looks_at_gradients=not is_scaled)
+        own = self.sync, self.snapshotter, self.parameters_by_name
+        return Guard(*own, leaves_out, sums, where, _log.info, group=group, looks_at_gradients=not is_scaled)
 
     def _asked(self, trainer: pl.Trainer) -> Asked:
         """What this training is asked for."""
@@ -258,16 +254,27 @@ class AccumulationMixin(Engine):
         return held
 
     def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
-        module = self.lightning_module
-        assert module is not None
-        self.manual = begin_manual(self, trainer.accumulate_grad_batches, rank_zero_warn)
-        if self.manual is None:
-            return
+        ranks, module, is_long = (
+            self.ranks,
+            self.lightning_module,
+            self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches),
+        )
         assert self._fit is not None
-        self._fit.callback(self.manual.end)
+        assert ranks is not None
+        assert module is not None
+        if ranks.size == 1 and not is_long:
+            how = f"; {offload_in_words(ranks.device)}" if self.policy.offload else ""
+            rank_zero_info(
+                f"GradientAccumulation: a window is 1 loader batch{how}; the module optimizes by itself, and is left to Lightning."
+            )
+            return
+        warn_of_batch_norm(module, is_split=False, is_window_long=is_long, warn=rank_zero_warn)
+        reduces = self.reduces_every_backward_by_itself
+        self.manual = ManualWindows(self.policy, ranks, self, self.parameters, self.loss_scale, rank_zero_warn, reduces)
+        self._fit.callback(self.manual.steps.end)
         self.listener = callback
         if callback is not None:
-            callback.connect(self.manual.windows, self.partial_window)
+            callback.connect(self.manual, self.partial_window)
 
     def _show_window_size(self) -> None:
         size, self._hidden_size = self._hidden_size, None
@@ -293,7 +300,7 @@ class AccumulationMixin(Engine):
         super().on_train_start()
         self.watch.begin()
         if self.manual is not None:
-            self.manual.find_held()
+            self.manual.steps.find_held()
         if self.accumulation is not None:
             trainer = self.trainer()
             smallest = self.policy.smallest_from(trainer.current_epoch, trainer.max_epochs, trainer.global_step)

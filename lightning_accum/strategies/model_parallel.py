@@ -20,7 +20,7 @@ from lightning_accum.gradient_norm import clip_sharded_by_norm
 from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.ranks import Ranks
-from lightning_accum.strategies.sharded import ShardedMixin
+from lightning_accum.strategies.fsdp import ShardedMixin
 from lightning_accum.sync import FSDP2Sync, ShardedSyncPolicy, SharedRows, has_replicas
 from lightning_accum.sync.fsdp2 import groups_of
 from lightning_accum.user_warnings import listed
@@ -31,21 +31,42 @@ SAME_ROWS = ("context_parallel", "sequence_parallel")
 SAME_LOSS = "tensor_parallel"
 
 
-class NamedMeshStrategy(ModelParallelStrategy):
-    """Lightning's strategy, on a mesh of named dimensions.
+class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
+    """Exact gradient accumulation over ``fully_shard`` (FSDP2), ``Trainer(strategy="accum_model_parallel")``.
+
+    Also beside tensor parallelism: weights and gradients are summed over the data-parallel ranks only. As with Lightning's own, the
+    module applies ``fully_shard`` in its ``configure_model``.
 
     Args:
-        args: see Lightning's; so are the keyword arguments.
-        mesh: the sizes of its dimensions, in their order. None for Lightning's own two.
+        args: see :class:`lightning.pytorch.strategies.ModelParallelStrategy`; so are the keyword arguments.
+        mesh: in place of ``data_parallel_size`` and ``tensor_parallel_size``, the sizes of the dimensions of ``self.device_mesh``,
+            by names that say what its ranks have: ``"data_parallel"``, ``"replicate"`` and ``"shard"`` rows of their own,
+            ``"context_parallel"`` and ``"sequence_parallel"`` each a part of the same rows and the loss of that,
+            ``"tensor_parallel"``, the last, the same loss. ``fully_shard`` is applied over all but the last.
+        sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"``. Once a window sends less, but
+            holds whole gradients on every rank until the window ends; the other holds shards. ``"shard"`` is for ``fully_shard``
+            over a mesh of two dimensions, replicas of shards: it reduces within the shards at every micro-batch and over the
+            replicas once a window. It holds shards, and between replicas it sends what ``"window"`` does. The result is the same.
         kwargs: see above.
 
     Raises:
-        MisconfigurationException: what a name stands for is not known, tensor parallelism is not the last dimension, sizes are
-            given twice, or are not those of the devices.
+        MisconfigurationException: ``sync`` is none of the three; ``mesh`` names what is not known, has tensor parallelism elsewhere
+            than last, or stands beside other sizes; or, before training starts, ``fully_shard`` was not applied
+            though there are several data-parallel ranks, or to other ranks than these, or a module divides its gradients by a
+            number of its own, or there are no replicas for ``sync="shard"``.
+
+    Example:
+        >>> strategy = ModelParallelAccumulationStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        >>> strategy = ModelParallelAccumulationStrategy(mesh={"data_parallel": 2, "context_parallel": 4})
     """
 
-    def __init__(self, *args: Any, mesh: Mapping[str, int] | None = None, **kwargs: Any) -> None:
+    strategy_name = "accum_model_parallel"
+
+    def __init__(
+        self, *args: Any, mesh: Mapping[str, int] | None = None, sync: ShardedSyncPolicy = "window", **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._sync_policy = checked_sync(sync, "shard")
         self._sizes = dict(mesh or {})
         self._lightnings_mesh: DeviceMesh | None = None
         if mesh is None:
@@ -102,47 +123,6 @@ class NamedMeshStrategy(ModelParallelStrategy):
             if name in OWN_ROWS:
                 replicas, rank = replicas * size, rank * size + position
         return {"num_replicas": replicas, "rank": rank}
-
-
-def _any_of(names: tuple[str, ...]) -> str:
-    return f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
-
-
-class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
-    """Exact gradient accumulation over ``fully_shard`` (FSDP2), ``Trainer(strategy="accum_model_parallel")``.
-
-    Also beside tensor parallelism: weights and gradients are summed over the data-parallel ranks only. As with Lightning's own, the
-    module applies ``fully_shard`` in its ``configure_model``.
-
-    Args:
-        args: see :class:`lightning.pytorch.strategies.ModelParallelStrategy`; so are the keyword arguments.
-        mesh: in place of ``data_parallel_size`` and ``tensor_parallel_size``, the sizes of the dimensions of ``self.device_mesh``,
-            by names that say what its ranks have: ``"data_parallel"``, ``"replicate"`` and ``"shard"`` rows of their own,
-            ``"context_parallel"`` and ``"sequence_parallel"`` each a part of the same rows and the loss of that,
-            ``"tensor_parallel"``, the last, the same loss. ``fully_shard`` is applied over all but the last.
-        sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"``. Once a window sends less, but
-            holds whole gradients on every rank until the window ends; the other holds shards. ``"shard"`` is for ``fully_shard``
-            over a mesh of two dimensions, replicas of shards: it reduces within the shards at every micro-batch and over the
-            replicas once a window. It holds shards, and between replicas it sends what ``"window"`` does. The result is the same.
-        kwargs: see above.
-
-    Raises:
-        MisconfigurationException: ``sync`` is none of the three; or, before training starts, ``fully_shard`` was not applied
-            though there are several data-parallel ranks, or to other ranks than these, or a module divides its gradients by a
-            number of its own, or there are no replicas for ``sync="shard"``.
-
-    Example:
-        >>> strategy = ModelParallelAccumulationStrategy(data_parallel_size=2, tensor_parallel_size=1)
-        >>> strategy = ModelParallelAccumulationStrategy(mesh={"data_parallel": 2, "context_parallel": 4})
-    """
-
-    strategy_name = "accum_model_parallel"
-
-    def __init__(
-        self, *args: Any, mesh: Mapping[str, int] | None = None, sync: ShardedSyncPolicy = "window", **kwargs: Any
-    ) -> None:
-        super().__init__(*args, mesh=mesh, **kwargs)
-        self._sync_policy = checked_sync(sync, "shard")
 
     @override
     def _ranks(self) -> Ranks:
@@ -238,3 +218,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
 
 def _ranks_in_words(ranks: set[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
+
+
+def _any_of(names: tuple[str, ...]) -> str:
+    return f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"

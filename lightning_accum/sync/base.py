@@ -16,38 +16,6 @@ SyncPolicy: TypeAlias = Literal["window", "micro_batch"]
 ShardedSyncPolicy: TypeAlias = Literal["window", "micro_batch", "shard"]
 
 
-class GradientSlot:
-    """Where the gradient of a parameter is accumulated until it is reduced: its ``grad``.
-
-    Args:
-        name: of the parameter.
-        parameter: the parameter.
-    """
-
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
-        self.name = name
-        self._parameter = parameter
-
-    def get(self) -> Tensor | None:
-        """What is there."""
-        return self._parameter.grad
-
-    def take(self) -> Tensor | None:
-        """What is there, and from now on nothing."""
-        gradient = self.get()
-        if gradient is not None:
-            self.put(None)
-        return gradient
-
-    def put(self, gradient: Tensor | None) -> None:
-        """Have ``gradient`` there, where nothing is."""
-        self._parameter.grad = gradient
-
-    def restore(self, gradient: Tensor | None) -> None:
-        """Have ``gradient`` there, and drop what is."""
-        self.put(gradient)
-
-
 class GradientSync:
     """When gradients are reduced over the ranks, and how this one takes part in that. This one is for one rank: never."""
 
@@ -77,7 +45,7 @@ class GradientSync:
     def backward_without_loss(self) -> None:
         """Take part in the other ranks' backward, adding nothing."""
 
-    def begin_backward(self, micro_batch: MicroBatch) -> None:
+    def begin_backward(self, micro_batch: MicroBatch, loss: Tensor) -> None:
         """A micro-batch has a loss, and its backward is next."""
 
     def complete_reduction(self, micro_batch: MicroBatch) -> None:
@@ -102,9 +70,15 @@ class GradientSync:
     def end_window(self) -> None:
         """The gradients of a window are reduced."""
 
-    def gradient_slots(self, named: Mapping[str, nn.Parameter]) -> list[GradientSlot]:
-        """Where the gradients of the parameters of these names are accumulated before they are reduced."""
-        return [GradientSlot(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
+    def accumulated(self, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """The gradients of these parameters that are not reduced yet."""
+        return {name: own.grad for name, own in named.items() if own.requires_grad and own.grad is not None}
+
+    def restore_accumulated(self, named: Mapping[str, nn.Parameter], kept: Mapping[str, Tensor]) -> None:
+        """Have the gradients be ``kept``, copies of what :meth:`accumulated` gave before a backward."""
+        for name, parameter in named.items():
+            if parameter.requires_grad:
+                parameter.grad = kept.get(name)
 
     def gradients_of(
         self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_accum.errors import UsageError
-from lightning_accum.main_gradients import sparse_layers
+from lightning_accum.main_gradients import MainGradients, sparse_layers
 from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.ranks import Ranks
 from lightning_accum.sync.base import GradientSync, SyncPolicy, forward_replaced
 from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.nodes import Node, nodes_below
@@ -89,10 +90,17 @@ class DDPSync(GradientSync):
         if self._stand_in is not None:
             self._stand_in = output  # as the wrapper returned it
             return None
-        if self._ddp.require_backward_grad_sync:
-            loss = output["loss"] if isinstance(output, Mapping) else output
-            self._last_node = loss.grad_fn if isinstance(loss, Tensor) else None
         return output
+
+    @override
+    def begin_backward(self, micro_batch: MicroBatch, loss: Tensor) -> None:
+        is_reduced = self._ddp.require_backward_grad_sync
+        if micro_batch.is_boundary and not is_reduced:
+            raise UsageError(
+                "The last backward of a window runs where the reduction of gradients is switched off, so every rank would take a"
+                " step of its own. Leave fabric.no_backward_sync(...), or no_sync(), out: gradients are reduced once a window."
+            )
+        self._last_node = loss.grad_fn if is_reduced else None
 
     @override
     def complete_reduction(self, micro_batch: MicroBatch) -> None:
@@ -153,13 +161,13 @@ class DDPSync(GradientSync):
         for parameter, is_one in zip(self._trainable, is_used.tolist(), strict=True):
             if not is_one:
                 parameter.grad = None
-        self._settle()
 
     @override
     def drop_accumulated(self) -> None:
         # with `find_unused_parameters`, torch remembers until the next reduction which parameters were used
         if self._ddp.find_unused_parameters:
             self.reduce_accumulated()
+            self._settle()
 
     @override
     def note_gradients(self) -> None:
@@ -189,6 +197,7 @@ class DDPSync(GradientSync):
             self._refuse_unreduced()
         if not self._used and self._ddp.static_graph:
             self._used = [parameter for parameter in self._trainable if parameter.grad is not None]
+        self._settle()
 
     def _refuse_unreduced(self) -> None:
         if self._ddp.process_group.size() == 1:
@@ -208,6 +217,33 @@ class DDPSync(GradientSync):
         if self._ddp.static_graph:  # it is an error to reach others than were recorded
             parameters = [parameter for parameter in self._trainable if parameter.grad is not None] or self._used or parameters
         return zero_loss_of(parameters, self._sparse)
+
+
+class WideDDPSync(GradientSync):
+    """One reduction at the end of a window, of sums in a wider type: DistributedDataParallel would reduce in the parameters' type.
+
+    It reduces nothing then, so its forward is left out, and ``find_unused_parameters`` and ``static_graph``, which prepare its
+    reduction, change nothing.
+
+    Args:
+        ddp: the wrapped module.
+        sums: what is reduced.
+        ranks: over which.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, sums: MainGradients, ranks: Ranks) -> None:
+        ddp.require_backward_grad_sync = False
+        self._ddp, self._sums, self._ranks = ddp, sums, ranks
+        named = ddp.module.named_parameters()
+        self._parameters = [parameter for name, parameter in named if name not in ddp.parameters_to_ignore]
+
+    @override
+    def end_window(self) -> None:
+        self._sums.reduce(self._ranks, self._parameters)
+        # which DistributedDataParallel does in the forward after a reduction
+        self._ddp.require_forward_param_sync = True
+        if self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            self._ddp._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 def _backward_without_gradients(loss: Tensor) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from lightning_accum.errors import UsageError
+from lightning_accum.errors import SeamError, UsageError
 from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
-from lightning_accum.sync.base import GradientSlot, ShardedSyncPolicy
-from lightning_accum.sync.reached import ReachedParameters, whole_gradient, whole_parameter
+from lightning_accum.sync.base import ShardedSyncPolicy
 from lightning_accum.sync.sharded import NO_WAY_BACK, ShardedEngine, ShardedSync
 
 
@@ -33,23 +33,43 @@ class FSDP2Sync(ShardedSync):
 
     def __init__(self, module: nn.Module, policy: ShardedSyncPolicy, engine: ShardedEngine, ranks: Ranks) -> None:
         super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine)
-        self.reached = ReachedParameters((group for unit in self.units for group in groups_of(unit)), ranks)
-        self._kept: list[nn.Module] | None = None
+        self._groups = [group for unit in self.units for group in groups_of(unit)]
+        self.reached = ReachedParameters(self._groups, ranks)
         self.can_forget_forward = hasattr(FSDPModule, "reset_iter_state")  # not in torch 2.9
 
     @override
     @contextmanager
     def blocked(self, micro_batch: MicroBatch) -> Iterator[None]:
-        kept: list[Any] = self._units_kept_whole() if self.policy == "window" else []
+        # What stays gathered between forward and backward does so until the window ends, as torch advises: it costs no memory at
+        # the peak. In its first forward a root finds out that it is one, and stays gathered.
+        is_known = self.policy == "window" and not self._unused_roots
+        kept = [unit for unit in self.units if _stays_gathered(unit)] if is_known else []
         self._set_blocked(True, kept)
         try:
             yield
         finally:
             self._set_blocked(False, kept)
 
+    def _set_blocked(self, is_blocked: bool, kept: list[Any]) -> None:
+        self._set_reduced(not is_blocked)
+        units: list[Any] = self.units
+        for unit in units:
+            unit.set_is_last_backward(not is_blocked)
+        for unit in kept:
+            unit.set_reshard_after_backward(not is_blocked, recurse=False)
+
+    def _set_reduced(self, is_reduced: bool) -> None:
+        units: list[Any] = self.units
+        for unit in units:
+            if self.policy == "window":
+                unit.set_requires_gradient_sync(is_reduced, recurse=False)
+            elif self.policy == "shard":
+                unit.set_requires_all_reduce(is_reduced, recurse=False)
+
     @override
-    def begin_backward(self, micro_batch: MicroBatch) -> None:
-        super().begin_backward(micro_batch)
+    def begin_backward(self, micro_batch: MicroBatch, loss: Tensor) -> None:
+        super().begin_backward(micro_batch, loss)
+        self._set_reduced(micro_batch.is_boundary)  # a hand-written loop may have switched it
         self.reached.begin_backward(is_of_window=not micro_batch.is_shadow_batch)
 
     @override
@@ -62,6 +82,11 @@ class FSDP2Sync(ShardedSync):
         self.reached.end_backward()
         if micro_batch.is_boundary and self.reached.are_any_left():  # of modules that this backward has not come to
             self.reduce_accumulated()
+
+    @override
+    def reduce_accumulated(self) -> None:
+        self._set_reduced(True)
+        super().reduce_accumulated()
 
     @override
     def reduce_for_checkpoint(self) -> None:
@@ -95,29 +120,6 @@ class FSDP2Sync(ShardedSync):
         super().close()
         self.reached.close()
 
-    def _set_blocked(self, is_blocked: bool, kept: list[Any]) -> None:
-        units: list[Any] = self.units
-        for unit in units:
-            unit.set_is_last_backward(not is_blocked)
-            if self.policy == "window":
-                unit.set_requires_gradient_sync(not is_blocked, recurse=False)
-            elif self.policy == "shard":
-                unit.set_requires_all_reduce(not is_blocked, recurse=False)
-        for unit in kept:
-            unit.set_reshard_after_backward(not is_blocked, recurse=False)
-
-    def _units_kept_whole(self) -> list[nn.Module]:
-        """Those whose parameters stay gathered between forward and backward: so they may until the window ends.
-
-        Torch advises it for accumulation, as it saves gathering them again. At the end of the second forward they are all there
-        anyway, beside the whole gradients, so it costs no memory at the peak. The others are gathered again, as they were made to.
-        """
-        if self._kept is None:
-            if self._unused_roots:  # in its first forward a root finds out that it is one, and stays gathered
-                return []
-            self._kept = [unit for unit in self.units if _stays_gathered(unit)]
-        return self._kept
-
     @override
     def _reduce_without_forward(self) -> bool:
         return _reduce_accumulated([root for root in self._roots if root not in self._unused_roots])
@@ -137,42 +139,140 @@ class FSDP2Sync(ShardedSync):
                 raise UsageError(NO_WAY_BACK)
             root.reset_iter_state()  # type: ignore[operator]
 
-    def sums_narrower_than(self, dtype: torch.dtype) -> torch.dtype | None:
-        """A type that gradients are added up in without reduction, if it is narrower; None for no such."""
-        for group in (group for unit in self.units for group in groups_of(unit)):
-            for sharded in group.fsdp_params:
-                summed = _type_of_sum(group, sharded)
-                if sharded.sharded_param.requires_grad and is_narrower(summed, dtype):
-                    return summed
-        return None
-
-    @override
-    def gradient_slots(self, named: Mapping[str, nn.Parameter]) -> list[GradientSlot]:
-        sharded = [parameter for unit in self.units for parameter in _sharded_of(unit)]
-        by_parameter = {parameter.sharded_param: parameter for parameter in sharded}
-        # between forward and backward a module has whole ones, and its optimizer shards
-        by_parameter.update({whole: parameter for parameter in sharded if (whole := whole_parameter(parameter)) is not None})
-        places: dict[Any, GradientSlot] = {}
-        for place in super().gradient_slots(named):
-            sharding = by_parameter.get(named[place.name])
-            if sharding is None:
-                places[named[place.name]] = place
-            else:
-                places.setdefault(sharding, _Unsharded(place, sharding))
-        return list(places.values())
-
-    def averaged_ranks(self) -> list[set[int]]:
-        """The ranks that gradients are averaged over, those of each group of parameters."""
-        return [set(group.mesh_info.mesh.mesh.flatten().tolist()) for unit in self.units for group in groups_of(unit)]
-
-    def divide_factors(self) -> set[float]:
-        """What gradients are divided by, where somebody has set it."""
-        factors = {getattr(group, "gradient_divide_factor", None) for unit in self.units for group in groups_of(unit)}
-        return {factor for factor in factors if factor is not None}
+    # --- parameters ---------------------------------------------------------------------------------------------------
 
     def parameters(self) -> set[nn.Parameter]:
         """The sharded parameters, whose gradients are reduced."""
-        return {parameter.sharded_param for unit in self.units for parameter in _sharded_of(unit)}
+        return {sharded.sharded_param for group in self._groups for sharded in group.fsdp_params}
+
+    def _sharding_of(self) -> dict[nn.Parameter, Any]:
+        """What ``fully_shard`` has of a parameter, whole as between forward and backward, or a shard."""
+        sharded = [sharded for group in self._groups for sharded in group.fsdp_params]
+        return {own: one for one in sharded for own in (one.sharded_param, _whole_parameter(one)) if own is not None}
+
+    @override
+    def accumulated(self, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        sharding = self._sharding_of()
+        found = super().accumulated({name: own for name, own in named.items() if own not in sharding})
+        whole = {name: _whole_gradient(sharding[own]) for name, own in named.items() if own in sharding}
+        return {**found, **{name: gradient for name, gradient in whole.items() if gradient is not None}}
+
+    @override
+    def restore_accumulated(self, named: Mapping[str, nn.Parameter], kept: Mapping[str, Tensor]) -> None:
+        sharding = self._sharding_of()
+        super().restore_accumulated({name: own for name, own in named.items() if own not in sharding}, kept)
+        for name, gradient in self.accumulated({name: own for name, own in named.items() if own in sharding}).items():
+            if name in kept:
+                gradient.copy_(kept[name])
+            else:  # not None: other ranks wait for this one in the reduction of what each micro-batch has given a gradient to
+                gradient.zero_()
+
+    def sums_narrower_than(self, dtype: torch.dtype) -> torch.dtype | None:
+        """A type that gradients are added up in without reduction, if it is narrower; None for no such."""
+        for group in self._groups:
+            for sharded in _trained_of(group):
+                summed = _type_of_sum(group, sharded)
+                if is_narrower(summed, dtype):
+                    return summed
+        return None
+
+    def averaged_ranks(self) -> list[set[int]]:
+        """The ranks that gradients are averaged over, those of each group of parameters."""
+        return [set(group.mesh_info.mesh.mesh.flatten().tolist()) for group in self._groups]
+
+    def divide_factors(self) -> set[float]:
+        """What gradients are divided by, where somebody has set it."""
+        factors = {getattr(group, "gradient_divide_factor", None) for group in self._groups}
+        return {factor for factor in factors if factor is not None}
+
+
+class ReachedParameters:
+    """Has each rank reduce all parameters of a group, where it has a gradient of any, and knows which of them no rank has reached.
+
+    ``fully_shard`` reduces a group of parameters as one flat tensor, of those that have a gradient on this rank. Where another rank
+    has a gradient of others that are as large, these are added up with them; where they are of another size, it hangs or dies. So
+    all parameters of the group get one, of zeros if they have none. Those that no rank has reached have None again after it.
+
+    Args:
+        groups: of parameters.
+        ranks: whose gradients are averaged.
+    """
+
+    def __init__(self, groups: Sequence[Any], ranks: Ranks) -> None:
+        self._groups = groups
+        self._ranks = ranks
+        self._trained = [sharded for group in groups for sharded in _trained_of(group)]
+        self._reached: set[Any] = set()
+        """Parameters that a micro-batch of this window has given a gradient to."""
+        self._filled: set[Any] = set()
+        """Those that were given zeros."""
+        self._is_of_window = False
+        """The backward under way is that of a micro-batch of the window, and none that only takes part."""
+        self._is_called = False
+        """``fully_shard`` reduces gradients where it is expected to."""
+        for group in groups:
+            group.post_backward = partial(self._reduce, group, group.post_backward)
+
+    def _reduce(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+        self._is_called = True
+        trained = _trained_of(group)
+        lacking = [sharded for sharded in trained if _whole_gradient(sharded) is None]
+        if self._is_of_window:
+            self._reached.update(set(trained).difference(lacking))
+        holds_sum = group.all_reduce_grads and _partial_sum_of(group) is not None
+        if lacking and group.reduce_grads and (holds_sum or len(lacking) < len(trained)):
+            for sharded in lacking:
+                self._fill(sharded)
+        post_backward(*args)
+
+    def _fill(self, sharded: Any) -> None:
+        whole = _whole_parameter(sharded)
+        if whole is None:  # torch passes over it
+            return
+        if sharded not in self._filled:
+            self._filled.add(sharded)
+            if sharded.sharded_param.grad is not None:  # from a checkpoint inside the window, or a zero_grad that leaves zeros
+                self._reached.add(sharded)
+        whole.grad = torch.zeros_like(whole)
+
+    def begin_backward(self, is_of_window: bool) -> None:
+        """A backward is next."""
+        self._is_of_window = is_of_window
+
+    def end_backward(self) -> None:
+        """It is done.
+
+        Raises:
+            RuntimeError: fully_shard reduces in another way than the versions of torch that were read.
+        """
+        if self._is_of_window and not self._is_called and any(map(_has_gradient, self._trained)):
+            raise SeamError(f"torch {torch.__version__} does not call FSDPParamGroup.post_backward to reduce gradients.")
+        self._is_of_window = False
+
+    def are_any_left(self) -> bool:
+        """Whether something was accumulated, and not reduced over all ranks."""
+        has_sum = any(_partial_sum_of(group) is not None for group in self._groups)
+        return has_sum or any(_whole_gradient(sharded) is not None for sharded in self._trained)
+
+    def leave_out_others(self) -> None:
+        """Have no gradient of what no rank has reached so far. Called on all ranks."""
+        if not self._trained:
+            return
+        is_reached = self._ranks.largest(*(float(sharded in self._reached) for sharded in self._trained))
+        for sharded, is_one in zip(self._trained, is_reached, strict=True):
+            if not is_one:
+                sharded.sharded_param.grad = None
+                self._filled.discard(sharded)
+
+    def forget(self) -> None:
+        """The window has ended, or what was reached is of none."""
+        self._reached.clear()
+        self._filled.clear()
+
+    def close(self) -> None:
+        """Let go of the groups."""
+        for group in self._groups:
+            del group.post_backward
 
 
 # --- what fully_shard keeps to itself: see the table of seams ----------------------------------------------------------------
@@ -182,9 +282,7 @@ def groups_of(unit: Any) -> list[Any]:
     """The parameter groups of a module that fully_shard was applied to."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
 def has_replicas(unit: FSDPModule) -> bool:
@@ -192,18 +290,37 @@ def has_replicas(unit: FSDPModule) -> bool:
     return all(group._is_hsdp for group in groups_of(unit))
 
 
-def _sharded_of(unit: nn.Module) -> list[Any]:
-    return [sharded for group in groups_of(unit) for sharded in group.fsdp_params]
+def _trained_of(group: Any) -> list[Any]:
+    return [sharded for sharded in group.fsdp_params if sharded.sharded_param.requires_grad]
 
 
-def _has_other_sum(sharded: Any) -> bool:
-    """Whether fully_shard adds up gradients elsewhere than in a parameter's ``grad`` where it reduces in another type."""
-    return "unsharded_accumulated_grad" in vars(sharded)
+def _partial_sum_of(group: Any) -> Tensor | None:
+    """What was scattered, and not all-reduced over replicas yet."""
+    partial_sum: Tensor | None = getattr(group, "_partial_reduce_output", None)
+    return partial_sum
+
+
+def _whole_parameter(sharded: Any) -> nn.Parameter | None:
+    """What a module computes with; None before its first forward."""
+    whole: nn.Parameter | None = getattr(sharded, "_unsharded_param", None)
+    return whole
+
+
+def _whole_gradient(sharded: Any) -> Tensor | None:
+    """What was accumulated and not reduced, in one of the two places where ``fully_shard`` may have it."""
+    whole = _whole_parameter(sharded)
+    gradient: Tensor | None = sharded.unsharded_accumulated_grad
+    return whole.grad if gradient is None and whole is not None else gradient
+
+
+def _has_gradient(sharded: Any) -> bool:
+    return sharded.sharded_param.grad is not None or _whole_gradient(sharded) is not None
 
 
 def _type_of_sum(group: Any, sharded: Any) -> torch.dtype:
     policy, parameter = getattr(sharded, "mp_policy", None) or group.mp_policy, sharded.sharded_param
-    asked_for = policy.param_dtype if _has_other_sum(sharded) else parameter.grad_dtype
+    has_own_sum = "unsharded_accumulated_grad" in vars(sharded)  # else it is in the parameter's grad, whatever it reduces in
+    asked_for = policy.param_dtype if has_own_sum else parameter.grad_dtype
     dtype: torch.dtype = policy.reduce_dtype or asked_for or parameter.dtype
     return dtype
 
@@ -232,30 +349,3 @@ def _reduce_accumulated(roots: Iterable[nn.Module]) -> bool:
     start.register_hook(end_of_backward)  # type: ignore[no-untyped-call]
     start.backward()  # type: ignore[no-untyped-call]
     return True
-
-
-class _Unsharded(GradientSlot):
-    """Of a sharded parameter: whole, in one of the two places where fully_shard may have it until it reduces it."""
-
-    def __init__(self, place: GradientSlot, sharded: Any) -> None:
-        super().__init__(place.name, sharded.sharded_param)
-        self._sharded = sharded
-
-    @override
-    def get(self) -> Tensor | None:
-        return whole_gradient(self._sharded)
-
-    @override
-    def put(self, gradient: Tensor | None) -> None:
-        whole = whole_parameter(self._sharded)
-        is_other = _has_other_sum(self._sharded) and gradient is not None and whole is not None and gradient.dtype != whole.dtype
-        if _has_other_sum(self._sharded):
-            self._sharded.unsharded_accumulated_grad = gradient if is_other else None
-        if whole is not None:
-            whole.grad = None if is_other else gradient
-
-    @override
-    def restore(self, gradient: Tensor | None) -> None:
-        now = self.get()
-        # other ranks wait for this one in the reduction of what each micro-batch has given a gradient to
-        self.put(gradient if gradient is not None or now is None else torch.zeros_like(now))

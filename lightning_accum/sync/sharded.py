@@ -1,23 +1,26 @@
-"""Reduction of the gradients of sharded modules: what FSDP1 and FSDP2 have in common."""
+"""Reduction of the gradients of sharded modules: what FSDP1 and FSDP2 have in common, and FSDP1."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from math import inf
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
-from lightning_accum.sync.base import GradientSync, ShardedSyncPolicy
-from lightning_accum.sync.shared_rows import SharedRows
+from lightning_accum.ranks import Ranks
+from lightning_accum.sync.base import GradientSync, ShardedSyncPolicy, SyncPolicy
 from lightning_accum.undo import Snapshot
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
+_PRIME = 2**31 - 1
 NO_WAY_BACK = (
     "training_step failed on a few rows of the first batch, and what its sharded modules have begun cannot be taken back here."
     " Leave out the check: GradientAccumulation(check=False)."
@@ -35,6 +38,48 @@ class ShardedEngine(Protocol):
 
     def snapshot(self) -> Snapshot:
         """What puts back what a step changes."""
+
+
+class SharedRows:
+    """Whether ranks with parts of the same rows, as in context parallelism, had a loss in the same micro-batches of a window.
+
+    In the place of a rank without a loss another batch would run, whose keys and values the others would attend to.
+
+    Args:
+        ranks: those of the training.
+        number: of the rows that this rank has parts of, from 0.
+        of: how many there are.
+    """
+
+    def __init__(self, ranks: Ranks, number: int, of: int) -> None:
+        self._ranks, self._number, self._of = ranks, number, of
+        self._seen = 1
+
+    def note(self, has_loss: bool) -> None:
+        """A micro-batch has run."""
+        self._seen = (3 * self._seen + has_loss) % _PRIME
+
+    def forget(self) -> None:
+        """The window is dropped."""
+        self._seen = 1
+
+    def end_window(self) -> None:
+        """Compare. Called on all ranks.
+
+        Raises:
+            RuntimeError: on all ranks, some that have parts of the same rows had a loss, and others had none.
+        """
+        largest = [-inf] * self._of
+        smallest = largest.copy()
+        largest[self._number], smallest[self._number] = self._seen, -self._seen
+        self.forget()
+        found = self._ranks.largest(*largest, *smallest)
+        if any(most != -fewest for most, fewest in zip(found[: self._of], found[self._of :], strict=True)):
+            raise UsageError(
+                "In a window, a rank had no loss for a batch that others with parts of the same rows had one for. With"
+                " context_parallel or sequence_parallel in mesh=, these ranks need the same batches, and training_step returns a"
+                " loss for each part: that of a part without labels may be NaN, and weighs nothing."
+            )
 
 
 class ShardedSync(GradientSync):
@@ -135,7 +180,7 @@ class ShardedSync(GradientSync):
             snapshot.restore()
 
     @override
-    def begin_backward(self, micro_batch: MicroBatch) -> None:
+    def begin_backward(self, micro_batch: MicroBatch, loss: Tensor) -> None:
         self._outputs.clear()  # logits are large, and a backward does not need them
         self._note(has_loss=not micro_batch.is_shadow_batch)
         if self._last is None or not micro_batch.is_shadow_batch:
@@ -199,3 +244,34 @@ class ShardedSync(GradientSync):
         self._outputs.clear()
         for handle in self._handles:
             handle.remove()
+
+
+class FSDP1Sync(ShardedSync):
+    """Reduce-scatter of FullyShardedDataParallel modules.
+
+    Args:
+        module: one, or what they are in.
+        policy: reduce once a window, or at every micro-batch.
+        engine: runs it.
+    """
+
+    can_forget_forward = False
+
+    def __init__(self, module: nn.Module, policy: SyncPolicy, engine: ShardedEngine) -> None:
+        units = [unit for unit in module.modules() if isinstance(unit, FullyShardedDataParallel)]
+        super().__init__(list(units), policy, engine)
+
+    @override
+    def forget_forward(self) -> None:
+        states = [getattr(unit, "training_state", None) for unit in self.units]  # a forward that stopped half-way refuses the next
+        if any(getattr(state, "name", None) != "IDLE" for state in states):
+            raise UsageError(NO_WAY_BACK)
+
+    @override
+    def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
+        if self.policy == "micro_batch":
+            return nullcontext()
+        stack = ExitStack()
+        for root in self._roots:
+            stack.enter_context(root.no_sync())  # type: ignore[operator]
+        return stack

@@ -31,8 +31,7 @@ from lightning_accum import (
 
 
 class Profiled(Scalar):
-    """Records the collectives of its last three windows of four on rank 0: after the first, DistributedDataParallel rebuilds its
-    buckets once."""
+    """Records the collectives of its last three windows of four on rank 0: after the first, buckets are rebuilt once."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == len(self.by_rank[0]) // 4:

@@ -535,15 +535,11 @@ def test_what_a_hand_written_loop_cannot_have_is_refused_by_name(arguments: dict
 
 
 def test_models_and_optimizers_that_do_not_belong_together_are_refused() -> None:
-    model, other = scalar(), scalar()
-    for fabric, optimizer in (
-        (None, torch.optim.SGD(other.parameters(), 1.0)),
-        (one_process(), torch.optim.SGD(model.parameters(), 1.0)),
-        (None, []),
-        (None, torch.optim.LBFGS(model.parameters())),
-    ):
+    model, optimizer = scalar(), torch.optim.SGD
+    others = optimizer(scalar().parameters(), 1.0), [], torch.optim.LBFGS(model.parameters())
+    for fabric, one in (*((None, other) for other in others), (one_process(), optimizer(model.parameters(), 1.0))):
         with pytest.raises(AccumulationError):
-            Accumulator(fabric, model, optimizer)
+            Accumulator(fabric, model, one)
 
 
 @pytest.mark.parametrize("is_checked", [False, True])

@@ -175,6 +175,7 @@ def used_modules() -> set[str]:
 BELOW_THE_LINE = (
     "arguments",  # of the callback
     "callback",
+    "deferred_steps",  # of manual optimization
     "demo",
     "engine",
     "from_lightning",

@@ -1,4 +1,4 @@
-"""Windows of a module that calls backward and steps its optimizers by itself (manual optimization).
+"""Manual optimization, ``automatic_optimization = False``: windows of a module that calls backward and steps by itself.
 
 Each call of ``manual_backward`` in ``training_step`` has a loss of its own: the first calls of all micro-batches of a window belong
 together, the second calls, and so on. What a call adds to the gradients is added up outside of ``.grad``. At the boundary each call
@@ -9,43 +9,51 @@ on with that: clipping, ``step``, ``zero_grad``, in its order. Before the bounda
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_accum.checkpoint import PartialWindow, Training
+from lightning_accum.deferred_steps import DeferredSteps
 from lightning_accum.errors import UsageError
+from lightning_accum.failures import have_all_left
+from lightning_accum.from_lightning import Strategy, rank_zero_info
 from lightning_accum.main_gradients import GradientSums, as_number
-from lightning_accum.manual.same_place import SamePlace
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
+from lightning_accum.splitting.micro_batch import samples_of
+from lightning_accum.start_line import window_in_words
 from lightning_accum.user_warnings import users_line
 from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.weighing.weight import Weigher
+from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.window import Window
 from lightning_accum.window_loss import WindowLoss
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 
+PATIENCE = 10.0
+"""Seconds that a rank which has left training_step early waits for the others to leave it, beside ten times what it took."""
+_SAME_CALLS = (
+    " Over ranks, all of them make the same calls of manual_backward and step, where gradients are reduced or sharded: a rank that"
+    " has nothing to add takes part with a loss of 0 that depends on the parameters. With automatic optimization a rank may return"
+    " None."
+)
+
 
 @dataclass
 class Call(WindowLoss):
-    """One of the backward calls in a ``training_step``.
-
-    Attributes:
-        sums: what it has given to the gradients in the window so far.
-        line: of the user's code that makes the call; empty before the first.
-        micro_batches: how many micro-batches of the window have made this call.
-    """
+    """One of the backward calls in a ``training_step``: what it has given to the gradients so far, and the line that makes it."""
 
     sums: GradientSums = field(default_factory=GradientSums)
     line: str = ""
-    micro_batches: int = 0
 
 
 @dataclass
@@ -60,6 +68,7 @@ class ManualMicroBatch:
         stepped: the optimizers whose step it has called.
         versions: of the parameters before it.
         before: what was in ``.grad`` before its first backward.
+        begun: the time when it entered ``training_step``.
     """
 
     batch: Any = None
@@ -69,12 +78,14 @@ class ManualMicroBatch:
     stepped: list[str] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     before: dict[nn.Parameter, Tensor] | None = None
+    begun: float = field(default_factory=time.monotonic)
 
 
 class ManualWindows(Windows):
     """The windows of a fit whose module optimizes by itself.
 
     Args:
+        strategy: of the fit.
         parameters: gives all that may get a gradient.
         loss_scale: what a GradScaler multiplies losses by at the moment.
         reduces_by_itself: every backward leaves gradients that are averaged over the ranks, as those of sharded modules are.
@@ -84,29 +95,33 @@ class ManualWindows(Windows):
         self,
         policy: Policy,
         ranks: Ranks,
-        module: nn.Module,
+        strategy: Strategy,
         parameters: Callable[[], list[nn.Parameter]],
+        loss_scale: Callable[[], float],
         warn: Callable[[str], None],
-        loss_scale: Callable[[], float] = lambda: 1.0,
         reduces_by_itself: bool = False,
     ) -> None:
         super().__init__(policy, ranks, warn, "where trainer.global_step has grown")
+        assert strategy.lightning_module is not None
         self.calls: list[Call] = []
         self.current = ManualMicroBatch()
         """None of the data, between loader batches."""
         self.closed: list[ClosedWindow] = []
         """The window of each call, at the last boundary."""
-        self._module = module
-        self._parameters = parameters
-        self._loss_scale = loss_scale
+        self._module = strategy.lightning_module
+        self._parameters, self._loss_scale = parameters, loss_scale
         self._reduces_by_itself = reduces_by_itself
-        self._same_place = SamePlace(ranks, reduces_by_itself)
         self._micro_batches_begun = 0
         """Those of the window."""
-        self._steps_of_first: list[str] | None = None
-        """What the first micro-batch of the window stepped."""
-        self._calls_of_first = 0
-        """How many backward calls it made."""
+        self._has_called = False
+        """A micro-batch of the window has called ``manual_backward``."""
+        self._most_calls = 0
+        """Of ``manual_backward``, in any ``training_step`` so far."""
+        self._of_first: tuple[list[str], int] | None = None
+        """What the first micro-batch of the window stepped, and how many backward calls it made."""
+        self._is_announced = False
+        counts_steps = policy.scheduler_counts == "optimizer_steps"
+        self.steps = DeferredSteps(strategy, self.may_step, lambda: self.current.defers_steps, counts_steps)
 
     @property
     @override
@@ -147,13 +162,19 @@ class ManualWindows(Windows):
         versions = [] if is_boundary else [p._version for p in self._parameters()]
         self.current = ManualMicroBatch(batch, not is_boundary, True, versions=versions)
         self._micro_batches_begun += 1
-        self._same_place.begin()
         if is_boundary:
             self.closed = []
 
-    def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """The next call of ``manual_backward``: at the boundary it leaves the full batch's gradients."""
+    def backward(self, run: Callable[..., Tensor], loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``manual_backward``: at the boundary it leaves the full batch's gradients. ``run`` is the strategy's own."""
         current = self.current
+        if not current.is_running:  # in validation, or in a hook
+            if self._module.trainer.training:
+                self.warn_once(
+                    "manual_backward is called outside of training_step, where it is no part of a window: what it gives to the"
+                    " gradients is that of one loader batch. Call it in training_step."
+                )
+            return run(loss, *args, **kwargs)
         if current.stepped and self.boundary.size != 1:
             self.warn_once(
                 f"training_step steps {current.stepped[0]} and then calls manual_backward again. If that loss was computed with"
@@ -165,7 +186,7 @@ class ManualWindows(Windows):
             self._look_for_changes()
         call = self._call(current.next_call)
         current.next_call += 1
-        call.micro_batches += 1
+        self._has_called = True
         call.line = call.line or users_line()
         contribution = call.weigher(loss, current.batch)
         factor = as_number(call.window.add(loss.detach().to(call.window.dtype), contribution))
@@ -180,7 +201,7 @@ class ManualWindows(Windows):
             loss, factor = (loss * factor).to(loss.dtype), 1.0
         is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         with gradients_of_zero(loss) if is_weightless else nullcontext():
-            result = run(loss)
+            result = run(loss, *args, **kwargs)
         self._take_gradients(call, factor, before)
         return result
 
@@ -210,7 +231,8 @@ class ManualWindows(Windows):
 
     def _close(self, call: Call, scale: float) -> dict[nn.Parameter, Tensor]:
         """End the window of a call. Returns the gradients of the full batch."""
-        self._same_place.compare(self.current.next_call, self.current.stepped, is_end=False)
+        if not self._reduces_by_itself:
+            self._compare_places(is_end=False)
         call.window.reduce()
         if self.ranks.size > 1 and not self._reduces_by_itself:
             used = call.sums.of
@@ -233,27 +255,28 @@ class ManualWindows(Windows):
         """
         current = self.current
         current.is_running, is_boundary = False, not current.defers_steps
-        self._same_place.leave(current.next_call)
+        self._wait_for_others()
         if is_boundary:
-            self._same_place.compare(current.next_call, current.stepped, is_end=True)
-        if not is_boundary and current.versions != [p._version for p in self._parameters()]:
+            self._compare_places(is_end=True)
+        elif current.versions != [p._version for p in self._parameters()]:
             self.changes.stop()
             self.warn_once(
                 "training_step changes parameters by itself in a micro-batch whose steps wait (a moving average, a target network,"
                 " an optimizer with steps of other names): that happens in every micro-batch, where it would happen once for the"
                 " full batch. Do it where trainer.global_step has grown."
             )
-        if self._steps_of_first is None:
-            self._steps_of_first, self._calls_of_first = list(current.stepped), current.next_call
-        if current.stepped != self._steps_of_first and current.next_call:
+        if self._of_first is None:
+            self._of_first = list(current.stepped), current.next_call
+        stepped, calls = self._of_first
+        if current.stepped != stepped and current.next_call:
             self.warn_once(
                 f"training_step stepped {_listed(current.stepped)} in a micro-batch of a window, and"
-                f" {_listed(self._steps_of_first)} in the first. Only what the last one steps is stepped; does it depend on"
+                f" {_listed(stepped)} in the first. Only what the last one steps is stepped; does it depend on"
                 " batch_idx, on what the loss is, or does the module accumulate by itself?"
             )
-        if current.next_call != self._calls_of_first:
+        if current.next_call != calls:
             self.warn_once(
-                f"training_step called manual_backward {self._calls_of_first} times in the first micro-batch of a window, and"
+                f"training_step called manual_backward {calls} times in the first micro-batch of a window, and"
                 f" {current.next_call} times in another: the first calls of all belong together, then the second ones. A window"
                 " equals its full batch only where all make the same; does it depend on batch_idx, or return early?"
             )
@@ -278,10 +301,9 @@ class ManualWindows(Windows):
     @override
     def _begin_window(self, seen: int) -> None:
         self.boundary.close(seen)
-        self._micro_batches_begun, self._steps_of_first = 0, None
+        self._micro_batches_begun, self._of_first, self._has_called = 0, None, False
         for call in self.calls:
             call.sums.clear()
-            call.micro_batches = 0
 
     def _call(self, index: int) -> Call:
         """The call of a ``training_step`` that has the number ``index``, from 0."""
@@ -291,6 +313,61 @@ class ManualWindows(Windows):
             window = Window(self.ranks.device, self.ranks.size, self.ranks.group, weight_scale=weight_scale)
             self.calls.append(Call(window, Weigher(self.policy.weight)))
         return self.calls[index]
+
+    def announce(self, batch: Any, loader_batches: int, samples: frozenset[int]) -> None:
+        """Say in one line what was understood, once a ``training_step`` has called backward."""
+        if self._is_announced or not self.calls:
+            return
+        self._is_announced = True
+        parts = [window_in_words(loader_batches, self.ranks.size, samples_of(batch, samples))]
+        if self.policy.offload:
+            parts.append(offload_in_words(self.ranks.device))
+        parts.append("the module optimizes by itself")
+        parts += ["not checked: training_step steps"] * self.policy.check
+        for number, call in enumerate(self.calls, 1):
+            name = "window/loss" if number == 1 else f"window/loss_{number}"
+            parts.append(f"{name} is that of manual_backward in {call.line}, weight: {call.weigher.criterion}")
+        rank_zero_info(f"GradientAccumulation: {'; '.join(parts)}.")
+
+    # --- ranks ------------------------------------------------------------------------------------------------------
+
+    def _compare_places(self, is_end: bool) -> None:
+        """Compare where the ranks are in the ``training_step`` that ends a window, or whether all have ended it alike.
+
+        Raises:
+            RuntimeError: on all ranks, one is elsewhere.
+        """
+        if self.ranks.size == 1:
+            return
+        calls, stepped = self.current.next_call, self.current.stepped
+        called = f"has called {_times(calls)}"
+        if not is_end:
+            called += f" ({users_line()})"
+        where = f"{called}, stepped {_listed(stepped)}" + (", and left training_step" if is_end else "")
+        code = crc32(f"{calls} {stepped} {is_end}".encode()) & 0xFFFFFF  # exact in any type
+        most, fewest = self.ranks.largest(code, -code)
+        if most != -fewest:
+            places = [f"rank {rank} {self.ranks.share(where, rank)}" for rank in range(self.ranks.world_size)]
+            raise UsageError(
+                f"The ranks are at different places in the training_step that ends a window: {'; '.join(places)}.{_SAME_CALLS}"
+            )
+
+    def _wait_for_others(self) -> None:
+        """Where each backward waits for the other ranks, leave ``training_step`` with them. Called on all, if all come to it.
+
+        Raises:
+            RuntimeError: this rank has called backward less often than before, and others are still in training_step.
+        """
+        if self.ranks.size == 1 or not self._reduces_by_itself:
+            return
+        calls, begun = self.current.next_call, self.current.begun
+        may_be_early = calls < self._most_calls or not self._most_calls
+        self._most_calls = max(self._most_calls, calls)
+        if not have_all_left(may_be_early, PATIENCE + 10 * (time.monotonic() - begun)):
+            raise UsageError(
+                f"Rank {self.ranks.rank} has called {_times(calls)} and left training_step, and"
+                f" another rank is still in it, where it waits for this one.{_SAME_CALLS}"
+            )
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -302,9 +379,9 @@ class ManualWindows(Windows):
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
         partial = super().restart(seen, into_window, steps, loader_batches, size)
         if partial is not None:
-            self._micro_batches_begun = partial.position
+            self._micro_batches_begun, self._has_called = partial.position, bool(partial.losses)
             for index in range(len(partial.losses)):
-                self._call(index).micro_batches = partial.position
+                self._call(index)
         return partial
 
     @override
@@ -324,11 +401,11 @@ class ManualWindows(Windows):
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def may_step(self, name: str) -> bool:
-        """Whether an optimizer of this name, whose step is called, does it now rather than at the boundary."""
+        """Whether an optimizer of this name, whose step is called, makes it now rather than at the boundary."""
         self.current.stepped.append(name)
         if self.current.defers_steps:
             return False
-        if self.current.is_running and not any(call.micro_batches for call in self.calls):
+        if self.current.is_running and not self._has_called:
             self.warn_once(
                 f"training_step steps {name}, and no micro-batch of the window has called self.manual_backward: the gradients, from"
                 " loss.backward() or the module's own code, are those of the last micro-batch of this rank alone. Call"
@@ -345,3 +422,7 @@ class ManualWindows(Windows):
 
 def _listed(stepped: Sequence[str]) -> str:
     return ", ".join(stepped) or "nothing"
+
+
+def _times(calls: int) -> str:
+    return f"manual_backward {calls} time{'s' * (calls != 1)}"

@@ -1,0 +1,116 @@
+"""Steps of optimizers and schedulers that a module calls itself, put off until its window ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_accum.from_lightning import LightningOptimizer, Strategy
+
+
+class DeferredSteps:
+    """Has each ``step`` of a fit's optimizers ask first, until :meth:`end`.
+
+    Args:
+        strategy: of the fit.
+        may_step: whether the optimizer of this name, whose step is called, makes it.
+        are_deferred: whether steps of schedulers do nothing at the moment.
+        defers_schedulers: they are put off, too.
+    """
+
+    def __init__(
+        self, strategy: Strategy, may_step: Callable[[str], bool], are_deferred: Callable[[], bool], defers_schedulers: bool
+    ) -> None:
+        self._strategy, self._may_step, self._are_deferred = strategy, may_step, are_deferred
+        self._defers_schedulers, self._is_stepping = defers_schedulers, False
+        self._undo, self._known = ExitStack(), set[int]()
+        self._defer(strategy.optimizers, [config.scheduler for config in strategy.lr_scheduler_configs])
+
+    def _defer(self, optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> None:
+        for one in (*optimizers, *(schedulers if self._defers_schedulers else ())):
+            if id(one) not in self._known:
+                self._known.add(id(one))
+                self._undo.callback(self._intercept(one) if isinstance(one, Optimizer) else self._defer_scheduler(one))
+
+    def find_held(self) -> None:
+        """Defer schedulers, too, that the module keeps for itself, of such optimizers; and optimizers, where the Trainer has none.
+
+        Other optimizers, those of an inner loop, are the module's own business.
+        """
+        optimizers = [optimizer for optimizer in self._strategy.optimizers if optimizer.param_groups]
+        held = [value for owner in (self._strategy.lightning_module, *optimizers) for value in vars(owner).values()]
+        held += [one for value in held if isinstance(value, (list, tuple)) for one in value]
+        held += [one for value in held if isinstance(value, dict) for one in value.values()]
+        if not optimizers:
+            optimizers = [one for one in held if isinstance(one, Optimizer) and not isinstance(one, LightningOptimizer)]
+        schedulers = [one for one in held if isinstance(one, (LRScheduler, ReduceLROnPlateau))]
+        self._defer(optimizers, [one for one in schedulers if any(one.optimizer is optimizer for optimizer in optimizers)])
+
+    def end(self) -> None:
+        """Leave optimizers and schedulers as they were."""
+        self._undo.close()
+
+    def on_step(self, optimizer: Optimizer, run: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """The step of an optimizer is called, which ``run`` makes, with a closure or without."""
+        if self._is_stepping:  # Lightning's step calls the optimizer's own
+            return run(closure)
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if not self._may_step(self._name_of(optimizer)):
+            return result
+        self._is_stepping = True
+        try:
+            return run() if closure is None else run(lambda: result)
+        finally:
+            self._is_stepping = False
+
+    def _name_of(self, optimizer: Optimizer) -> str:
+        name, optimizers = type(optimizer).__name__, self._strategy.optimizers
+        if all(optimizer is not one for one in optimizers):
+            return f"{name} (not of configure_optimizers)"
+        return name if len(optimizers) == 1 else f"optimizer {optimizers.index(optimizer)} ({name})"
+
+    def _intercept(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Have ``optimizer.step`` call :meth:`on_step`. Returns what makes it as it was."""
+        own, original = vars(optimizer).get("step"), optimizer.step  # a scheduler has put its own there, to count
+
+        @wraps(original)  # with the mark that a scheduler looks for
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            def run(closure: Callable[[], Any] | None = None) -> Any:
+                return original(**kwargs) if closure is None else original(closure, **kwargs)
+
+            return self.on_step(optimizer, run, closure)
+
+        def undo() -> None:
+            if own is None:
+                del optimizer.step
+            else:
+                optimizer.step = own  # type: ignore[method-assign]
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # a scheduler made later wants a method
+        return undo
+
+    def _defer_scheduler(self, scheduler: Any) -> Callable[[], None]:
+        """Have ``scheduler.step`` do nothing while steps are put off. Returns what makes it as it was."""
+        original, are_deferred = type(scheduler), self._are_deferred
+
+        def step(self: Any, *args: Any, **kwargs: Any) -> None:
+            if not are_deferred():
+                original.step(self, *args, **kwargs)
+
+        def undo() -> None:
+            scheduler.__class__ = original
+
+        # by its class, since all attributes of a scheduler go into checkpoints
+        names = {"step": step, "__module__": original.__module__, "__doc__": original.__doc__}
+        scheduler.__class__ = type(original.__name__, (original,), names)
+        return undo

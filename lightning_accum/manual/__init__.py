@@ -1,1 +1,0 @@
-"""Modules that optimize by themselves, ``automatic_optimization = False``."""
