@@ -53,6 +53,7 @@ isolate_rng = pl.utilities.seed.isolate_rng
 LightningEnvironment = fabric.plugins.environments.LightningEnvironment
 LightningModule = pl.LightningModule
 LightningOptimizer = pl.core.optimizer.LightningOptimizer
+LRSchedulerConfig = pl.utilities.types.LRSchedulerConfig
 MisconfigurationException = fabric.utilities.exceptions.MisconfigurationException
 MixedPrecision = pl.plugins.precision.MixedPrecision
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
