@@ -45,12 +45,9 @@ def note_failure(error: BaseException, rank: int) -> None:
 
 @contextmanager
 def reraise_first_rank_error(passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """Note an error of the body, or raise what another rank failed with before. All ranks enter equally often.
+    """Note an error of the body, or raise a RankFailedError if another rank failed first. All ranks enter equally often.
 
     An error passes unchanged if it is the first, the first was the same, none was noted, or it is no failure (``passing``).
-
-    Raises:
-        RankFailedError: another rank failed first.
     """
     global _run
     _run += 1

@@ -24,7 +24,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.session import named_parameters_of, parameters_of
 from lightning_accum.sync import DDPSync, FSDP2Sync, GradientSync, WideDDPSync
-from lightning_accum.undo import Snapshot, Undo
+from lightning_accum.undo import Undo
 from lightning_accum.wider import is_narrow
 
 Fabric: TypeAlias = Any
@@ -188,10 +188,6 @@ class Training:
                 " Accumulator(loss_of=...), by which an earlier batch takes its place."
             )
         return self._loss_of(batch)
-
-    def snapshot(self) -> Snapshot:
-        """What restores all that a step changes."""
-        return self.snapshotter.take(watches_parameters=False)
 
     # --- parameters and gradients -----------------------------------------------------------------------------------
 

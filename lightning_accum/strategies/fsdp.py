@@ -18,7 +18,6 @@ from lightning_accum.from_lightning import FSDPStrategy
 from lightning_accum.loops.optimization import loss_unlogged
 from lightning_accum.strategies.ddp import ParallelMixin
 from lightning_accum.sync import FSDP1Sync, ShardedSync, SyncPolicy, forward_replaced
-from lightning_accum.undo import Snapshot
 from lightning_accum.user_warnings import rank_zero_warn
 
 
@@ -72,10 +71,6 @@ class ShardedMixin(ParallelMixin):
                 " was to stand in for one without."
             )
         return loss
-
-    def snapshot(self) -> Snapshot:
-        """What restores all that a step changes."""
-        return self.snapshotter.take(watches_parameters=False)
 
 
 class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):

@@ -41,7 +41,6 @@ from lightning_accum.whole.attempts import StepAttempts
 from lightning_accum.whole.offload import Offload, offload_in_words
 from lightning_accum.whole.row_proof import unproven
 from lightning_accum.whole.row_wise import row_wise_of
-from lightning_accum.windows import Windows
 
 _log = logging.getLogger(f"{pl.__name__}.accumulation")
 
@@ -171,7 +170,7 @@ class AccumulationMixin(Engine):
         assert self._fit is not None
         if sums is not None:
             self._fit.callback(sums.close)
-        if self.policy.check and self._may_deviate(is_long):
+        if self.policy.check and (is_long or is_split or self.world_size > 1 or isinstance(self.policy.window, Tokens)):
             if (reason := self._why_unchecked()) is None:
                 self.accumulation.checks_left = MOST_BATCHES
             else:
@@ -229,10 +228,6 @@ class AccumulationMixin(Engine):
     def _engine(self) -> dict[str, Any]:
         """What is peculiar to the engine, as fields of :class:`lightning_accum.asked.Asked`."""
         return {}
-
-    def _may_deviate(self, is_long: bool) -> bool:
-        """Whether windows are more than one micro-batch on one rank."""
-        return is_long or self.world_size > 1 or self.policy.micro_batch is not None or isinstance(self.policy.window, Tokens)
 
     def _why_unchecked(self) -> str | None:
         """Why training_step cannot be tried out on a few rows; None where it can."""
@@ -301,8 +296,8 @@ class AccumulationMixin(Engine):
         self.watch.begin()
         if self.manual is not None:
             self.manual.steps.find_held()
+        trainer, windows = self.trainer(), self.windows
         if self.accumulation is not None:
-            trainer = self.trainer()
             smallest = self.policy.smallest_from(trainer.current_epoch, trainer.max_epochs, trainer.global_step)
             size = smallest or trainer.accumulate_grad_batches
             if self.policy.tail == "drop" and trainer.num_training_batches < size:
@@ -310,11 +305,9 @@ class AccumulationMixin(Engine):
                     f"An epoch has {trainer.num_training_batches} loader batches, and a window of {size} would never be full: with"
                     ' tail="drop" nothing would be trained. Use a smaller window, or tail="step" or "carry".'
                 )
-        if self.windows is not None:
-            self._begin_or_go_on(self.windows, self.trainer())
-
-    def _begin_or_go_on(self, windows: Windows, trainer: pl.Trainer) -> None:
-        """Begin to train, or go on from a checkpoint."""
+        if windows is None:
+            return
+        # begin to train, or go on from a checkpoint
         seen, into_window = loader_batches_seen(trainer), loader_batches_into_window(trainer)
         steps = trainer.global_step if self.manual is None else 0  # which counts those of all optimizers
         partial = windows.restart(seen, into_window, steps, seen - into_window, trainer.accumulate_grad_batches)

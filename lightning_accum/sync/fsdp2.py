@@ -132,6 +132,7 @@ class FSDP2Sync(ShardedSync):
 
     @override
     def forget_forward(self) -> None:
+        self._outputs.clear()
         for root in self._roots:
             if root._get_fsdp_state()._is_root is None:  # type: ignore[operator]  # it has never run
                 continue

@@ -17,7 +17,7 @@ from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
 from lightning_accum.sync.base import GradientSync, ShardedSyncPolicy, SyncPolicy
-from lightning_accum.undo import Snapshot
+from lightning_accum.undo import Snapshot, Undo
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
 _PRIME = 2**31 - 1
@@ -30,14 +30,13 @@ NO_WAY_BACK = (
 class ShardedEngine(Protocol):
     """What the reduction of sharded modules asks of their engine."""
 
+    snapshotter: Undo
+
     def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step as the engine wants it."""
 
     def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
         """The loss of a batch that had one before, of which nothing is logged."""
-
-    def snapshot(self) -> Snapshot:
-        """What puts back what a step changes."""
 
 
 class SharedRows:
@@ -159,7 +158,7 @@ class ShardedSync(GradientSync):
                 f"Rank {dist.get_rank()} has had no batch with a loss yet, so it cannot take part in the forward and backward that"
                 f" the other ranks wait for with {type(self._engine).__name__}. Begin with a batch that has one."
             )
-        self._snapshot = self._engine.snapshot()
+        self._snapshot = self._engine.snapshotter.take(watches_parameters=False)
         return self._engine.loss_again(*self._last)
 
     @override
@@ -232,6 +231,7 @@ class ShardedSync(GradientSync):
                 torch.autograd.backward(loss, torch.full_like(loss, share))
             return [parameter.grad for parameter in parameters]
         finally:
+            self._outputs.clear()
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
 

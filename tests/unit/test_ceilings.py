@@ -29,7 +29,7 @@ CEILINGS = {
     "width of the package": 152,
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 1,
-    "assignments to an attribute of another object": 262,
+    "assignments to an attribute of another object": 255,
     "lines of tests": 29_600,
     "lines of tests in files that import private modules": 720,
 }
