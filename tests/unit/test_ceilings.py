@@ -23,9 +23,9 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 16_400,
-    "lines of the package": 24_400,
-    "files of the package": 146,
+    "lines of code": 16_250,
+    "lines of the package": 23_900,
+    "files of the package": 132,
     "width of the package": 152,
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 1,
