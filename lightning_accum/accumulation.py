@@ -326,7 +326,7 @@ class Accumulation(Windows):
 
     # --- the end of a window --------------------------------------------------------------------------------------
 
-    def close(self, seen: int, parameters: Callable[[], Iterable[Tensor]], is_inside_batch: bool = False) -> ClosedWindow:
+    def close(self, seen: int, parameters: Callable[[], Iterable[Tensor]]) -> ClosedWindow:
         """End the window: its gradients become the full batch's."""
         if self.changes.is_under_way:
             self.changes.end(self.window.micro_batches)
@@ -352,7 +352,7 @@ class Accumulation(Windows):
             self.doubted.clear()
         if self.closed.is_flagged and self._sizes is not None:  # with a policy of all ranks
             self._sizes.agree(self.ranks)
-        self._begin_window(seen, is_inside_batch)
+        self._begin_window(seen)
         self.total_left_out += self.closed.left_out
         self._add_weight(self.closed)
         if self.counted_next is not None:
@@ -388,14 +388,10 @@ class Accumulation(Windows):
             self.total_weight = self.total_weight + closed.weight
 
     @override
-    def _begin_window(self, seen: int, is_inside_batch: bool = False) -> None:
-        seen -= is_inside_batch
+    def _begin_window(self, seen: int) -> None:
         # a closure that runs again (LBFGS over ranks) ends the same window again
-        before = 0 if is_inside_batch else self.closed_loader_batches
-        self.closed_loader_batches = self.boundary.position(seen) or before
+        self.closed_loader_batches = self.boundary.position(seen) or self.closed_loader_batches
         self.boundary.close(seen)
-        if is_inside_batch:
-            self.boundary.begin(math.inf)
         if self.sums is not None:
             self.sums.clear()
         if self.stops_counting and self.weigher.counts_first:

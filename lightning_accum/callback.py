@@ -55,8 +55,8 @@ class GradientAccumulation(Callback):
     Args:
         window: loader batches in a window, on every rank. An int; a mapping ``{epoch: n}`` from the epoch (from 0) in which n
             begins to hold; a function ``f(optimizer steps so far) -> n``; None for the Trainer's ``accumulate_grad_batches``. Or
-            :class:`Tokens`: a window ends with the micro-batch in which the weights of all ranks reach that many (with
-            ``micro_batch="auto"``, the loader batch). A window keeps the size that it began with.
+            :class:`Tokens`: a window ends with the loader batch in which the weights of all ranks reach that many. A window keeps
+            the size that it began with.
         micro_batch: the size of the micro-batches that each loader batch is split into: a number of samples (fewer if their lengths
             differ so much that this saves half of what an average micro-batch computes); :class:`Tokens`, padding included;
             ``"auto"``, as large as memory allows, found by trial; None for the loader's batch as it is. ``training_step`` runs once
@@ -112,8 +112,8 @@ class GradientAccumulation(Callback):
             ``w_steps``).
         validate_every: validate after every so many optimizer steps of ``trainer.global_step``, counted over all epochs, and at no
             other time. The Trainer's ``val_check_interval`` and ``check_val_every_n_epoch`` count loader batches and epochs, and
-            are left as they are by default; callbacks that monitor validation look after each. Where several windows end in one
-            loader batch, validation comes at the end of that. None: the Trainer's two arguments decide.
+            are left as they are by default; callbacks that monitor validation look after each. None: the Trainer's two arguments
+            decide.
 
     Raises:
         MisconfigurationException: an argument is out of its range; or, before training starts, the Trainer's strategy is not one of

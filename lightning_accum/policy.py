@@ -73,14 +73,6 @@ class Policy:
         """The last micro-batch of a window is as all others, and gradients are reduced after it: it may come to nothing."""
         return self.on_nonfinite != "propagate" or self.micro_batch == "auto" or bool(self.row_wise)
 
-    @property
-    def counts_tokens_of_parts(self) -> bool:
-        """A window ends with any micro-batch of a split batch, as soon as it has its tokens.
-
-        With its last, where an attempt at a batch may fail: a step cannot be undone.
-        """
-        return self.ends_by_tokens and self.micro_batch not in (None, "auto")
-
     def size_at(self, epoch: int, step: int) -> int | None:
         """Loader batches in a window that begins in ``epoch``, after ``step`` steps; None where the Trainer or tokens say."""
         if isinstance(self.window, Mapping):
@@ -117,7 +109,7 @@ class Policy:
     def may_count_first(self, is_long: bool) -> bool:
         """Whether the terms of a window can be counted before it runs."""
         goes_on = self.tail == "carry" and is_long  # with the next pass over the data, whose batches are not there yet
-        return not goes_on and self.on_nonfinite != "skip" and not self.row_wise and not self.counts_tokens_of_parts
+        return not goes_on and self.on_nonfinite != "skip" and not self.row_wise
 
     def may_be_longer_than_one(self, trainers_own: int) -> bool:
         """Whether a window may have several loader batches."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -19,7 +19,7 @@ from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.logs import BatchLog, Output, joined_extra, joined_loss
 from lightning_accum.splitting.plan import Mark, Plan
-from lightning_accum.step import Backward, CountsAhead, InsideBatch, Outcome, SessionEngine, Step, ZeroGrad
+from lightning_accum.step import Backward, CountsAhead, Outcome, SessionEngine, Step, ZeroGrad
 from lightning_accum.sync import GradientSync
 from lightning_accum.undo import Undo
 from lightning_accum.weighing.counts import count_samples
@@ -28,10 +28,6 @@ from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.window_totals import ClosedWindow
 
 _NOTHING_AROUND = nullcontext()
-
-
-class Inside(InsideBatch, CountsAhead, Protocol):
-    """What a loader batch without a micro-batch asks for."""
 
 
 class Session:
@@ -59,9 +55,8 @@ class Session:
         self._has_sync = type(sync) is not GradientSync  # engines for several ranks have one on a single rank, too
         policy = accumulation.policy
         self.finishes_after_backward = policy.finishes_after_backward
-        self.counts_tokens_of_parts = policy.counts_tokens_of_parts
         self.ends_by_tokens = policy.ends_by_tokens
-        self._has_rounds = self.counts_tokens_of_parts or (sync.is_waited_for_in_forward and policy.micro_batch is not None)
+        self._has_rounds = sync.is_waited_for_in_forward and policy.micro_batch is not None
 
     # --- one loader batch -----------------------------------------------------------------------------------------
 
@@ -116,7 +111,7 @@ class Session:
             step.show_logs(log, all(output.is_left_out for output in outputs))
         if ends_window and self.finishes_after_backward:
             window_loss = self.finish_window(seen)
-        is_window = ends_window and begun == 0 and accumulation.world_size == 1 and not self.counts_tokens_of_parts
+        is_window = ends_window and begun == 0 and accumulation.world_size == 1
         of_window = window_loss if is_window else None
         return Outcome(lambda: (joined_loss(outputs, of_window), joined_extra(outputs, order)), window_loss)
 
@@ -171,10 +166,8 @@ class Session:
                     outputs.append(_output_of(loss, extra, weighed, count))
                     kept += 1
                 del loss, extra, batch, micro_batch  # before the next forward
-                if self.counts_tokens_of_parts and index < rounds - 1:
-                    step.end_window_inside_batch()
         if rounds > own:
-            window_loss = self._run_shadow_batches(step, own, rounds, seen, has_boundary)
+            window_loss = self._run_shadow_batches(own, rounds, seen, has_boundary)
         log.weigh([(output.weighed, output.rows) for output in outputs if not output.is_left_out] or [(EMPTY, 1)])
         return outputs, plan.order, log, window_loss
 
@@ -261,7 +254,7 @@ class Session:
 
     # --- a rank without a batch -----------------------------------------------------------------------------------
 
-    def run_without_batch(self, inside: Inside, seen: int, ends_window: bool) -> Tensor | None:
+    def run_without_batch(self, ahead: CountsAhead, seen: int, ends_window: bool) -> Tensor | None:
         """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0.
 
         Returns:
@@ -269,31 +262,27 @@ class Session:
         """
         has_boundary = ends_window and not self.finishes_after_backward
         if self._accumulation.window.counted is not None:
-            count_window(self._accumulation, inside, None, self.sync, self._snapshotter)
-        window_loss = self._run_shadow_batches(inside, 0, max(1, self.rounds(0)), seen, has_boundary)
+            count_window(self._accumulation, ahead, None, self.sync, self._snapshotter)
+        window_loss = self._run_shadow_batches(0, max(1, self.rounds(0)), seen, has_boundary)
         if ends_window and self.finishes_after_backward:
             window_loss = self.finish_window(seen)
         if self._has_doubts:
             self.look_at_doubted()
         return window_loss
 
-    def _run_shadow_batches(self, inside: InsideBatch, done: int, rounds: int, seen: int, has_boundary: bool) -> Tensor | None:
+    def _run_shadow_batches(self, done: int, rounds: int, seen: int, has_boundary: bool) -> Tensor | None:
         """Other ranks have more micro-batches in a loader batch: this one takes part in them, with weight 0.
 
         Args:
-            inside: what may happen between them.
             done: micro-batches that this rank has run.
             rounds: those of the rank with the most.
             seen: the number of the loader batch.
             has_boundary: the last of them ends the window.
         """
         for index in range(done, rounds):
-            is_last = index == rounds - 1
-            micro_batch = MicroBatch(None, None, index, rounds, has_boundary and is_last)
+            micro_batch = MicroBatch(None, None, index, rounds, has_boundary and index == rounds - 1)
             with _NOTHING_AROUND if micro_batch.is_boundary else self.sync.blocked(micro_batch):
                 self._run_shadow_batch(micro_batch)
-            if self.counts_tokens_of_parts and not is_last:
-                inside.end_window_inside_batch()
         return self.end_window(seen) if has_boundary else None
 
     def _run_shadow_batch(self, micro_batch: MicroBatch) -> None:
@@ -310,31 +299,30 @@ class Session:
 
     # --- the end of a window --------------------------------------------------------------------------------------
 
-    def finish_window(self, seen: int, is_inside_batch: bool = False) -> Tensor | None:
+    def finish_window(self, seen: int) -> Tensor | None:
         """End the window after its last backward, which reduced nothing. On all ranks together.
 
         Args:
             seen: the number of the loader batch that it ends with.
-            is_inside_batch: the rest of the loader batch begins the next window.
 
         Returns:
             Its loss; None where it had no weight.
         """
         self._accumulation.reduce()
         self.sync.reduce_accumulated()
-        window_loss = self.end_window(seen, is_inside_batch)
-        if self._has_doubts and not is_inside_batch:  # else at the end of the batch, whose logs are being collected
+        window_loss = self.end_window(seen)
+        if self._has_doubts:
             self.look_at_doubted()
         return window_loss
 
-    def end_window(self, seen: int, is_inside_batch: bool = False) -> Tensor | None:
+    def end_window(self, seen: int) -> Tensor | None:
         """As :meth:`finish_window`, where the last backward has reduced the gradients."""
-        closed = self.close_window(seen, is_inside_batch)
+        closed = self.close_window(seen)
         if closed is None or closed.is_empty:
             return None
         return torch.as_tensor(closed.loss, dtype=self._accumulation.window.dtype, device=self._accumulation.ranks.device)
 
-    def close_window(self, seen: int, is_inside_batch: bool = False) -> ClosedWindow | None:
+    def close_window(self, seen: int) -> ClosedWindow | None:
         """As :meth:`end_window`. Returns what the window was; None where it was left to Lightning."""
         accumulation = self._accumulation
         if self._has_sync:
@@ -342,7 +330,7 @@ class Session:
         if accumulation.is_passthrough():
             accumulation.close_passthrough(seen)
             return None
-        closed = accumulation.close(seen, self._parameters, is_inside_batch)
+        closed = accumulation.close(seen, self._parameters)
         self._has_doubts |= closed.has_doubts
         return closed
 

@@ -42,13 +42,6 @@ class Backward(ZeroGrad, Protocol):
         """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
 
 
-class InsideBatch(Protocol):
-    """What may happen between the micro-batches of a loader batch."""
-
-    def end_window_inside_batch(self) -> None:
-        """End the window if it has come to its tokens, after a micro-batch that is not the last of its loader batch."""
-
-
 class CountsAhead(Protocol):
     """How a window is counted before it runs."""
 
@@ -62,7 +55,7 @@ class CountsAhead(Protocol):
         """The loss of a micro-batch of a loader batch that is so many after the one under way. Nothing is logged."""
 
 
-class Step(Backward, InsideBatch, CountsAhead, Protocol):
+class Step(Backward, CountsAhead, Protocol):
     """How the micro-batches of one loader batch are run."""
 
     def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:

@@ -53,7 +53,7 @@ class Comparison(NamedTuple):
     steps: tuple[int, int]
     """Optimizer steps in windows and on full batches."""
     weights: dict[int, float]
-    """The logged ``window/weight`` by optimizer step; of several windows that end in one loader batch, the last."""
+    """The logged ``window/weight`` by optimizer step."""
 
 
 def assert_window_equals_batch(

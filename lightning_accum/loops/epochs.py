@@ -40,9 +40,6 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     """The loader batch that began last, counted from 1 over all epochs."""
     _advanced: int = 0
     """That which :meth:`advance` was called for."""
-    _is_inside_since: int | None = None
-    """The optimizer steps before the first of the windows that ended inside of the loader batch under way, or of the last one until
-    the next begins; None where none has."""
     _may_validate: bool = True
     """There is validation in this epoch."""
     _inspected: Any = None
@@ -92,8 +89,6 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             self.strategy.manual.leave_loader_batch()
         if self._rows.pending:
             self._rows.flush()
-        if self._is_inside_since is not None:
-            call_checkpoints(self.trainer, self._is_inside_since, self.batch, self.batch_idx)
         if self.validation is not None:
             self.note_loader_batch(self.validation)
         super().on_advance_end(data_fetcher)
@@ -110,8 +105,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             return super()._should_accumulate()
         if self.begun == seen:  # asked five times a loader batch
             return seen < boundary.ends_at
-        is_cut = self._is_cut_by_the_end(boundary) and not self._counts_tokens_of_parts()
-        return not (is_cut or boundary.is_reached(seen, self.window_size))
+        return not (self._is_cut_by_the_end(boundary) or boundary.is_reached(seen, self.window_size))
 
     @property
     def _boundary(self) -> Boundary | None:
@@ -126,7 +120,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         return cast("WindowRows", self.trainer._logger_connector)
 
     def window_size(self) -> float:
-        """Loader batches in a window that begins now; inf for tokens, which are counted after a micro-batch."""
+        """Loader batches in a window that begins now; inf for tokens, which are counted after it."""
         return math.inf if isinstance(self.strategy.policy.window, Tokens) else self.trainer.accumulate_grad_batches
 
     def begin_loader_batch(self, boundary: Boundary, runs: str) -> bool:
@@ -139,18 +133,11 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if seen == self.begun or seen != self._advanced:
             raise seams.broken(f"{runs}.run was called twice for a loader batch, or not by _TrainingEpochLoop.advance.")
         self.begun = seen
-        if self._is_inside_since is not None:
-            self._is_inside_since = self._rows.since = None
         if not boundary.is_under_way:
             boundary.begin(self.window_size())
-        if seen < boundary.ends_at and self._is_cut_by_the_end(boundary) and not self._counts_tokens_of_parts():
+        if seen < boundary.ends_at and self._is_cut_by_the_end(boundary):
             boundary.cut_short(seen)
         return seen >= boundary.ends_at
-
-    def _counts_tokens_of_parts(self) -> bool:
-        """Several windows may end in one loader batch, so none of them may be the one that its step is wrapped around."""
-        accumulation = self.strategy.accumulation
-        return accumulation is not None and self.strategy.session.ends_by_tokens and accumulation.splitting is not None
 
     def _is_cut_by_the_end(self, boundary: Boundary) -> bool:
         """The data end with this loader batch, and so does the window."""
@@ -196,25 +183,9 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         assert accumulation is not None
         if accumulation.boundary.position(seen) <= 0:
             return
-        if self.global_step == self.max_steps:  # reached inside of the loader batch
-            accumulation.discard(seen)
-            self.strategy.drop_gradients()
-            return
         if accumulation.is_full() or self._is_cut_by_the_end(accumulation.boundary):  # the first is asked on all ranks
             accumulation.boundary.cut_short(seen)
             self._step_without_batch()
-
-    def end_window_inside_batch(self) -> None:
-        """A micro-batch has ended, but not its loader batch: so does the window, if it has come to its tokens."""
-        accumulation = self.strategy.accumulation
-        assert accumulation is not None
-        if not accumulation.is_full() or self.global_step == self.max_steps:
-            return
-        if self._is_inside_since is None:
-            self._is_inside_since = self.global_step
-        if self._end_window_without_batch(is_inside_batch=True):
-            self._rows.end_window_inside_batch()
-        self.strategy.session.zero_grad(self.optimization, is_after_forward=False)
 
     def finish_window(self) -> None:
         """An unfinished window meets the end of its epoch, or of the training."""
@@ -305,14 +276,14 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if strategy.session.ends_by_tokens:
             self.end_full_window()
 
-    def _end_window_without_batch(self, is_inside_batch: bool = False) -> bool:
+    def _end_window_without_batch(self) -> bool:
         """Do what Lightning does at the end of a loader batch that ends a window.
 
         Returns:
             Whether the optimizer has stepped.
         """
         steps = self.global_step
-        self._step_without_batch(is_inside_batch)
+        self._step_without_batch()
         accumulation = self.strategy.accumulation
         loss = None if accumulation is None or accumulation.closed is None else accumulation.closed.loss
         call_step_counters(self.trainer, steps, loss, self.batch, self.batch_idx)
@@ -321,9 +292,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         self._update_learning_rates("step", update_plateau_schedulers=True)
         return self.global_step > steps
 
-    def _step_without_batch(self, is_inside_batch: bool = False) -> None:
-        seen = self.batch_progress.total.ready
-        self.optimization.step(partial(self.strategy.session.finish_window, seen, is_inside_batch))
+    def _step_without_batch(self) -> None:
+        self.optimization.step(partial(self.strategy.session.finish_window, self.batch_progress.total.ready))
 
     @override
     def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:

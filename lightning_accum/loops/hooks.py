@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
@@ -160,7 +159,7 @@ def call_window_hooks(trainer: pl.Trainer, ended: Callable[[], EndedWindow]) -> 
     if not listeners:
         return
     window = ended()
-    with _logging(trainer):
+    with current_hook(module, "on_train_batch_end"):  # `self.log` works as there
         for owner in listeners:
             owner.on_window_end(*((window,) if owner is module else (trainer, module, window)))
 
@@ -175,10 +174,7 @@ def call_step_counters(trainer: pl.Trainer, since: int, loss: Any, batch: Any, b
 
 
 def call_checkpoints(trainer: pl.Trainer, since: int, batch: Any, batch_idx: int) -> None:
-    """Have ModelCheckpoint save where one of its every n optimizer steps was not the last of its loader batch.
-
-    A checkpoint is one of whole loader batches, since training cannot go on inside of one: it is taken at the end of the batch.
-    """
+    """Have ModelCheckpoint save at one of its every n optimizer steps that no end of a loader batch comes after."""
     for callback in callbacks_of(trainer):
         if not isinstance(callback, ModelCheckpoint):
             continue
@@ -196,23 +192,6 @@ class _Reached(int):
 
     def __rmod__(self, steps: int) -> int:
         return 0
-
-
-@contextmanager
-def _logging(trainer: pl.Trainer) -> Iterator[None]:
-    """``self.log`` works in here as in ``on_train_batch_end``, also while the logs of micro-batches are collected."""
-    module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
-    attributes = vars(module)
-    collecting = attributes.get("log")
-    is_collecting = collecting is not None and collecting is getattr(results, "log_of_module", None)
-    if is_collecting:
-        del attributes["log"]
-    try:
-        with current_hook(module, "on_train_batch_end"):
-            yield
-    finally:
-        if is_collecting:
-            attributes["log"] = collecting
 
 
 # --- hooks that see gradients inside of a window -----------------------------------------------------------------------

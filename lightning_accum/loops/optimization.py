@@ -49,9 +49,6 @@ class EpochLoop(Protocol):
     def end_full_window(self) -> None:
         """A loader batch has ended: so does the window, if it has come to its tokens."""
 
-    def end_window_inside_batch(self) -> None:
-        """A micro-batch has ended, but not its loader batch: so does the window, if it has come to its tokens."""
-
 
 class WindowOptimization(_AutomaticOptimization):
     """A loader batch adds to a window instead of being a part of one."""
@@ -144,10 +141,6 @@ class WindowOptimization(_AutomaticOptimization):
         with watch.zero_grad(optimizer) if watch.is_close else _NOTHING_AROUND:
             self._on_before_zero_grad(optimizer)
             self._optimizer_zero_grad(self.epoch_loop.batch_idx, optimizer)
-
-    def end_window_inside_batch(self) -> None:
-        """End the window if it has come to its tokens, after a micro-batch that is not the last of its loader batch."""
-        self.epoch_loop.end_window_inside_batch()
 
     def step(self, closure: Callable[[], Tensor | None]) -> None:
         """Make the optimizer step of a window that ``closure`` ends, and count it if it really happened."""
@@ -279,10 +272,6 @@ class WindowClosure(Closure):
             kwargs["gradient"] = grad_output
         with strategy.watching_gradient(loss, grad_output) if strategy.watch.is_close else _NOTHING_AROUND:
             call._call_strategy_hook(self._optimization.trainer, "backward", loss, strategy.optimizers[0], **kwargs)
-
-    def end_window_inside_batch(self) -> None:
-        """End the window if it has come to its tokens, after a micro-batch that is not the last of its loader batch."""
-        self._optimization.end_window_inside_batch()
 
     def collecting_logs(self) -> AbstractContextManager[BatchLog]:
         """Collect what is logged in here, and log nothing yet."""

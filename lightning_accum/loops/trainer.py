@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,10 +25,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.randomness import generators_kept
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import rank_zero_warn
-from lightning_accum.weighing.counts import count_samples, expected_weight
-
-if TYPE_CHECKING:
-    from lightning_accum.splitting.plan import MicroBatchSize
+from lightning_accum.weighing.counts import expected_weight
 
 
 class AccumulatingTrainer(pl.Trainer):
@@ -131,10 +128,7 @@ class AccumulatingTrainer(pl.Trainer):
                 iter(fetcher)  # it begins anew
             batches_there = [batch for batch in first if batch is not None]
             weight = sum(expected_weight(batch, policy.main_weight) for batch in batches_there)
-            samples, there = sum(count_samples(batch) or 1 for batch in batches_there), max(1, len(batches_there))
-            mean = weight / max(1, len(first))
-            part = policy.micro_batch if policy.ends_by_tokens else None  # with any of which a window may end
-            unit = _weight_of_micro_batch(weight / there, samples / there, part)
+            mean, unit = weight / max(1, len(first)), weight / max(1, len(batches_there))
             if strategy.ranks is not None:
                 mean, unit = strategy.ranks.sum(mean), strategy.ranks.sum(unit)
             seen, strategy.estimated_windows = 0.0, 0
@@ -147,13 +141,6 @@ class AccumulatingTrainer(pl.Trainer):
             )
         steps = strategy.estimated_windows
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
-
-
-def _weight_of_micro_batch(weight: float, samples: float, size: MicroBatchSize | None) -> float:
-    """About what a micro-batch weighs."""
-    if isinstance(size, Tokens):
-        return min(weight, size.at(0))
-    return weight * min(1.0, size / samples) if isinstance(size, int) else weight
 
 
 # --- the end of the progress bar --------------------------------------------------------------------------------------

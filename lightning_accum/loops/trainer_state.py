@@ -47,7 +47,7 @@ def _batch_size(loader: Any) -> int | None:
 def is_logging_due(trainer: pl.Trainer) -> bool:
     """Whether the Trainer's loggers get metrics at this optimizer step."""
     connector: Any = trainer._logger_connector  # without its type here and below: the classes of a fit import this file
-    return bool(connector.is_step_due)
+    return bool(connector.should_update_logs)
 
 
 def window_metrics(trainer: pl.Trainer) -> dict[str, Tensor | float]:

@@ -59,9 +59,7 @@ class DDPAccumulationStrategy(ParallelMixin, DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         if (sums := self.accumulation.sums) is not None:
             return WideDDPSync(self.model, sums, self.accumulation.ranks)
-        # when a window of tokens ends, some ranks may have run their last micro-batch and others not
-        sync_policy = "window" if self.policy.counts_tokens_of_parts else self._sync_policy
-        return DDPSync(self.model, sync_policy, self.policy.finishes_after_backward)
+        return DDPSync(self.model, self._sync_policy, self.policy.finishes_after_backward)
 
     @override
     def _engine(self) -> dict[str, Any]:
