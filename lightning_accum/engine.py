@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.from_lightning import Strategy, pl, rank_zero_info
-from lightning_accum.loops import trainer_state
 from lightning_accum.loops.hooks import already_on_cpu, is_unheard
 from lightning_accum.loops.watch import Watch
 from lightning_accum.manual import ManualWindows
@@ -192,7 +192,9 @@ class Engine(Strategy):
 
     def samples_of_loader(self) -> frozenset[int]:
         """How many samples the loaders put into a batch; empty where one of them does not say so."""
-        return trainer_state.samples_of_loader(self.trainer())
+        combined = self.trainer().fit_loop._combined_loader
+        sizes = [_batch_size(loader) for loader in ([] if combined is None else combined.flattened)]
+        return frozenset() if None in sizes else frozenset(size for size in sizes if size is not None)
 
     # --- what a session asks for ------------------------------------------------------------------------------------
 
@@ -237,6 +239,14 @@ class Engine(Strategy):
             return result
 
         return run
+
+
+def _batch_size(loader: Any) -> int | None:
+    if not isinstance(loader, DataLoader):
+        return None
+    sampler = loader.batch_sampler
+    size = sampler.batch_size if type(sampler) is BatchSampler else loader.batch_size
+    return size if isinstance(size, int) else None
 
 
 class _EmptyWindowError(Exception):

@@ -6,14 +6,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.from_lightning import ProgressBar, pl
-from lightning_accum.loops import trainer_state
 from lightning_accum.window_totals import ClosedWindow
 
 _NOTHING: Mapping[str, Tensor | float] = MappingProxyType({})
@@ -30,7 +29,7 @@ class WindowMetrics:
     def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule, epoch_loss: Sequence[float] | None = None) -> None:
         self._trainer = trainer
         self._module = pl_module
-        self._shown = trainer_state.window_metrics(trainer)
+        self._rows = cast("Any", trainer._logger_connector)  # without their type: the loops of a fit import this file
         self._epoch: list[tuple[Tensor | float, Tensor | float]] = []
         self._weighed_loss, self._weight = (0.0, 0.0) if epoch_loss is None else epoch_loss
         self._last_end: float | None = None
@@ -91,9 +90,9 @@ class WindowMetrics:
     def _show(self, metrics: Mapping[str, Tensor | float]) -> None:
         if not metrics:
             return
-        self._shown.update(metrics)
-        if self._trainer.loggers and trainer_state.is_logging_due(self._trainer):
-            trainer_state.log_metrics(self._trainer, {name: float(value) for name, value in metrics.items()})
+        cast("Any", self._trainer).window_metrics.update(metrics)
+        if self._rows.is_due:
+            self._rows.hold({name: float(value) for name, value in metrics.items()})
 
     def _weight_per_second(self, weight: float) -> float | None:
         """Between the ends of the last two windows; None for the first, and where the clock has not moved."""
@@ -127,7 +126,7 @@ class WindowMetrics:
 
     def close(self) -> None:
         """Give the progress bar back, and the loggers what they have not got."""
-        trainer_state.flush_metrics(self._trainer)
+        self._rows.flush()
         if self._bar is not None:
             vars(self._bar).pop("get_metrics", None)
 

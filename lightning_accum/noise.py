@@ -21,7 +21,6 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.engine import Engine
 from lightning_accum.from_lightning import Callback, pl, rank_zero_info
-from lightning_accum.loops import trainer_state
 from lightning_accum.loops.watch import parameters_of
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.package import check_package
@@ -258,9 +257,10 @@ class GradientNoiseScale(Callback):
         scale = torch.where(g > 0, (s / g).clamp(min=0), math.inf).where(total > 0, math.nan)
         found = {"weight": scale, "samples": scale * samples / weight, "variance": s / total, "gradient": g / total}
         shown = {f"noise_scale/{name}": value for name, value in found.items()}
-        trainer_state.window_metrics(trainer).update(shown)
-        if trainer.loggers and trainer_state.is_logging_due(trainer):
-            trainer_state.log_metrics(trainer, {name: v for name, value in shown.items() if math.isfinite(v := value.item())})
+        fit: Any = trainer  # without its type, as in `metrics.py`
+        fit.window_metrics.update(shown)
+        if fit._logger_connector.is_due:
+            fit._logger_connector.hold({name: v for name, value in shown.items() if math.isfinite(v := value.item())})
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

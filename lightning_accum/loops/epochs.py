@@ -13,9 +13,16 @@ from typing_extensions import override
 from lightning_accum import seams
 from lightning_accum.boundary import Boundary
 from lightning_accum.engine import Engine
-from lightning_accum.from_lightning import LRSchedulerConfig, _DataFetcher, _TrainingEpochLoop, rank_zero_info
+from lightning_accum.from_lightning import (
+    LRSchedulerConfig,
+    ModelCheckpoint,
+    WeightAveraging,
+    _DataFetcher,
+    _TrainingEpochLoop,
+    rank_zero_info,
+)
 from lightning_accum.loops.first_batch import check_first_batch, prove_row_wise_step
-from lightning_accum.loops.hooks import advance_quietly, call_checkpoints, call_step_counters
+from lightning_accum.loops.hooks import advance_quietly, call_batch_end
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.uneven import is_agreeing
 from lightning_accum.loops.validation import ValidatingEpochLoop
@@ -202,9 +209,18 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             return
         accumulation.boundary.cut_short(seen)
         steps = self.global_step
-        has_stepped = self._end_window_without_batch()
+        self._step_without_batch()
+        # and what Lightning does at the end of a loader batch that ends a window
+        has_stepped, closed = self.global_step > steps, accumulation.closed
+        ended = self.trainer, {"loss": None if closed is None else closed.loss}, self.batch, self.batch_idx
+        if has_stepped:
+            call_batch_end(WeightAveraging, *ended)
+        self._rows.flush()
+        self._update_learning_rates("step", update_plateau_schedulers=False)
+        self._update_learning_rates("step", update_plateau_schedulers=True)
         self._batches_that_stepped += has_stepped
-        call_checkpoints(self.trainer, steps, self.batch, self.batch_idx)
+        if has_stepped:
+            call_batch_end(ModelCheckpoint, *ended)
 
     def _drop_manual_window(self, windows: ManualWindows, seen: int) -> None:
         """Only the module's own training_step steps, and no loader batch is left for it to do so."""
@@ -275,22 +291,6 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         accumulation.end_loader_batch(seen)
         if strategy.session.ends_by_tokens:
             self.end_full_window()
-
-    def _end_window_without_batch(self) -> bool:
-        """Do what Lightning does at the end of a loader batch that ends a window.
-
-        Returns:
-            Whether the optimizer has stepped.
-        """
-        steps = self.global_step
-        self._step_without_batch()
-        accumulation = self.strategy.accumulation
-        loss = None if accumulation is None or accumulation.closed is None else accumulation.closed.loss
-        call_step_counters(self.trainer, steps, loss, self.batch, self.batch_idx)
-        self._rows.flush()
-        self._update_learning_rates("step", update_plateau_schedulers=False)
-        self._update_learning_rates("step", update_plateau_schedulers=True)
-        return self.global_step > steps
 
     def _step_without_batch(self) -> None:
         self.optimization.step(partial(self.strategy.session.finish_window, self.batch_progress.total.ready))

@@ -18,11 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_accum.ended_window import EndedWindow
 from lightning_accum.from_lightning import (
-    ModelCheckpoint,
     PassThroughProfiler,
     Precision,
     Strategy,
-    WeightAveraging,
     _TrainingEpochLoop,
     call,
     pl,
@@ -164,34 +162,11 @@ def call_window_hooks(trainer: pl.Trainer, ended: Callable[[], EndedWindow]) -> 
             owner.on_window_end(*((window,) if owner is module else (trainer, module, window)))
 
 
-def call_step_counters(trainer: pl.Trainer, since: int, loss: Any, batch: Any, batch_idx: int) -> None:
-    """Have Lightning's averages see an optimizer step that no end of a loader batch comes after."""
-    module = trainer.lightning_module
-    if trainer.global_step > since:
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, WeightAveraging):
-                callback.on_train_batch_end(trainer, module, {"loss": loss}, batch, batch_idx)
-
-
-def call_checkpoints(trainer: pl.Trainer, since: int, batch: Any, batch_idx: int) -> None:
-    """Have ModelCheckpoint save at one of its every n optimizer steps that no end of a loader batch comes after."""
+def call_batch_end(kind: type[pl.Callback], trainer: pl.Trainer, outputs: Any, batch: Any, batch_idx: int) -> None:
+    """Have callbacks of a kind see an optimizer step that no end of a loader batch comes after."""
     for callback in callbacks_of(trainer):
-        if not isinstance(callback, ModelCheckpoint):
-            continue
-        every = callback._every_n_train_steps
-        if every > 0 and trainer.global_step // every > since // every:
-            callback._every_n_train_steps = _Reached(every)
-            try:
-                callback.on_train_batch_end(trainer, trainer.lightning_module, None, batch, batch_idx)
-            finally:
-                callback._every_n_train_steps = every
-
-
-class _Reached(int):
-    """A number of which any number of steps is a multiple; its name in checkpoints is the same."""
-
-    def __rmod__(self, steps: int) -> int:
-        return 0
+        if isinstance(callback, kind):
+            callback.on_train_batch_end(trainer, trainer.lightning_module, outputs, batch, batch_idx)
 
 
 # --- hooks that see gradients inside of a window -----------------------------------------------------------------------

@@ -20,7 +20,6 @@ from lightning_accum.engine import Engine
 from lightning_accum.errors import UsageError
 from lightning_accum.from_lightning import AbstractClosure, Closure, ClosureResult, Strategy, _AutomaticOptimization, call, pl
 from lightning_accum.gradient_norm import noting_gradient_norm
-from lightning_accum.loops import trainer_state
 from lightning_accum.loops.first_batch import check_first_batch, prove_row_wise_step, unlogged_step
 from lightning_accum.loops.hooks import call_window_hooks, current_hook, is_lightnings, is_unheard
 from lightning_accum.loops.results import collecting_logs, show_logs
@@ -159,7 +158,7 @@ class WindowOptimization(_AutomaticOptimization):
         is_changed = watch.end_step(is_empty)
         has_stepped = is_changed or is_empty
         if closed is not None and closed.is_last and ranks.size == ranks.world_size:
-            trainer_state.stop(trainer)  # a rank got SIGTERM: all end, after the loader batch under way
+            trainer._signal_connector.received_sigterm = True  # a rank got SIGTERM: all end, after the loader batch under way
         accumulation.after_optimizer_step(has_stepped and accumulation.is_step)
         if not accumulation.is_step:  # none is counted
             for tracker in (progress.total, progress.current):

@@ -163,6 +163,11 @@ class WindowRows(_LoggerConnector):
         else:  # nothing was logged, which takes Lightning long to find
             results.batch = results.batch_size = None
 
+    @property
+    def is_due(self) -> bool:
+        """Whether loggers get metrics at this optimizer step."""
+        return bool(self.trainer.loggers) and bool(self.should_update_logs)
+
     def hold(self, metrics: Mapping[str, float]) -> None:
         """Have ``metrics`` in the next row."""
         self.pending.update({name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()})

@@ -25,7 +25,6 @@ from lightning_accum.from_lightning import (
     _SignalConnector,
     pl,
 )
-from lightning_accum.loops.trainer_state import stop
 from lightning_accum.ranks import RankStatus
 from lightning_accum.samplers import SameOrderSampler, leave_out_repeats
 
@@ -123,7 +122,7 @@ class UnevenDataFetcher(_PrefetchDataFetcher):
         if status.failed:
             raise_failure_of_loader(failure, ranks, status.failed - 1)
         if status.is_stopped:
-            stop(trainer)
+            trainer._signal_connector.received_sigterm = True  # all ranks know
             raise SIGTERMException
         self.done = not status.has_more
         if not status.is_alive:

@@ -23,7 +23,6 @@ from lightning_accum.from_lightning import TrainerFn, accelerator_connector, pl,
 from lightning_accum.loops.hooks import callbacks_of, gradient_reads
 from lightning_accum.loops.installation import handle_sigterm_before_training, installed, naming_launcher
 from lightning_accum.loops.specialised import own_attributes
-from lightning_accum.loops.trainer_state import loader_batches_into_window, loader_batches_seen, trainer_of
 from lightning_accum.loops.watch import Watch
 from lightning_accum.main_gradients import MainGradients, main_gradients
 from lightning_accum.manual import ManualWindows
@@ -64,7 +63,7 @@ class AccumulationMixin(Engine):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
-        trainer = trainer_of(model)
+        trainer = model._trainer
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         self._end_fit()  # one that could not be torn down
@@ -308,7 +307,10 @@ class AccumulationMixin(Engine):
         if windows is None:
             return
         # begin to train, or go on from a checkpoint
-        seen, into_window = loader_batches_seen(trainer), loader_batches_into_window(trainer)
+        epoch_loop = trainer.fit_loop.epoch_loop
+        ready, seen = epoch_loop.batch_progress.current.ready, epoch_loop.batch_progress.total.ready
+        is_inside_epoch = epoch_loop.restarting and ready < trainer.num_training_batches
+        into_window = ready % trainer.accumulate_grad_batches if is_inside_epoch else 0  # as Lightning counts
         steps = trainer.global_step if self.manual is None else 0  # which counts those of all optimizers
         partial = windows.restart(seen, into_window, steps, seen - into_window, trainer.accumulate_grad_batches)
         if partial is not None:
