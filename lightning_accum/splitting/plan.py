@@ -78,7 +78,8 @@ class Plan:
 
     def note(self, error: Exception) -> None:
         """Add to an error which micro-batch raised it (Python 3.10 shows no notes)."""
-        if self.is_whole or not hasattr(error, "add_note"):
+        is_split = not self.is_whole and (self.is_read or len(self.pieces) > 1)
+        if not is_split or not hasattr(error, "add_note"):
             return
         piece, found = self.pieces[self.current], ""
         if self.is_read:

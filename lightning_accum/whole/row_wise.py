@@ -1,28 +1,32 @@
 """Row-wise submodules: a step sees the whole batch, of which they run a micro-batch at a time.
 
-A call runs in micro-batches without a graph, and its outputs, joined, are one node in the graph of the step. In the backward of
-that node it runs again, micro-batch by micro-batch, with a graph and with the random state of before, and each takes its part of
-the gradient (GradCache, arXiv 2101.06983). Any loss of the outputs gets the gradient of the whole batch.
+A call runs in micro-batches whose graphs are dropped, and its outputs, joined, are one node in the graph of the step. In the
+backward of that node it runs again, micro-batch by micro-batch, with the random state of before, and each takes its part of the
+gradient (GradCache, arXiv 2101.06983). Any loss of the outputs gets the gradient of the whole batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from lightning_accum.errors import ArgumentError, RowWiseError
 from lightning_accum.policy import Policy
 from lightning_accum.randomness import RandomState
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.auto import MicroBatchSizes
+from lightning_accum.splitting.auto import MicroBatchSizes, RetriedSplitting
 from lightning_accum.splitting.micro_batch import Layout, RowSelector, Tokens
-from lightning_accum.splitting.plan import MicroBatchSize, Planner, RowSlice
+from lightning_accum.splitting.plan import MicroBatchSize, Plan, Planner, RowSlice
+from lightning_accum.undo import Undo
 from lightning_accum.whole.calls import Call, as_one_node, taken
 from lightning_accum.whole.forms import (
     Form,
@@ -293,6 +297,40 @@ class RowWise:
                 "row_wise: the loss of one rank depends on a call of sharded submodules that the loss of another does not depend"
                 " on. They wait for each other in each: have the loss of each rank depend on the same calls."
             )
+
+
+class RetriedSteps(RetriedSplitting):
+    """Runs each loader batch whole. Out of memory in a call of a submodule, it is as if the step had not begun.
+
+    Args:
+        row_wise: runs the submodules, with ``"auto"``.
+        snapshotter: of the module whose steps they are.
+        device: where it runs.
+        say: takes a line for the log of this rank.
+    """
+
+    def __init__(self, row_wise: RowWise, snapshotter: Undo, device: torch.device, say: Callable[[str], None]) -> None:
+        assert row_wise.sizes is not None
+        super().__init__(Planner("auto", trim=False), row_wise.sizes, snapshotter, device, say)
+        self._row_wise = row_wise
+
+    @property
+    @override
+    def failed(self) -> RowSlice | None:
+        return self._row_wise.running
+
+    @property
+    @override
+    def pieces(self) -> Sequence[RowSlice]:
+        return self._row_wise.pieces
+
+    @override
+    def _planned(self, batch: Any) -> Plan:
+        self._row_wise.forget()  # the attempt that failed
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        is_changeable = isinstance(batch, (dict, list))  # each attempt has a container of its own
+        make = lambda piece: copy(batch) if is_changeable else batch  # noqa: E731
+        return Plan(batch, [RowSlice(slice(None), 1, 1)], make, tensors=tensors, is_read=False)
 
 
 # --- which submodules -------------------------------------------------------------------------------------------------
