@@ -14,13 +14,26 @@ from lightning_accum import mends
 from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.exact import exact_dtype, rounding_of_gradients
 from lightning_accum.looks import Checked, Rows, agree_on_rows, has_several_terms, looks_at, parts_to_share, warn_of_state
-from lightning_accum.prove import ALL, Fit, Look, aliases, fit_of, goes_by_rows, keys_of, looped, merged, modes_to_try, ratios
+from lightning_accum.prove import (
+    ALL,
+    Fit,
+    Look,
+    aliases,
+    fit_of,
+    goes_by_rows,
+    keys_of,
+    looped,
+    measured_of,
+    merged,
+    modes_to_try,
+    ratios,
+)
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.adoption import Adopted, adopted, counts_of
-from lightning_accum.weighing.modes import MODES, ONCE, SUM, Mode
+from lightning_accum.weighing.modes import MODES, ONCE, SUM, Mode, oddities
 from lightning_accum.weighing.terms import Term
 from lightning_accum.weighing.weight import Weigher, name_of, words_of
 
@@ -263,7 +276,7 @@ class Check:
 
     def _name(self, looks: Sequence[Look], weigher: Weigher) -> None:
         """Have the terms that are the same in all losses have the same keys, on all ranks."""
-        measured = [one for look in looks for one in (look.whole, *look.parts)]
+        measured = measured_of(looks)
         weigher.looped = weigher.looped.union(*self._checked.of_all(looped(measured)))
         for one in measured:
             one.join(weigher.looped)
@@ -313,6 +326,13 @@ class Check:
             if len(terms) == 1 and next(iter(chosen.values())).mode != SUM and not is_sharded:
                 adopted_fit = self._adopted(looks, next(iter(terms)), eps)
                 weigher.hidden = None if adopted_fit is None else adopted_fit.mode
+            weigher.seen = frozenset(
+                (key, name)
+                for one in measured_of(looks)
+                for key, term in one.terms.items()
+                for name, odd in oddities(term).items()
+                if odd
+            )
             weigher.of_samples = frozenset(key for key, mode in weigher.modes.items() if goes_by_rows(looks, key, mode))
             refused = self._combine(looks, weigher, terms)
             if refused is not None:

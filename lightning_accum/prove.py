@@ -221,26 +221,29 @@ _SMALL = 1e-3
 """A constant that is small beside the weights is learned from any two parts; a larger one from different numbers of parts."""
 
 
+def measured_of(looks: Sequence[Look]) -> list[Measured]:
+    """All that was measured."""
+    return [one for look in looks for one in (look.whole, *look.parts)]
+
+
 def keys_of(looks: Sequence[Look]) -> dict[int, Term]:
     """The terms of all losses, in the order of the first that has each."""
     found: dict[int, Term] = {}
-    for look in looks:
-        for measured in (look.whole, *look.parts):
-            for key, term in measured.terms.items():
-                found.setdefault(key, term)
+    for measured in measured_of(looks):
+        for key, term in measured.terms.items():
+            found.setdefault(key, term)
     return found
 
 
 def ratios(looks: Sequence[Look], first: tuple[int, Mode], other: tuple[int, Mode]) -> tuple[float, float]:
     """The least and the most that a term weighs for one of another; of one that is there alone 0 and inf."""
     least, most = math.inf, 0.0
-    for look in looks:
-        for measured in (look.whole, *look.parts):
-            one, two = measured.weight(*first) or 0.0, measured.weight(*other) or 0.0
-            if not one and not two:
-                continue
-            ratio = two / one if one else math.inf
-            least, most = min(least, ratio), max(most, ratio)
+    for measured in measured_of(looks):
+        one, two = measured.weight(*first) or 0.0, measured.weight(*other) or 0.0
+        if not one and not two:
+            continue
+        ratio = two / one if one else math.inf
+        least, most = min(least, ratio), max(most, ratio)
     return least, most
 
 

@@ -66,6 +66,16 @@ def may_be_raised(term: Term, mode: Mode, weight: Denominator | None) -> Denomin
     return is_one
 
 
+def oddities(term: Term) -> dict[str, Denominator]:
+    """What a check must have seen of a term to trust its mode: not 0 where all its losses are masked, or have several weights."""
+    losses, total = term.losses, term.total
+    if isinstance(losses, Tensor) or isinstance(total, Tensor):
+        device = next(one.device for one in (losses, total) if isinstance(one, Tensor))
+        losses, total = tensor_of(losses, device), tensor_of(total, device)
+        return {"masked": (losses == 0) & (total != 0) & ~total.isnan(), "uneven": losses.isnan()}
+    return {"masked": float(losses == 0 and total != 0 and not math.isnan(total)), "uneven": float(math.isnan(losses))}
+
+
 _ROUNDING = 1e-6
 
 

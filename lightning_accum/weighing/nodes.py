@@ -43,6 +43,10 @@ def kind_of(node: Node) -> str:
 _KINDS: dict[type, str] = {}
 
 
+SOMETIMES = {"ConstantPadNd", "Slice"}
+"""What leaves no node where it changes nothing."""
+
+
 def inputs_of(node: Node) -> list[tuple[Node, int]]:
     """The nodes of the operands that need a gradient, each with the place of the operand among its outputs."""
     return [(child, index) for child, index in node.next_functions if child is not None]
@@ -70,7 +74,7 @@ def kinds_below(node: Node) -> tuple[str, ...]:
     kinds: list[str] = []
     while node is not None and len(kinds) < _KINDS_BELOW:
         kind = kind_of(node)
-        if kind not in THROUGH and kind != "_DDPSink":  # one row has others of these, and autocast adds some
+        if kind not in (*THROUGH, *SOMETIMES, "_DDPSink"):  # one row has others of these, and autocast adds some
             kinds.append(kind)
         if kind == _OF_A_CALL:
             break

@@ -24,6 +24,7 @@ from lightning_accum.weighing.nodes import (
     LINEAR,
     MEAN_REDUCTION,
     PRODUCTS_ADDED,
+    SOMETIMES,
     SUMS,
     THROUGH,
     Node,
@@ -63,7 +64,7 @@ class _Way:
     def on(self, kind: str, **changes: Any) -> _Way:
         """What goes on below a node of that kind."""
         given = {name: getattr(self, name) for name in _Way.__slots__} | changes
-        if kind not in THROUGH and self.path[-1:] != (kind,):
+        if kind not in (*THROUGH, *SOMETIMES) and self.path[-1:] != (kind,):
             given["path"] = (*self.path, kind)
         return _Way(**given)
 

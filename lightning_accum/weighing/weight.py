@@ -18,7 +18,19 @@ from lightning_accum.errors import AccumulationError, ArgumentError, UnreadableL
 from lightning_accum.weighing.advice import how_to_mend
 from lightning_accum.weighing.counts import SampleCount, Weight
 from lightning_accum.weighing.functions import FoundFunction, function_of_mean
-from lightning_accum.weighing.modes import COUNT, MEAN, ONCE, SUM, TOTAL, Contribution, Mode, default_mode, may_be_raised, weight_of
+from lightning_accum.weighing.modes import (
+    COUNT,
+    MEAN,
+    ONCE,
+    SUM,
+    TOTAL,
+    Contribution,
+    Mode,
+    default_mode,
+    may_be_raised,
+    oddities,
+    weight_of,
+)
 from lightning_accum.weighing.nodes import CRITERIA, MEAN_REDUCTION, Node, kind_of
 from lightning_accum.weighing.safeguards import guard_against_zero
 from lightning_accum.weighing.shares import NOWHERE, terms_of
@@ -52,6 +64,7 @@ class Weigher:
         aliases: keys that are taken for others.
         units: what weights are multiplied by, of a term whose mode was another before.
         of_samples: terms that weigh as many as there are rows, in all that was checked.
+        seen: what the check has seen of terms, by key, see :func:`lightning_accum.weighing.modes.oddities`.
         others: another mode that adds up, and its unit, where a term has several.
         counts_first: terms have weights of their own: those of a window are counted before it runs.
         takes_functions: a loss may be a function of a mean.
@@ -68,6 +81,7 @@ class Weigher:
         self.units: dict[int, float] = {}
         self.others: dict[int, tuple[Mode, float]] = {}
         self.of_samples: frozenset[int] = frozenset()
+        self.seen: frozenset[tuple[int, str]] = frozenset()
         self.counts_first = False
         self.hidden: Mode | None = None
         self.takes_functions = True
@@ -145,6 +159,7 @@ class Weigher:
             more = next((more for more in (TOTAL, COUNT, MEAN) if more in fits and more != mode and mode in fits), None)
             if more is not None:
                 self.others[key] = (more, fits[mode] / fits[more] * self.units.get(key, 1.0))
+        self.seen |= other.seen
         self.modes, self.ratios = {**self.modes, **other.modes}, {**self.ratios, **other.ratios}
         self.looped, self.aliases, self.of_samples = other.looped, other.aliases, other.of_samples
         self.hidden, self.takes_functions = other.hidden, other.takes_functions
@@ -206,6 +221,8 @@ class Weigher:
             others.append(own / ratio)
             if weight is not None and not isinstance(own, Tensor) and not isinstance(weight, Tensor) and weight == 0:
                 weight = own / ratio
+        if weight is not None and ONCE in self.modes.values():  # what counts once goes with the weights only if all have it
+            others.append(weight * sum(len(term.edges) for term, mode in zip(terms, modes, strict=True) if mode == ONCE))
         factors = _factor(term, mode)
         if isinstance(weight, float) and math.isnan(weight) and not loss.isfinite():
             weight = 1.0  # whatever it weighs, its gradient is not finite
@@ -235,6 +252,8 @@ class Weigher:
         for term, mode, weight in zip(reading.terms, modes, weights, strict=True):
             if callable(mode) and weight is not None and len(reading.terms) == 1:
                 doubts.append(_is_lost(loss, weight, reading.terms))
+            if term.key in self.modes and mode != ONCE:
+                doubts += [doubt for name, doubt in oddities(term).items() if (term.key, name) not in self.seen]
             doubt = may_be_raised(term, mode, weight)
             if isinstance(doubt, Tensor) or (doubt and not (term.key in self.of_samples and _samples(batch, rows) == 1)):
                 doubts.append(doubt)
@@ -283,7 +302,9 @@ class Weigher:
         self.criterion = "each term of the loss by its own, " + ", ".join(
             f"{term.words or 'a term'} by {name_of(weight)}" for term, weight in zip(varying, self._weight, strict=True)
         )
-        return Contribution(None, of_terms=dict(enumerate(counts)))
+        return Contribution(
+            None, of_terms=dict(enumerate(counts)), of_factors={0: 1.0 + sum(len(term.edges) for term in penalties)}
+        )
 
     def take_terms(self) -> list[Term]:
         """The terms of the last loss, with the keys of ``Contribution.of_terms``. They are not kept."""
@@ -325,6 +346,8 @@ def _factor(term: Term, mode: Mode) -> Denominator:
     if mode == SUM:
         is_unknown = isinstance(term.total, float) and math.isnan(term.total)
         return 0.0 if is_unknown else term.total
+    if mode == ONCE:
+        return float(len(term.edges))
     if mode not in (COUNT, MEAN):
         return 0.0
     return term.number if term.is_mean and not _is_nan(term.number) else 1.0
