@@ -23,8 +23,8 @@ from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
 from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.modes import Contribution
-from lightning_accum.weighing.terms import Denominator
-from lightning_accum.weighing.weight import Weigher, scale_terms
+from lightning_accum.weighing.terms import Denominator, scale_terms
+from lightning_accum.weighing.weight import Weigher
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.window import Window
 from lightning_accum.window_loss import WindowLoss

@@ -11,9 +11,19 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_accum import mends
-from lightning_accum.errors import DoesNotAddUpError, JointLossError
+from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.exact import exact_dtype, rounding_of_gradients
-from lightning_accum.looks import Checked, Rows, agree_on_rows, has_several_terms, looks_at, parts_to_share, warn_of_state
+from lightning_accum.looks import (
+    Checked,
+    Rows,
+    agree_on_rows,
+    has_layers_of_zeros,
+    has_several_terms,
+    looks_at,
+    parts_to_share,
+    takes_rows_of_other_ranks,
+    warn_of_state,
+)
 from lightning_accum.prove import (
     ALL,
     Fit,
@@ -36,6 +46,7 @@ from lightning_accum.weighing.adoption import Adopted, adopted, counts_of
 from lightning_accum.weighing.modes import MODES, ONCE, SUM, Mode, oddities
 from lightning_accum.weighing.terms import Term
 from lightning_accum.weighing.weight import Weigher, name_of, words_of
+from lightning_accum.whole.row_proof import moved
 
 MOST_BATCHES = 8  # loader batches that are looked at until there were enough rows
 
@@ -136,11 +147,13 @@ class Check:
         """
         checked, accumulation, rows = self._checked, self._accumulation, self._rows
         before = accumulation.verdict if accumulation.verdict and accumulation.verdict.deviation is not None else None
-        if accumulation.row_wise is not None and before is None:
-            self._look_at_other_ranks()
-            if accumulation.has_joint_loss:
-                return  # parts of a batch say nothing
+        if accumulation.row_wise is not None and before is None and takes_rows_of_other_ranks(checked, self._trial, rows):
+            return  # parts of a batch say nothing
         found = self._find(rows)
+        if found.adds_up and before is None and has_layers_of_zeros(checked):
+            with suppress(CannotCheckError), moved(checked.module):  # whatever depends on their outputs does not show yet
+                again = self._find(rows)
+                found = again if not again.adds_up or found.verdict.deviation is None else found
         if not found.adds_up and rows.are_single:
             if accumulation.verdict is None or accumulation.verdict.seen != advice.OF_ONE_ROW:
                 accumulation.warn_once(advice.of_one_row(found.verdict, self._weight))
@@ -154,7 +167,7 @@ class Check:
             if found.adds_up:
                 accumulation.warn_once(advice.of_joined(joined.verdict))
         if not found.adds_up:
-            self._refuse(found)
+            raise DoesNotAddUpError(mends.of_losses(checked, rows, found.verdict, found.terms, found.mend))
         self._adopt(found, before)
 
     def _adopt(self, found: _Found, before: Verdict | None) -> None:
@@ -209,24 +222,6 @@ class Check:
             elif self._accumulation.window.micro_batches:
                 raise DoesNotAddUpError(advice.OF_ANOTHER_MODE)
         self._accumulation.fitting = found.fitting
-
-    def _look_at_other_ranks(self) -> None:
-        """Find out whether the loss takes the rows of all ranks together."""
-        accumulation, rows = self._accumulation, self._rows.found
-        if accumulation.ranks.world_size == 1:
-            return
-        assert isinstance(rows, FewRows)
-        try:
-            is_joint = self._trial.takes_rows_of_other_ranks(rows.two(self._rows.number), accumulation.ranks.rank)
-        except CannotCheckError as problem:
-            if not self._checked.on_any(isinstance(problem, UnsuitableRowsError)):  # other rows may show it
-                accumulation.checks_left = 0
-            raise
-        if is_joint:
-            accumulation.verdict = Verdict(None, seen="the loss takes the rows of all ranks together")
-            accumulation.has_joint_loss, accumulation.checks_left = True, 0
-            if accumulation.boundary.size != 1:
-                raise JointLossError(advice.OF_SEVERAL_BATCHES)
 
     # --- measuring ------------------------------------------------------------------------------------------------------
 
@@ -326,13 +321,8 @@ class Check:
             if len(terms) == 1 and next(iter(chosen.values())).mode != SUM and not is_sharded:
                 adopted_fit = self._adopted(looks, next(iter(terms)), eps)
                 weigher.hidden = None if adopted_fit is None else adopted_fit.mode
-            weigher.seen = frozenset(
-                (key, name)
-                for one in measured_of(looks)
-                for key, term in one.terms.items()
-                for name, odd in oddities(term).items()
-                if odd
-            )
+            seen = [(key, term) for one in measured_of(looks) for key, term in one.terms.items()]
+            weigher.seen = frozenset((key, name) for key, term in seen for name, odd in oddities(term).items() if odd)
             weigher.of_samples = frozenset(key for key, mode in weigher.modes.items() if goes_by_rows(looks, key, mode))
             refused = self._combine(looks, weigher, terms)
             if refused is not None:
@@ -436,14 +426,3 @@ class Check:
         if (not adds_up or any(fit.mode == SUM for fit in chosen)) and self._checked.on_any(is_shared):
             raise CannotCheckError(f"weight={name_of(self._weight)} counts as much in some rows of the batch as in all of them")
         return 'weight="auto"' if adds_up and not isinstance(self._weight, tuple) else None
-
-    def _refuse(self, found: _Found) -> None:
-        """Raise what does not add up."""
-        checked, accumulation, verdict = self._checked, self._accumulation, found.verdict
-        mend = mends.of(checked, self._rows) if found.mend is None else advice.of_argument(found.mend)
-        names = ", ".join(term.words or "a term" for term in found.terms.values())
-        weight = f'"auto" ({names})' if self._weight == "auto" else name_of(self._weight)
-        message = advice.of_losses(verdict, weight, mend, accumulation.is_step)
-        deviation = 0.0 if verdict.adds_up else verdict.deviation or 0.0
-        deviations, messages = checked.of_all(deviation), checked.of_all(message)
-        raise DoesNotAddUpError(messages[deviations.index(max(deviations))])  # of the rank whose parts are farthest off

@@ -10,6 +10,7 @@ from lightning_accum.looks import Checked, Rows
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
+from lightning_accum.weighing.adoption import Adopted
 from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LATER_WEIGHTS
 
 
@@ -47,8 +48,8 @@ def check_doubted(checked: Checked) -> None:
         )
         return
     weigher = accumulation.weigher
-    is_other = any(weigher.modes[key] != mode for key, mode in modes.items())
-    if weigher.names() != names if counts_first else weigher.counts_first or is_other:
+    is_other = any(weigher.modes[key] != mode and not isinstance(mode, Adopted) for key, mode in modes.items())
+    if is_other or (weigher.names() != names if counts_first else weigher.counts_first):
         accumulation.leave_out_window()
         accumulation.warn_once(OF_LATER_WEIGHTS)
 

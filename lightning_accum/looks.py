@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_accum.errors import JointLossError
 from lightning_accum.prove import Look, Measured
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.rows import split_lists
 from lightning_accum.sync import GradientSync
 from lightning_accum.trial import Trial
-from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
+from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.terms import Term
 from lightning_accum.weighing.weight import Weigher
@@ -261,3 +262,33 @@ def has_several_terms(checked: Checked, batches: Sequence[Any]) -> bool:
     with suppress(CannotCheckError), trial.held():
         terms = trial.measure(lambda: deepcopy(batches[0]), Weigher("auto"), None, 0).terms
     return checked.on_any(sum(not term.is_penalty for term in terms.values()) > 1)
+
+
+def has_layers_of_zeros(checked: Checked) -> bool:
+    """Whether something may depend on outputs that are all 0 now. Called on all ranks."""
+    matrices = [parameter for parameter in checked.module.parameters() if parameter.dim() > 1 and parameter.requires_grad]
+    return not checked.sync.is_waited_for_in_forward and checked.on_any(not all(bool(matrix.any()) for matrix in matrices))
+
+
+def takes_rows_of_other_ranks(checked: Checked, trial: Trial, rows: Rows) -> bool:
+    """Find out whether the loss takes the rows of all ranks together. Called on all of them.
+
+    Raises:
+        JointLossError: it does, in a window of several loader batches.
+    """
+    accumulation = checked.accumulation
+    if accumulation.ranks.world_size == 1:
+        return False
+    assert isinstance(rows.found, FewRows)
+    try:
+        is_joint = trial.takes_rows_of_other_ranks(rows.found.two(rows.number), accumulation.ranks.rank)
+    except CannotCheckError as problem:
+        if not checked.on_any(isinstance(problem, UnsuitableRowsError)):  # other rows may show it
+            accumulation.checks_left = 0
+        raise
+    if is_joint:
+        accumulation.verdict = Verdict(None, seen="the loss takes the rows of all ranks together")
+        accumulation.has_joint_loss, accumulation.checks_left = True, 0
+        if accumulation.boundary.size != 1:
+            raise JointLossError(advice.OF_SEVERAL_BATCHES)
+    return is_joint

@@ -1,8 +1,8 @@
-"""The mend of a loss that compares the rows of its batch: submodules that may run in micro-batches, as was tried."""
+"""The error of a loss that does not add up: it names submodules that may run in micro-batches, if it was tried that they hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,16 +11,36 @@ from torch import nn
 from lightning_accum.errors import RowWiseError
 from lightning_accum.looks import Checked, Rows
 from lightning_accum.splitting.few_rows import FewRows
-from lightning_accum.verdict import MOST_ROWS
+from lightning_accum.verdict import MOST_ROWS, Verdict
 from lightning_accum.weighing import advice
+from lightning_accum.weighing.terms import Term
+from lightning_accum.weighing.weight import name_of
 from lightning_accum.whole.row_proof import prove_row_wise
 from lightning_accum.whole.row_wise import RowWise
 
 _MOST_TRIED = 8
 
 
-def of(checked: Checked, rows: Rows) -> str:
-    """What the error says: submodules are named where it was tried that they hold. Called on all ranks."""
+def of_losses(checked: Checked, rows: Rows, verdict: Verdict, terms: Mapping[int, Term], argument: str | None) -> str:
+    """The error of what does not add up, of the rank that is farthest off. Called on all ranks.
+
+    Args:
+        checked: what is checked.
+        rows: that were looked at.
+        verdict: what was found.
+        terms: of the loss.
+        argument: with which they add up; None where none of those that were tried does.
+    """
+    own = checked.accumulation.policy.weight
+    weight = f'"auto" ({", ".join(term.words or "a term" for term in terms.values())})' if own == "auto" else name_of(own)
+    mend = _of_pairs(checked, rows) if argument is None else advice.of_argument(argument)
+    messages = checked.of_all(advice.of_losses(verdict, weight, mend, checked.accumulation.is_step))
+    deviations = checked.of_all(0.0 if verdict.adds_up else verdict.deviation or 0.0)
+    return str(messages[deviations.index(max(deviations))])
+
+
+def _of_pairs(checked: Checked, rows: Rows) -> str:
+    """Submodules are named where it was tried that they hold."""
     if checked.accumulation.policy.row_wise:
         return advice.OF_ROW_WISE
     found, names = rows.found, list[str]()

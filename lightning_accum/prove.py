@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import rounding_of_gradients
@@ -287,3 +289,18 @@ def aliases(measured: Sequence[Measured]) -> dict[int, int]:
     if len(numbers) > 1 or not runs or (numbers != {1} and len({tuple(term.words for _, term in run) for run in runs}) > 1):
         return {}
     return {key: first for run in runs for (key, _), (first, _) in zip(run, runs[0], strict=True)}
+
+
+def sample(gradient: Tensor, most: int) -> Tensor:
+    """Some elements of a gradient, in double precision."""
+    gradient = gradient.detach()
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()  # each rank compares its part
+    if gradient.layout != torch.strided:
+        gradient = gradient.to_dense()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    flat = gradient.reshape(-1)
+    if flat.numel() > most:
+        flat = flat[:: flat.numel() // most | 1]  # odd, so that it meets more than one column of a matrix
+    return flat.cpu().double()

@@ -11,21 +11,20 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.errors import AccumulationError, RowWiseError
 from lightning_accum.exact import rounding
 from lightning_accum.failures import have_all_left
-from lightning_accum.prove import ALL, Measured
+from lightning_accum.prove import ALL, Measured, sample
 from lightning_accum.randomness import RandomState, dropout_switched_off
 from lightning_accum.sync import GradientSync
 from lightning_accum.trial_mode import TrialMode
 from lightning_accum.undo import Snapshot
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.safeguards import freeze_batch_norm, guard_against_zero
-from lightning_accum.weighing.terms import Term
-from lightning_accum.weighing.weight import Reading, Weigher, scale_terms
+from lightning_accum.weighing.terms import Term, scale_terms
+from lightning_accum.weighing.weight import Reading, Weigher
 from lightning_accum.wider import is_narrow, widened, widened_batch
 
 _T = TypeVar("_T")
@@ -322,7 +321,7 @@ class Trial:
             self._has_gradients = False  # reentrant checkpointing has no way to it
             return {}
         most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(self._trained)))
-        return {index: _sample(gradient, most) / scale for index, gradient in enumerate(gradients) if gradient is not None}
+        return {index: sample(gradient, most) / scale for index, gradient in enumerate(gradients) if gradient is not None}
 
     def together(self, function: Callable[[], _T]) -> _T:
         """Call a function on all ranks: where it fails on one, it has failed on all.
@@ -389,7 +388,15 @@ def _on_host(term: Term) -> Term:
     """With shares that are numbers, and without its graph."""
     losses, total = float(term.losses), float(term.total)
     return term._replace(
-        losses=losses, total=total, number=float(term.number), leaf=None, edges=(), above=(), divisions=(), shares=()
+        losses=losses,
+        total=total,
+        number=float(term.number),
+        kink=float(term.kink),
+        leaf=None,
+        edges=(),
+        above=(),
+        divisions=(),
+        shares=(),
     )
 
 
@@ -414,17 +421,3 @@ def _difference(now: tuple[float, dict[int, Tensor]], before: tuple[float, dict[
     size = sum(float(old_gradients[index].square().sum()) for index in both)
     of_loss = abs(loss - old_loss) / (max(abs(loss), abs(old_loss)) or 1.0)
     return max(of_loss, math.sqrt(apart / (size or 1.0)))
-
-
-def _sample(gradient: Tensor, most: int) -> Tensor:
-    gradient = gradient.detach()
-    if isinstance(gradient, DTensor):
-        gradient = gradient.to_local()  # each rank compares its part
-    if gradient.layout != torch.strided:
-        gradient = gradient.to_dense()
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient.resolve_conj())
-    flat = gradient.reshape(-1)
-    if flat.numel() > most:
-        flat = flat[:: flat.numel() // most | 1]  # odd, so that it meets more than one column of a matrix
-    return flat.cpu().double()

@@ -35,8 +35,9 @@ class WindowLoss:
             )
         if closed.do_factors_differ:
             warn(
-                "A factor of the loss changes inside a window, or is not the same on all ranks; or a penalty on parameters is not"
-                " in all micro-batches. Both are taken for constants, and if this one is not, a window differs from its full batch."
+                "A factor of the loss changes inside a window, or is not the same on all ranks (as is the slope of relu(mean - c)"
+                " on either side of c), or a penalty on parameters is not in all micro-batches. They are taken for constants, and"
+                " if this one is not, a window differs from its full batch."
                 " Anneal a factor by global_step, which is the same in all of a window, and not by batch_idx; for one that goes"
                 " with the batch, pass an explicit weight."
             )

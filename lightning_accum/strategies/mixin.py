@@ -66,6 +66,11 @@ class AccumulationMixin(Engine):
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         self._end_fit()  # one that could not be torn down
+        if classes := [callback for callback in callbacks_of(trainer) if isinstance(callback, type)]:
+            name = classes[0].__name__
+            objects = [callback for callback in callbacks_of(trainer) if callback not in classes]
+            trainer.callbacks = objects  # type: ignore[attr-defined]  # set by a connector; a class cannot be told of the error
+            raise MisconfiguredError(f"callbacks=[{name}] is a class: pass an instance of it, {name}(...)")
         self._from_before, self._fit = frozenset(vars(self)), ExitStack()
         self.watch = Watch(model, trainer.fit_loop.epoch_loop.batch_progress)
         self._fit.callback(self._forget_fit)

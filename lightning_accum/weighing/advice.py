@@ -13,9 +13,9 @@ OF_SEVERAL_BATCHES = (
     " fits."
 )
 OF_LATER_WEIGHTS = (
-    "The terms of the loss turned out to have weights of their own inside of a window, as where one begins that the batches which"
-    " were checked had not. That window is left out: there is no optimizer step for it. From the next on each term is weighted by"
-    " its own count."
+    "The loss, or one of its terms, turned out to be divided by something else than in the batches that were checked: a term"
+    " begins, all losses of a micro-batch are masked, or their weights differ. That window is left out: there is no optimizer step"
+    " for it. From the next on it is weighted by what was found."
 )
 OF_COUNTS_OF_ONE = (
     "In several windows the loss of a micro-batch was divided by exactly 1. The first of them add up; later ones are not checked."

@@ -43,6 +43,8 @@ def kind_of(node: Node) -> str:
 _KINDS: dict[type, str] = {}
 
 
+KINKS = {"Abs", "Clamp", "ClampMax", "ClampMin", "Hardtanh", "LeakyRelu", "Maximum", "Minimum", "Relu", "Threshold"}
+"""Straight lines with a kink, of one number: which side of it micro-batches are on has to be the same in a window."""
 SOMETIMES = {"ConstantPadNd", "Slice"}
 """What leaves no node where it changes nothing."""
 

@@ -7,6 +7,7 @@ copied to the host, and a gradient whose numbers are all the same is one number.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from lightning_accum.exact import exact_dtype
 from lightning_accum.weighing.nodes import (
     CONTRACTIONS,
     CRITERIA,
+    KINKS,
     LINEAR,
     MEAN_REDUCTION,
     PRODUCTS_ADDED,
@@ -52,6 +54,7 @@ class _Way:
     full: Tensor | None
     total: Denominator | None = None
     number: Denominator = 1.0
+    kink: Denominator = 1.0
     is_mean: bool = False
     is_divided: bool = False
     edge: tuple[Node, int | None] = (None, None)
@@ -138,7 +141,7 @@ def _in_order(root: Node) -> list[Node]:
             order.append(node)
             continue
         stack.append((node, True))
-        if kind_of(node) in LINEAR:
+        if kind_of(node) in LINEAR or kind_of(node) in KINKS:
             for child, _ in node.next_functions:
                 if child is not None and child not in seen:
                     seen.add(child)
@@ -150,8 +153,8 @@ def _together(first: _Way, other: _Way, node: Node, index: int) -> _Way:
     """What arrives at an output on two ways."""
     divisions = tuple(dict.fromkeys((*first.divisions, *other.divisions)))
     total = first.total if first.total is other.total or first.total == other.total else float("nan")
-    number = same([first.number, other.number])
-    changes: dict[str, Any] = {"divisions": divisions, "total": total, "number": number}
+    number, kink = same([first.number, other.number]), first.kink * other.kink
+    changes: dict[str, Any] = {"divisions": divisions, "total": total, "number": number, "kink": kink}
     if first.full is None and other.full is None:
         return first.on("ToCopy", value=first.value + other.value, **changes)
     metadata = node._input_metadata[index]
@@ -170,6 +173,8 @@ def _below(node: Node, index: int, way: _Way, found: dict[Any, _Leaves]) -> list
         return [(child, at, way.on("ToCopy"))]
     if kind in CRITERIA and way.full is None and node._saved_reduction != 0:
         return _note(found, node, kind, _of_criterion(node, kind, way))
+    if kind in KINKS and way.full is None and len(inputs) == 1 and _is_number(node, index) and _is_number(*inputs[0][1:]):
+        return [_beside_a_kink(node, kind, *inputs[0], way)]
     if kind not in LINEAR or not inputs:
         return _note(found, node, kind, way)
     of_batch = [one for one in inputs if not is_of_parameters_only(one[1])] if len(inputs) > 1 else inputs
@@ -196,6 +201,14 @@ def _below(node: Node, index: int, way: _Way, found: dict[Any, _Leaves]) -> list
     return _run(node, kind, index, of_batch, way, is_scalar)
 
 
+def _beside_a_kink(node: Node, kind: str, place: int, child: Node, at: int, way: _Way) -> tuple[Node, int, _Way]:
+    """Go on as if it was straight, and note its slope."""
+    metadata = node._input_metadata[0]
+    result = node(torch.ones(tuple(metadata.shape), dtype=metadata.dtype, device=metadata.device))
+    slope = _wide(result[place] if isinstance(result, tuple) else result)
+    return child, at, way.on(kind, kink=way.kink * on_host(2.0 - slope))
+
+
 _PRODUCTS = {"Div", "Dot", "Mul", *CONTRACTIONS}
 _LAYERS = {*CONTRACTIONS, *PRODUCTS_ADDED}
 _NOT_LINEAR_IN = {"Addcdiv": 2, "Div": 1, "Lerp": 2}
@@ -211,6 +224,11 @@ def _numel(node: Node, index: int) -> int:
     return numel
 
 
+def _is_number(node: Node, index: int) -> bool:
+    """Without dimensions: a row has one."""
+    return _numel(node, index) == 1 and not len(node._input_metadata[index].shape)
+
+
 def _summands(
     node: Node, kind: str, inputs: Sequence[tuple[int, Node, int]], way: _Way, is_scalar: bool
 ) -> list[tuple[Node, int, _Way]]:
@@ -220,7 +238,7 @@ def _summands(
     for place, child, at in inputs:
         value = way.value
         if kind in _ADDITIONS:
-            alpha = float(node._saved_alpha)
+            alpha = float(getattr(node, "_saved_alpha", 1.0))  # of a number there is none
             if kind == "Rsub":  # other - alpha * self
                 value = -alpha * value if place == 0 else value
             elif place == 1:
@@ -387,6 +405,7 @@ def _term(leaves: _Leaves, key: int) -> Term:
         size_of(losses),
         size_of(total),
         number=on_host(same([one.number for one in leaves.ways])),
+        kink=math.prod(one.kink for one in leaves.ways),
         is_mean=all(one.is_mean for one in leaves.ways),
         is_divided=any(one.is_divided for one in leaves.ways),
         is_penalty=leaves.words == PENALTY,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, TypeAlias
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class Term(NamedTuple):
         losses: the share of each of the losses in it; 0 if all are left out, nan if they have several.
         total: the share of their sum, above masks and weights; nan if there is none.
         number: the product of the Python numbers that a mean is multiplied by.
+        kink: 1 if it is on the rising side of all kinks above it (``relu(mean - c)``), another number for each other way.
         is_mean: a node has divided its sum by what it counted.
         is_divided: something else has divided it.
         is_penalty: it depends on parameters only.
@@ -40,6 +42,7 @@ class Term(NamedTuple):
     losses: Denominator
     total: Denominator
     number: Denominator = 1.0
+    kink: Denominator = 1.0
     is_mean: bool = False
     is_divided: bool = False
     is_penalty: bool = False
@@ -105,6 +108,7 @@ def _joined(key: int, terms: Sequence[Term]) -> Term:
         losses=one_of([term.losses for term in terms]),
         total=one_of([term.total for term in terms]),
         number=same([term.number for term in terms]),
+        kink=math.prod(term.kink for term in terms),
         leaf=None,
         edges=tuple(edge for term in terms for edge in term.edges),
         above=tuple(above for term in terms for above in term.above),
@@ -142,3 +146,44 @@ def _without_copies(gradient: Tensor) -> Tensor:
         if stride == 0 and size > 1:
             gradient = gradient.narrow(dim, 0, 1)
     return gradient
+
+
+def scale_terms(terms: Sequence[Term], factors: Sequence[Denominator]) -> Callable[[Sequence[Denominator]], None]:
+    """Multiply the gradient of each term by its factor, in the backward to come. Returns what sets other factors.
+
+    Example:
+        >>> from lightning_accum.weighing.shares import terms_of
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> loss = x.square().mean() + x.sum()
+        >>> _ = scale_terms(terms_of(loss), [10.0, 3.0])
+        >>> loss.backward()
+        >>> x.grad
+        tensor([13., 23.])
+    """
+    now = list(factors)
+    for number, term in enumerate(terms):
+        for node, place in term.edges:
+
+            def hook(gradients: tuple[Tensor | None, ...], *_: Any, number: int = number, place: int | None = place) -> Any:
+                is_learned = terms[number].is_learned
+                scaled = (g if g is None else _times(g, now[number], is_learned) for g in gradients)
+                return tuple(
+                    new if place in (None, at) else old for at, (old, new) in enumerate(zip(gradients, scaled, strict=True))
+                )
+
+            if place is None:
+                node.register_prehook(hook)
+            else:
+                node.register_hook(hook)
+
+    def set_factors(others: Sequence[Denominator]) -> None:
+        now[:] = others
+
+    return set_factors
+
+
+def _times(gradient: Tensor, factor: Denominator, is_learned: bool) -> Tensor | None:
+    if isinstance(factor, Tensor):
+        return gradient * factor.to(gradient.dtype)
+    # the mean of nothing is NaN, and 0 times that too: it goes to no parameter that multiplies it
+    return gradient * factor if factor else None if is_learned else torch.zeros_like(gradient)

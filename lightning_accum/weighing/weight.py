@@ -7,7 +7,7 @@ explicit weights count it from the batch (see :mod:`lightning_accum.weighing.cou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any, Literal, NamedTuple
 
@@ -223,7 +223,8 @@ class Weigher:
                 weight = own / ratio
         if weight is not None and ONCE in self.modes.values():  # what counts once goes with the weights only if all have it
             others.append(weight * sum(len(term.edges) for term, mode in zip(terms, modes, strict=True) if mode == ONCE))
-        factors = _factor(term, mode)
+        factors, kinks = _factor(term, mode), math.prod(one.kink for place, one in enumerate(terms) if place != main)
+        factors = factors * kinks if isinstance(factors, Tensor) or factors else kinks - 1.0
         if isinstance(weight, float) and math.isnan(weight) and not loss.isfinite():
             weight = 1.0  # whatever it weighs, its gradient is not finite
         if isinstance(weight, float) and math.isnan(weight):
@@ -345,12 +346,12 @@ def _factor(term: Term, mode: Mode) -> Denominator:
     """What is the same in all micro-batches of a window."""
     if mode == SUM:
         is_unknown = isinstance(term.total, float) and math.isnan(term.total)
-        return 0.0 if is_unknown else term.total
+        return 0.0 if is_unknown else (term.total + 1.0) * term.kink
     if mode == ONCE:
         return float(len(term.edges))
     if mode not in (COUNT, MEAN):
-        return 0.0
-    return term.number if term.is_mean and not _is_nan(term.number) else 1.0
+        return 0.0 if isinstance(term.kink, float) and term.kink == 1.0 else term.kink
+    return (term.number if term.is_mean and not _is_nan(term.number) else 1.0) * term.kink
 
 
 def _is_nan(number: Denominator) -> bool:
@@ -408,43 +409,3 @@ def checked(weight: Any, source: Any) -> Denominator:
     if not (number >= 0 and math.isfinite(number)):
         raise ArgumentError(f"weight={source} must be a count, finite and not negative, but returned {weight}")
     return number
-
-
-def scale_terms(terms: Sequence[Term], factors: Sequence[Denominator]) -> Callable[[Sequence[Denominator]], None]:
-    """Multiply the gradient of each term by its factor, in the backward to come. Returns what sets other factors.
-
-    Example:
-        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
-        >>> loss = x.square().mean() + x.sum()
-        >>> _ = scale_terms(terms_of(loss), [10.0, 3.0])
-        >>> loss.backward()
-        >>> x.grad
-        tensor([13., 23.])
-    """
-    now = list(factors)
-    for number, term in enumerate(terms):
-        for node, place in term.edges:
-
-            def hook(gradients: tuple[Tensor | None, ...], *_: Any, number: int = number, place: int | None = place) -> Any:
-                is_learned = terms[number].is_learned
-                scaled = (g if g is None else _times(g, now[number], is_learned) for g in gradients)
-                return tuple(
-                    new if place in (None, at) else old for at, (old, new) in enumerate(zip(gradients, scaled, strict=True))
-                )
-
-            if place is None:
-                node.register_prehook(hook)
-            else:
-                node.register_hook(hook)
-
-    def set_factors(others: Sequence[Denominator]) -> None:
-        now[:] = others
-
-    return set_factors
-
-
-def _times(gradient: Tensor, factor: Denominator, is_learned: bool) -> Tensor | None:
-    if isinstance(factor, Tensor):
-        return gradient * factor.to(gradient.dtype)
-    # the mean of nothing is NaN, and 0 times that too: it goes to no parameter that multiplies it
-    return gradient * factor if factor else None if is_learned else torch.zeros_like(gradient)

@@ -144,7 +144,7 @@ class _Proof:
             CannotCheckError: there is none, or another one each time.
         """
         found = []
-        for context in (_moved(self._module), nullcontext()):
+        for context in (moved(self._module), nullcontext()):
             with context:
                 found.append(self._look_in_any_type())
         if not self._trial.largest(float(any(found))):
@@ -261,7 +261,7 @@ class _Draws:
 
 
 @contextmanager
-def _moved(module: nn.Module) -> Iterator[None]:
+def moved(module: nn.Module) -> Iterator[None]:
     """In here each parameter is moved: a last layer of zeros gives nothing, and no gradient to what is before it."""
     kept = []
     with torch.no_grad():

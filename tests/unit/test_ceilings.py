@@ -23,13 +23,13 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 16_250,
-    "lines of the package": 23_900,
-    "files of the package": 132,
+    "lines of code": 15_920,
+    "lines of the package": 23_380,
+    "files of the package": 128,
     "width of the package": 152,
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 1,
-    "assignments to an attribute of another object": 255,
+    "assignments to an attribute of another object": 248,
     "lines of tests": 29_600,
     "lines of tests in files that import private modules": 720,
 }

@@ -255,7 +255,7 @@ ON_THE_HOST = {
     "parameter_changes.py": "the type of what is there already",
     "splitting/logs.py": "losses that are numbers",
     "testing.py": "a comparison",
-    "trial.py": "gradients that were copied there",
+    "prove.py": "gradients that were copied there",
     "trial_mode.py": "a precision",
     "weighing/functions.py": "a number",
     "window.py": "a comparison",
