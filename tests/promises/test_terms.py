@@ -245,14 +245,23 @@ def test_a_term_divided_by_a_number_of_the_loader_batch_is_told_of_and_takes_a_w
         )
 
 
+LATE: dict[str, tuple[Function, Any]] = {  # a loss, and what is otherwise in the rows that are checked
+    "in proportion": (lambda o, b, m: F.cross_entropy(o.classes, b.t) + F.mse_loss(o.values[b.some], b.y[b.some]),
+                      lambda seed, row: {"some": row["some"] | (seed == 0)}),
+    "not masked": (lambda o, b, m: ((o.values - b.y).square().sum(1) * b.some).sum() / len(b.y),
+                   lambda seed, row: {"some": row["some"] | (seed < 2) if seed % 4 < 2 else row["some"] & False}),
+    "of one weight": (lambda o, b, m: ((o.values - b.y).square().sum(1) * (b.w / b.w.mean())).mean(),
+                      lambda seed, row: {"w": row["x"][0].abs() ** (seed > 0)}),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("policy", ["windows", "split in 3"])
-def test_a_window_in_which_terms_are_no_longer_in_proportion_is_left_out(policy: str) -> None:
-    """In the rows that are checked both count all samples."""
-    sizes = (8, 3, 5, 2, 2, 4, 1, 3, 4, 2, 6, 3)
-    batches = [[{**row, "some": row["some"] | (seed == 0)} for row in rows(size, seed)] for seed, size in enumerate(sizes)]
+@pytest.mark.parametrize("late", LATE)
+def test_a_window_of_what_the_check_has_not_seen_is_left_out(late: str, policy: str) -> None:
+    sizes, (loss, changed) = (8, 3, 5, 2, 2, 4, 1, 3, 4, 2, 6, 3), LATE[late]
+    batches = [[{**row, **changed(seed, row)} for row in rows(size, seed)] for seed, size in enumerate(sizes)]
     first, *others = windows_of([batches], 4)
     own = [first, *others] if "micro_batch" in POLICIES[policy] else batches
-    loss = lambda o, b, m: F.cross_entropy(o.classes, b.t) + F.mse_loss(o.values[b.some], b.y[b.some])  # noqa: E731
     with pytest.warns(AccumulationWarning, match="That window is left out"):
         found = compare_window_with_batch(
             *(partial(OfTerms, loss), own, GradientAccumulation(**POLICIES[policy])), optimizer=adamw, windows=others
