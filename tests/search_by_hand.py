@@ -86,23 +86,12 @@ class ByHand:
         self.window.loader_batches += 1
         batches = [own[index] for own in point.batches if index < len(own)]
         parts = [parts_of(point, batch) for batch in batches if batch is not None]
-        is_split_as_asked = point.micro_batch is not None and point.micro_batch[0] != "auto"
-        ends_inside = point.counts_tokens and is_split_as_asked and point.weight != "list"  # which is counted before it is split
-        rounds = max(map(len, parts), default=0) if ends_inside else 1
-        for number in range(max(1, rounds)):
-            now = [own[number] for own in parts if number < len(own)] if ends_inside else [part for own in parts for part in own]
-            self.window.parts += [part for part in now if counts(part)]
-            self.window.has_run |= bool(now) or point.ranks > 1
-            self.window.is_left_out |= any(part["has_loss"] and not counts(part) for part in now)
-            if not self.is_full():
-                continue
-            rest = number < rounds - 1  # of the loader batch, which goes on in the next window
-            self.window.loader_batches -= rest
+        now = [part for own in parts for part in own]
+        self.window.parts += [part for part in now if counts(part)]
+        self.window.has_run |= bool(now) or point.ranks > 1
+        self.window.is_left_out |= any(part["has_loss"] and not counts(part) for part in now)
+        if self.is_full():
             self.end_window()
-            if self.is_done:
-                return
-            if rest:
-                self.window = Window([], 1, self.size(epoch))
 
     def size(self, epoch: int) -> float:
         """Of a window that begins now: in loader batches, or weight."""

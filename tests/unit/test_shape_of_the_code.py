@@ -256,6 +256,7 @@ ON_THE_HOST = {
     "splitting/logs.py": "losses that are numbers",
     "testing.py": "a comparison",
     "prove.py": "gradients that were copied there",
+    "trial.py": "a precision",
     "trial_mode.py": "a precision",
     "weighing/functions.py": "a number",
     "window.py": "a comparison",
