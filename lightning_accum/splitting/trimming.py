@@ -49,8 +49,11 @@ _Known: TypeAlias = tuple[str, tuple[str, ...]]
 """A side of rows, and the tensors that show where they end."""
 
 
+_TRIED_AT = {1} | {2**wait + wait + 1 for wait in range(32)}
+
+
 class TrimmingCheck:
-    """Which padding may be trimmed. A proof that could not be made is tried again at the second, fourth, eighth batch."""
+    """Which padding may be trimmed. A proof that could not be made is tried again, ever more rarely."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._answers: dict[_Known, bool] = {}
@@ -71,7 +74,7 @@ class TrimmingCheck:
                 known = (side, span.read_from)
                 if is_there and known not in self._answers:
                     self._seen[known] += 1
-                    if self._seen[known].bit_count() == 1:
+                    if self._seen[known] in _TRIED_AT:
                         self._note(known, _prove(side, span, spans, layout, proof))
                 keeps[side] = not self._answers.get(known, False)
             kept.append(span.keep_padding(**keeps))
@@ -81,6 +84,7 @@ class TrimmingCheck:
         where = f"Padding on the {known[0]} of rows is not trimmed"
         if not isinstance(verdict, Inconclusive):
             self._answers[known] = verdict is None
+            self._seen.pop(known)
         if isinstance(verdict, str):
             self._warn(
                 f"{where}: the loss of this module depends on it ({verdict}). Pass GradientAccumulation(trim_padding=False) to"
