@@ -134,7 +134,7 @@ STAYS: dict[str, tuple[Sequence[Any], Any, dict[str, Any], dict[str, Any]]] = {
     "only in a dropped tail, skipping": (TAIL, 2, UNUSED, {"tail": "drop", "on_nonfinite": "skip"}),
     "only in a dropped tail, split": (TAIL, 2, UNUSED, {"tail": "drop", "micro_batch": 1}),
     "in no window of tokens": ([ONCE, [of_tasks(11, 0, 0), None, of_tasks(12, 1, 0)]], Tokens(8), UNUSED, {}),
-    "in no window of tokens, split": ([ONCE, [of_tasks(11, 0, 0), None, of_tasks(12, 1, 0)]], Tokens(8), {}, {"micro_batch": 1}),
+    "in no window of tokens, cut": ([ONCE, [of_tasks(11, 0, 0), None, of_tasks(12, 1, 0)]], Tokens(8), UNUSED, {"micro_batch": 1}),
     "first in a later window": (
         [[of_tasks(seed, 0, 1, 0) for seed in range(3)], [of_tasks(10, 1, 0, 1), of_tasks(11, 2, 1, 0), of_tasks(12, 1, 2, 0)]],
         1, {}, {"micro_batch": "auto"},
