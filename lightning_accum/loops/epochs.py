@@ -18,11 +18,10 @@ from lightning_accum.from_lightning import (
     ModelCheckpoint,
     WeightAveraging,
     _DataFetcher,
-    _TrainingEpochLoop,
     rank_zero_info,
 )
 from lightning_accum.loops.first_batch import check_first_batch, prove_row_wise_step
-from lightning_accum.loops.hooks import advance_quietly, call_batch_end
+from lightning_accum.loops.hooks import ADVANCE, advance_quietly, call_batch_end
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.uneven import is_agreeing
 from lightning_accum.loops.validation import ValidatingEpochLoop
@@ -73,7 +72,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         self._advanced = self.batch_progress.total.ready + 1
         if strategy.manual is not None:
             strategy.manual.begin_loader_batch()
-        if strategy.watch.is_read and super().advance.__func__ is _TrainingEpochLoop.advance:  # type: ignore[attr-defined]
+        if strategy.watch.is_read and super().advance.__func__ is ADVANCE:  # type: ignore[attr-defined]
             advance_quietly(self, data_fetcher)
         else:
             super().advance(data_fetcher)

@@ -115,14 +115,14 @@ def _unless_unheard(name: str, base: type) -> Callable[..., Any]:
     return call_hook
 
 
-_ADVANCE: Any = _TrainingEpochLoop.advance
+ADVANCE: Any = _TrainingEpochLoop.advance
 _CALLS = {
     "_call_callback_hooks": pl.Callback,
     "_call_lightning_module_hook": pl.LightningModule,
     "_call_strategy_hook": Strategy,
 }
-_QUIET = SimpleNamespace(**{name: _unless_unheard(name, base) for name, base in _CALLS.items()})
-advance_quietly = FunctionType(_ADVANCE.__code__, {**_ADVANCE.__globals__, "call": _QUIET})
+_QUIET = SimpleNamespace(**vars(call) | {name: _unless_unheard(name, base) for name, base in _CALLS.items()})
+advance_quietly = FunctionType(ADVANCE.__code__, {**ADVANCE.__globals__, "call": _QUIET}, closure=ADVANCE.__closure__)
 """Lightning's ``_TrainingEpochLoop.advance``, in which hooks that nobody has are not called: each call takes 5 to 10 us."""
 
 
