@@ -8,11 +8,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from lightning_accum import mends
 from lightning_accum.errors import DoesNotAddUpError
-from lightning_accum.exact import exact_dtype, rounding_of_gradients
+from lightning_accum.exact import rounding_of_gradients
 from lightning_accum.looks import (
     Checked,
     Rows,
@@ -226,20 +224,17 @@ class Check:
     # --- measuring ------------------------------------------------------------------------------------------------------
 
     def _find(self, rows: Rows) -> _Found:
-        """In double precision if the module runs in it, else in single precision, else in its own type: rounding hides breaks."""
-        for dtype in dict.fromkeys((exact_dtype(self._trial.device), torch.float32)):
-            with suppress(CannotCheckError):
-                found = self._find_in(self._trial.widened(dtype), rows)
-                if not self._checked.on_any(found.verdict.deviation is None):
-                    return found
-        return self._find_in(self._trial, rows)
+        return self._trial.in_widest_type(
+            lambda trial: self._find_in(trial, rows),
+            lambda found: not self._checked.on_any(found.verdict.deviation is None),
+        )
 
     def _find_in(self, trial: Trial, rows: Rows) -> _Found:
         weigher = self._accumulation.weigher.another()
         with trial.held():
             weigher.know(self._checked.module.parameters() if weigher.tells_heads else ())  # others are there, if they are wider
             looks = looks_at(self._checked, trial, rows, weigher)
-            functions = {measured.function for look in looks for measured in (look.whole, *look.parts)}
+            functions = {measured.function for measured in measured_of(looks)}
             if self._checked.on_any(len(functions) > 1):  # a single row may look as if it was one
                 weigher.takes_functions = False
                 looks = looks_at(self._checked, trial, rows, weigher)
@@ -321,8 +316,8 @@ class Check:
             if len(terms) == 1 and next(iter(chosen.values())).mode != SUM and not is_sharded:
                 adopted_fit = self._adopted(looks, next(iter(terms)), eps)
                 weigher.hidden = None if adopted_fit is None else adopted_fit.mode
-            seen = [(key, term) for one in measured_of(looks) for key, term in one.terms.items()]
-            weigher.seen = frozenset((key, name) for key, term in seen for name, odd in oddities(term).items() if odd)
+            odd = [(key, oddities(term, weigher.mode_of(term))) for one in measured_of(looks) for key, term in one.terms.items()]
+            weigher.seen = frozenset((key, name) for key, found in odd for name, is_so in found.items() if is_so)
             weigher.of_samples = frozenset(key for key, mode in weigher.modes.items() if goes_by_rows(looks, key, mode))
             refused = self._combine(looks, weigher, terms)
             if refused is not None:

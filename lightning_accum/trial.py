@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.errors import AccumulationError, RowWiseError
-from lightning_accum.exact import rounding
+from lightning_accum.exact import exact_dtype, rounding
 from lightning_accum.failures import have_all_left
 from lightning_accum.prove import ALL, Measured, sample
 from lightning_accum.randomness import RandomState, dropout_switched_off
@@ -75,17 +75,13 @@ class Trial:
         self.has_drawn = False
         """The step has drawn random numbers that are not those of its rows."""
         self._snapshot: Snapshot | None = None
-        self._mode = TrialMode((), _EPS if dtype is None else _EPS_OF_ROUNDED)
+        self.mode = TrialMode((), _EPS if dtype is None else _EPS_OF_ROUNDED)
+        """What gives rows their random numbers, and sees whether ranks wait for each other."""
 
     @property
     def device(self) -> torch.device:
         """Of the module."""
         return next((p.device for p in self._module.parameters()), torch.device("cpu"))
-
-    @property
-    def mode(self) -> TrialMode:
-        """What gives rows their random numbers, and sees whether ranks wait for each other."""
-        return self._mode
 
     def widened(self, dtype: torch.dtype) -> Trial:
         """A trial of the module in a type that is wider than its own. The values stay rounded to its own.
@@ -99,10 +95,21 @@ class Trial:
             raise CannotCheckError(f"the module does not run in {dtype}")
         return Trial(self._module, self._training_step, self._take_snapshot, self.backward, self.largest, dtype)
 
+    def in_widest_type(self, look: Callable[[Trial], _T], is_answer: Callable[[_T], bool] = lambda _: True) -> _T:
+        """What ``look`` finds in double precision if the module runs in it, else in single precision, else in its own type.
+
+        Rounding hides breaks. A look in its own type is an answer in any case.
+        """
+        for dtype in dict.fromkeys((exact_dtype(self.device), torch.float32)):
+            with suppress(CannotCheckError):
+                if is_answer(found := look(self.widened(dtype))):
+                    return found
+        return look(self)
+
     @property
     def eps(self) -> float:
         """Of the coarsest type that anything was computed in so far."""
-        return self._mode.eps
+        return self.mode.eps
 
     @property
     def tolerance(self) -> float:
@@ -138,7 +145,7 @@ class Trial:
         def result(changed: Mapping[str, Tensor], keeps_attributes: bool = False) -> tuple[float, dict[int, Tensor]]:
             if keeps_attributes:
                 random_state.restore()
-                self._mode.restore()
+                self.mode.restore()
             else:
                 self.restore()
             for name, buffer in named():
@@ -189,7 +196,7 @@ class Trial:
         """Have the next step begin as the first did; for ``rows`` see :meth:`NoiseOfRows.restart`."""
         assert self._snapshot is not None
         self._snapshot.restore()
-        self._mode.restore(rows, total)
+        self.mode.restore(rows, total)
 
     def keep_state(self, batch: Callable[[], Any]) -> None:
         """Have every step begin in the state in which one on this batch leaves the module. Called on all ranks."""
@@ -201,7 +208,7 @@ class Trial:
     @property
     def draws_unlike_numbers(self) -> bool:
         """The parts of the last whole batch have drawn random numbers that are not those of its rows."""
-        return self._mode.is_unlike
+        return self.mode.is_unlike
 
     def step(self, batch: Any) -> Tensor:
         """The loss of a batch.
@@ -210,7 +217,7 @@ class Trial:
             UnsuitableRowsError: it has none.
         """
         batch = batch if self._dtype is None else widened_batch(batch, self._dtype)
-        with _users_code(), self._mode:
+        with _users_code(), self.mode:
             output = self._training_step(batch)
         loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
@@ -313,7 +320,7 @@ class Trial:
         if not (self._trained and self._has_gradients):
             return {}
         try:
-            with _users_code(), self._mode:
+            with _users_code(), self.mode:
                 gradients = self.backward.gradients_of(loss, share, self._trained, keeps_graph)
         except CannotCheckError as error:
             if "checkpoint" not in str(error.__cause__).lower():
@@ -356,16 +363,16 @@ class Trial:
             if (dtype := self._dtype) is not None:
                 self.together(lambda: stack.enter_context(widened(self._module, dtype)))  # memory may run out
             self.backward.reshard()  # what runs forward alone leaves others, whose memory the engine frees
-            self._mode.watch(self._module.parameters())
+            self.mode.watch(self._module.parameters())
             self._trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-            stack.callback(self._mode.watch, ())  # what is in another type is not kept
+            stack.callback(self.mode.watch, ())  # what is in another type is not kept
             stack.callback(self._trained.clear)
             stack.enter_context(dropout_switched_off(self._module))
             outer = self._take_snapshot()
             stack.callback(outer.restore)
             if not self.backward.is_waited_for_in_forward:  # else the engine looks after them
                 stack.enter_context(_without_gradients(self._module))
-            stack.callback(self._mode.restore)
+            stack.callback(self.mode.restore)
             freeze_batch_norm(self._module)
             self._snapshot = self._take_snapshot()
             stack.enter_context(in_eager_mode())

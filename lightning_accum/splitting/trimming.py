@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accum.dispatch import with_tensors
-from lightning_accum.exact import exact_dtype
 from lightning_accum.prove import ALL, Look, Measured, aliases, fit_of, keys_of
 from lightning_accum.splitting.lengths import Spans, kept_columns
 from lightning_accum.splitting.micro_batch import Layout
@@ -132,12 +130,9 @@ def difference_by_padding(
     weigh = weight if callable(weight) else None if weight != "equal" else lambda batch: 1.0
     take_snapshot = partial(snapshotter.take, watches_parameters=False)
     trial = Trial(module, partial(_run_alone, module, training_step), take_snapshot, GradientSync(), largest=float)
-    for dtype in dict.fromkeys((exact_dtype(trial.device), torch.float32)):
-        with suppress(CannotCheckError):
-            verdict = _compare(trial.widened(dtype), weigh, padded, trimmed)
-            if not isinstance(verdict, Inconclusive):
-                return verdict
-    return _compare(trial, weigh, padded, trimmed)  # some modules run in their own precision only
+    return trial.in_widest_type(
+        lambda wide: _compare(wide, weigh, padded, trimmed), lambda verdict: not isinstance(verdict, Inconclusive)
+    )
 
 
 def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, padded: Any, trimmed: Sequence[Any]) -> Verdict:

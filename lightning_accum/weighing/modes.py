@@ -66,14 +66,21 @@ def may_be_raised(term: Term, mode: Mode, weight: Denominator | None) -> Denomin
     return is_one
 
 
-def oddities(term: Term) -> dict[str, Denominator]:
+def oddities(term: Term, mode: Mode) -> dict[str, Denominator]:
     """What a check must have seen of a term to trust its mode: not 0 where all its losses are masked, or have several weights."""
     losses, total = term.losses, term.total
-    if isinstance(losses, Tensor) or isinstance(total, Tensor):
-        device = next(one.device for one in (losses, total) if isinstance(one, Tensor))
-        losses, total = tensor_of(losses, device), tensor_of(total, device)
-        return {"masked": (losses == 0) & (total != 0) & ~total.isnan(), "uneven": losses.isnan()}
-    return {"masked": float(losses == 0 and total != 0 and not math.isnan(total)), "uneven": float(math.isnan(losses))}
+    goes_by_losses = mode in (MEAN, LOSSES) or (mode == COUNT and not term.is_mean)
+    if not (isinstance(losses, Tensor) or isinstance(total, Tensor)):
+        is_masked = goes_by_losses and losses == 0 and total != 0 and not math.isnan(total)
+        return {"masked": float(is_masked), "uneven": float(math.isnan(losses))}
+    found: dict[str, Denominator] = {}
+    device = next(one.device for one in (losses, total) if isinstance(one, Tensor))
+    losses, total = tensor_of(losses, device), tensor_of(total, device)
+    if goes_by_losses:
+        found["masked"] = (losses == 0) & (total != 0) & ~total.isnan()
+    if len(term.shares) > 1 or any(isinstance(share, Tensor) and share.numel() > 1 for share in term.shares):
+        found["uneven"] = losses.isnan()
+    return found
 
 
 _ROUNDING = 1e-6

@@ -254,7 +254,7 @@ class Weigher:
             if callable(mode) and weight is not None and len(reading.terms) == 1:
                 doubts.append(_is_lost(loss, weight, reading.terms))
             if term.key in self.modes and mode != ONCE:
-                doubts += [doubt for name, doubt in oddities(term).items() if (term.key, name) not in self.seen]
+                doubts += [doubt for name, doubt in oddities(term, mode).items() if (term.key, name) not in self.seen]
             doubt = may_be_raised(term, mode, weight)
             if isinstance(doubt, Tensor) or (doubt and not (term.key in self.of_samples and _samples(batch, rows) == 1)):
                 doubts.append(doubt)

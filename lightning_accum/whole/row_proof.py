@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_accum.errors import RowWiseError
-from lightning_accum.exact import exact_dtype, rounding_of_gradients
+from lightning_accum.exact import rounding_of_gradients
 from lightning_accum.prove import ALL, Deviation, Look, Measured, fit_of
 from lightning_accum.randomness import RandomState
 from lightning_accum.ranks import Ranks
@@ -146,17 +146,10 @@ class _Proof:
         found = []
         for context in (moved(self._module), nullcontext()):
             with context:
-                found.append(self._look_in_any_type())
+                found.append(self._trial.in_widest_type(self._look))
         if not self._trial.largest(float(any(found))):
             raise UnsuitableRowsError("the first rows have no gradient")
         return self._kinds
-
-    def _look_in_any_type(self) -> bool:
-        """In double precision if the module runs in it, else in single precision, else in its own: rounding hides breaks."""
-        for dtype in dict.fromkeys((exact_dtype(self._trial.device), torch.float32)):
-            with suppress(CannotCheckError):
-                return self._look(self._trial.widened(dtype))
-        return self._look(self._trial)
 
     def _look(self, trial: Trial) -> bool:
         """Returns whether there was something to compare."""
