@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -60,7 +60,7 @@ class Checked:
         take_snapshot, row_wise = partial(self.snapshotter.take, watches_parameters=False), self.accumulation.row_wise
 
         def step(batch: Any) -> Any:  # calls of submodules are nodes, as in training
-            with nullcontext() if row_wise is None else row_wise.another(None).step():
+            with nullcontext() if row_wise is None else replace(row_wise, size=None, proofs_left=0).step():
                 return self.step(batch)
 
         return Trial(self.module, step, take_snapshot, self.sync, self.largest)

@@ -146,8 +146,8 @@ class Passes:
         row_wise = accumulation.row_wise
         if row_wise is not None and row_wise.proofs_left and self._loss_of is not None:
             batches, warn = [] if batch is None else [batch], self._words.rank_zero_warn
-            module, sync, ranks, undo = training.module, training.sync, training.ranks, training.snapshotter
-            prove_row_wise(row_wise, module, self._loss_of, undo, sync, ranks, batches, self._samples, warn)
+            sync, ranks, undo = training.sync, training.ranks, training.snapshotter
+            prove_row_wise(row_wise, self._loss_of, undo, sync, ranks, batches, self._samples, warn)
         if accumulation.checks_left and self._loss_of is not None:
             is_long = self._policy.may_be_longer_than_one(1)
             checked = Checked(

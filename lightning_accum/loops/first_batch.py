@@ -86,5 +86,5 @@ def prove_row_wise_step(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDi
     row_wise, ranks = strategy.row_wise, strategy.ranks
     if row_wise is not None and row_wise.proofs_left and ranks is not None:
         batches = [value for name, value in kwargs.items() if name != "dataloader_iter"][:1]
-        module, step, samples = trainer.lightning_module, unlogged_step(trainer, kwargs), strategy.samples_of_loader()
-        prove_row_wise(row_wise, module, step, strategy.snapshotter, strategy.sync, ranks, batches, samples, rank_zero_warn)
+        step, samples = unlogged_step(trainer, kwargs), strategy.samples_of_loader()
+        prove_row_wise(row_wise, step, strategy.snapshotter, strategy.sync, ranks, batches, samples, rank_zero_warn)

@@ -81,7 +81,7 @@ def read_parts(batch: Any, known: Mapping[str, str], samples: Collection[int] = 
     Raises:
         UnsplittableBatchError: no size, or more than one, fits.
     """
-    root = _parse(batch)
+    root = parse(batch)
     sized = [part for part in root.walk() if part.size and known.get(part.path) != "shared"]
     of_known = {part.size for part in sized if known.get(part.path) in ("tensor", "rows")}
     of_loader = {part.size for part in sized if part.size in samples and part is not root}
@@ -96,7 +96,8 @@ def read_parts(batch: Any, known: Mapping[str, str], samples: Collection[int] = 
     return root, size, list(_set_kinds(root, root, size, known))
 
 
-def _parse(value: Any, path: str = "", key: Any = None) -> Part:
+def parse(value: Any, path: str = "", key: Any = None) -> Part:
+    """What a value is made of. What has a problem is not looked into."""
     part = Part(path or "batch", value, key)
     if isinstance(value, Tensor):
         if value.is_nested or value.layout is not torch.strided:
@@ -126,7 +127,7 @@ def _parse_all(entries: Iterable[tuple[Any, Any]], path: str) -> list[Part]:
         if type(value) not in _PLAIN:
             is_name = isinstance(key, str) and key.isidentifier()
             step = (f".{key}" if path else key) if is_name else f"[{key!r}]"
-            parts.append(_parse(value, path + step, key))
+            parts.append(parse(value, path + step, key))
     return parts
 
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.errors import RowWiseError
+from lightning_accum.exact import exact, rounding
 from lightning_accum.randomness import NoiseOfRows, RandomState, dropout_switched_off
+from lightning_accum.splitting.micro_batch import rebuilt
 from lightning_accum.splitting.plan import RowSlice
+from lightning_accum.splitting.rows import Part, holds_tensors, parse
 from lightning_accum.splitting.trimming import Inconclusive, Verdict
-from lightning_accum.whole.trees import Tree, UnknownObjectError, is_list_of_numbers, is_same, read
 
 INSTEAD = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
 
@@ -27,8 +32,6 @@ class Layer:
     """A submodule that runs in micro-batches.
 
     Attributes:
-        name: in the module.
-        module: the submodule.
         run: what its calls ran before they were replaced, hooks included.
         is_sharded: ranks wait for each other in each forward and backward of it, between which its parameters are others.
     """
@@ -42,6 +45,97 @@ class Layer:
     def argument_names(self) -> list[str]:
         """The names of its positional arguments."""
         return list(inspect.signature(self.module.forward).parameters)
+
+    def name_of(self, path: str) -> str:
+        """What an argument is called: ``[0][1].mask`` is in the second that was passed by position, ``[1].x`` has a name."""
+        by_position = re.match(r"\[0\]\[(\d+)\](.*)", path)
+        if by_position is None:
+            return path.removeprefix("[1].")
+        place, inside = by_position.groups()
+        return "".join([*self.argument_names[int(place) :][:1], inside]) or path
+
+    def error(self, problem: str) -> RowWiseError:
+        """That it cannot run in micro-batches."""
+        return RowWiseError(f"row_wise={self.name!r}: {problem}")
+
+
+class Tree(NamedTuple):
+    """Nested arguments or outputs, taken apart: the leaves are tensors, and lists of texts or numbers."""
+
+    root: Part
+    leaves: list[Part]
+
+    @property
+    def values(self) -> list[Any]:
+        """Of the leaves."""
+        return [leaf.value for leaf in self.leaves]
+
+    def make(self, values: Iterable[Any]) -> Any:
+        """A copy, with other values of the leaves."""
+        left = iter(values)
+
+        def made(part: Part) -> Any:
+            if part.kind == "rows":  # a leaf, see read
+                return next(left)
+            return rebuilt(part, made) if part.is_cut else part.value
+
+        return made(self.root)
+
+
+def read(value: Any, layer: Layer) -> Tree:
+    """Take arguments or outputs of a call apart.
+
+    Raises:
+        RowWiseError: there may be tensors in ``value`` that are not found.
+    """
+    root, leaves = parse(value), list[Part]()
+    for part in root.walk():
+        if part.is_tensor or _is_list_of_rows(part.value):
+            part.kind = "rows"
+            leaves.append(part)
+        elif part.problem and holds_tensors(part.value, depth=3):
+            raise layer.error(
+                f"an argument or output of {layer.name!r} is a {type(part.value).__name__}, which holds tensors. Have it take and"
+                " return tensors: of a model of Hugging Face, pass use_cache=False."
+            )
+    return Tree(root, leaves)
+
+
+def _is_list_of_rows(value: Any) -> bool:
+    """Whether it is a list that may have one text or number a row; a tuple of numbers is a shape."""
+    is_texts = isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(entry, str) for entry in value)
+    return is_texts or is_list_of_numbers(value)
+
+
+def is_list_of_numbers(value: Any) -> bool:
+    """Whether it is a list that may have one number a row."""
+    return type(value) is list and len(value) > 0 and all(isinstance(entry, (int, float)) for entry in value)
+
+
+def is_same(found: Any, expected: Any) -> bool:
+    """Whether two values are equal; tensors but for rounding."""
+    if isinstance(found, Tensor) and isinstance(expected, Tensor):
+        return found.shape == expected.shape and bool(is_near(found, expected))
+    try:
+        return found is expected or bool(found == expected)
+    except Exception:  # arrays are neither true nor false
+        return False
+
+
+def is_near(found: Tensor, expected: Tensor) -> Tensor:
+    """Whether they are equal but for rounding, on their device."""
+    found, expected = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (found.detach(), expected.detach()))
+    if not found.is_floating_point():
+        return (found == expected).all()
+    kind, is_tf32 = expected.device.type, expected.is_cuda and expected.dtype == torch.float32
+    dtypes = [expected.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
+    tolerance = rounding(max(*(torch.finfo(dtype).eps for dtype in dtypes), 2**-10 if is_tf32 else 0.0))
+    found, expected = exact(found), exact(expected)
+    difference, size = (x.nan_to_num(0.0, 0.0, 0.0).norm() for x in (found - expected, expected))
+    return torch.logical_and(difference <= tolerance * size, (found.isfinite() == expected.isfinite()).all())
+
+
+# --- where the rows are -----------------------------------------------------------------------------------------------
 
 
 class Form(NamedTuple):
@@ -58,32 +152,25 @@ class Form(NamedTuple):
     may_be_sorted: bool
 
 
-def read_arguments(layer: Layer, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Tree:
-    """Take the arguments of a call apart.
-
-    Raises:
-        RowWiseError: there may be tensors among them that are not found.
-    """
-    try:
-        return read(arguments)
-    except UnknownObjectError as error:
-        raise RowWiseError(f"row_wise={layer.name!r}: an argument of {layer.name!r} is {error}. Pass tensors.") from error
-
-
 def number_of_rows(layer: Layer, arguments: Tree, of_batch: int | None) -> int:
     """The rows of a call: the size of dimension 0 of its tensors.
 
     Of several sizes it is that of the batch, or a multiple of it, as of two views that were joined; else that of the first tensor.
     """
-    found = [leaf for leaf in arguments.leaves if not is_list_of_numbers(leaf)]
-    sizes = [size for leaf in found if (size := size_of(leaf)) is not None]
+    sizes = [leaf.size for leaf in arguments.leaves if leaf.size is not None and not is_list_of_numbers(leaf.value)]
     if not sizes:
-        raise RowWiseError(
-            f"row_wise={layer.name!r}: {layer.name!r} is called without a tensor whose dimension 0 could be the rows."
-        )
+        raise layer.error(f"{layer.name!r} is called without a tensor whose dimension 0 could be the rows.")
     if of_batch:
         sizes.sort(key=lambda size: 0 if size == of_batch else 1 if size and size % of_batch == 0 else 2)
     return sizes[0]
+
+
+def kind_of(layer: Layer, arguments: Tree) -> tuple[Any, ...]:
+    """What calls of one kind have in common: the mode, the dimensions, and flags and names among the arguments."""
+    others = [x for x in tree_leaves(arguments.root.value, is_leaf=_is_list_of_rows) if not _is_list_of_rows(x)]
+    flags = [x if isinstance(x, (bool, str)) else type(x) for x in others if not isinstance(x, Tensor)]
+    dims = [(leaf.path, leaf.value.dim() if leaf.is_tensor else -1) for leaf in arguments.leaves]
+    return layer.name, layer.module.training, *dims, *flags
 
 
 def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int, run: Callable[[RowSlice, Any], Any]) -> Form:
@@ -91,11 +178,11 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
 
     Arguments of the size of the batch have rows; of which one may be so by chance, such as a mask of (length, length).
     """
-    for name, inner in layer.module.named_modules():
+    for name, inner in layer.module.named_modules(prefix=layer.name):
         if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
-            raise RowWiseError(
-                f"row_wise={layer.name!r}: {'.'.join(filter(None, (layer.name, name)))} ({type(inner).__name__}) normalises by the"
-                f" statistics of the rows beside it, so that the whole batch has other outputs. {INSTEAD}"
+            raise layer.error(
+                f"{name} ({type(inner).__name__}) normalises by the statistics of the rows beside it, so that the whole batch has"
+                f" other outputs. {INSTEAD}"
             )
     tries, places = [fitting], [place for place, fits in enumerate(fitting) if fits]
     if len(places) > 1 and not layer.is_sharded:
@@ -110,9 +197,9 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
         except Exception as error:  # of the submodule, for which this has no rows
             problem = problem or error
             continue
-        check_others(layer, more, less)
-        dims = tuple(_dim_of_rows(layer, *pair) for pair in zip(more.leaves, less.leaves, strict=True))
-        sizes = (None if dim is None else _shape(leaf)[dim] for leaf, dim in zip(more.leaves, dims, strict=True))
+        dims = tuple(_dim_of_rows(layer, *pair) for pair in zip(more.values, less.values, strict=False))
+        check_outputs(layer, more, less, dims)
+        sizes = (None if dim is None else _shape(value)[dim] for value, dim in zip(more.values, dims, strict=True))
         return Form(are_rows, dims, may_be_sorted=all(size in (None, few) for size in sizes))
     assert problem is not None
     raise problem
@@ -121,34 +208,18 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
 def _run_some(layer: Layer, arguments: Tree, are_rows: Sequence[bool], number: int, run: Callable[[RowSlice, Any], Any]) -> Tree:
     rows = [*range(number)]
 
-    def some(leaf: Any, is_row: bool) -> Any:  # copies, into which the submodule may write
-        if not isinstance(leaf, Tensor):
-            return [leaf[row] for row in rows] if is_row else leaf
-        return leaf.detach()[rows] if is_row else leaf.detach().clone()
+    def some(value: Any, is_row: bool) -> Any:  # copies, into which the submodule may write
+        if not isinstance(value, Tensor):
+            return [value[row] for row in rows] if is_row else value
+        return value.detach()[rows] if is_row else value.detach().clone()
 
-    device = next((leaf.device for leaf in arguments.leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    device = next((leaf.value.device for leaf in arguments.leaves if leaf.is_tensor), torch.device("cpu"))
     before = RandomState(device)
     try:
         with in_eager_mode():
-            return read(run(RowSlice(rows, number, 1), arguments.make(map(some, arguments.leaves, are_rows))))
-    except UnknownObjectError as error:
-        raise RowWiseError(
-            f"row_wise={layer.name!r}: {layer.name!r} returns {error}. Have it return tensors: of a model of Hugging"
-            " Face, pass use_cache=False."
-        ) from error
+            return read(run(RowSlice(rows, number, 1), arguments.make(map(some, arguments.values, are_rows))), layer)
     finally:
         before.restore()
-
-
-def check_others(layer: Layer, found: Tree, expected: Tree) -> None:
-    """Raise if what is no tensor in the outputs for some rows is not what it is for others."""
-    pairs = [*zip(found.others, expected.others, strict=False), (len(found.leaves), len(expected.leaves))]
-    if differing := [pair for pair in pairs if not is_same(*pair)]:
-        one, other = differing[0]
-        raise RowWiseError(
-            f"row_wise={layer.name!r}: {layer.name!r} returns {one!r} for some rows and {other!r} for"
-            " others, which cannot be joined: have it return tensors, with one entry a row."
-        )
 
 
 def _dim_of_rows(layer: Layer, more: Any, less: Any) -> int | None:
@@ -157,11 +228,33 @@ def _dim_of_rows(layer: Layer, more: Any, less: Any) -> int | None:
         return None if more == less else 0
     differing = [dim for dim, (a, b) in enumerate(zip(more.shape, less.shape, strict=False)) if a != b]
     if more.dim() != less.dim() or len(differing) > 1:
-        raise RowWiseError(
-            f"row_wise={layer.name!r}: {layer.name!r} returns outputs whose shapes do not tell where their rows are,"
-            f" {tuple(more.shape)} and {tuple(less.shape)} for one row fewer. {INSTEAD}"
+        raise layer.error(
+            f"{layer.name!r} returns outputs whose shapes do not tell where their rows are, {tuple(more.shape)} and"
+            f" {tuple(less.shape)} for one row fewer. {INSTEAD}"
         )
     return differing[0] if differing else None
+
+
+def check_outputs(layer: Layer, found: Tree, first: Tree, dims: Sequence[int | None]) -> None:
+    """Raise if the outputs for some rows cannot be joined with those for others, in the dimensions that have their rows."""
+    others, first_others = (tree.make(repeat("a tensor")) for tree in (found, first))
+    pairs = [(others, first_others), (len(found.leaves), len(dims)), (len(first.leaves), len(dims))]
+    for value, other, dim in zip(found.values, first.values, dims, strict=False):
+        pairs.append((value, other) if dim is None else (_shape_beside(value, dim), _shape_beside(other, dim)))
+    for one, other in pairs:
+        if not is_same(one, other):
+            raise layer.error(
+                f"{layer.name!r} returns {one!r} for some rows and {other!r} for others, which cannot be joined: have it return"
+                f" tensors, with one entry a row and of one shape. {INSTEAD}"
+            )
+
+
+def _shape(value: Any) -> Sequence[int]:
+    return value.shape if isinstance(value, Tensor) else [len(value)]
+
+
+def _shape_beside(value: Any, dim: int) -> tuple[int, ...]:
+    return tuple(size for at, size in enumerate(_shape(value)) if at != dim)
 
 
 def difference_by_padding(layer: Layer, padded: Any, trimmed: Any, *others: Any) -> Verdict:
@@ -170,31 +263,8 @@ def difference_by_padding(layer: Layer, padded: Any, trimmed: Any, *others: Any)
         return Inconclusive("it is tried on one part alone")
     try:
         with in_eager_mode(), dropout_switched_off(layer.module), NoiseOfRows():
-            whole, part = (read(layer.run(*args, **kwargs)).leaves for args, kwargs in (padded, trimmed))
+            whole, part = (read(layer.run(*args, **kwargs), layer).values for args, kwargs in (padded, trimmed))
     except Exception as error:
         return Inconclusive(f"{layer.name} raises {type(error).__name__}: {error}")
     is_exact = len(whole) == len(part) and all(map(is_same, whole, part))
     return None if is_exact else "its outputs have the columns of the padding, or depend on them"
-
-
-def size_of(leaf: Any) -> int | None:
-    """How many rows a leaf may have; None if it can have none."""
-    return None if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.dim() == 0) else len(leaf)
-
-
-def _shape(leaf: Any) -> Sequence[int]:
-    return leaf.shape if isinstance(leaf, Tensor) else [len(leaf)]
-
-
-def flag_of(other: Any) -> Any:
-    """What calls of one kind have in common in an argument that is no tensor: a mode, names, whether outputs are asked for."""
-    return tuple(other) if isinstance(other, list) else other if isinstance(other, (bool, str)) else type(other)
-
-
-def name_of(layer: Layer, path: str) -> str:
-    """What an argument is called: ``0.1.mask`` is in the second that was passed by position, ``1.x`` is one that has a name."""
-    by_name, _, rest = path.partition(".")
-    place, *inside = rest.split(".")
-    if by_name == "0" and int(place) < len(layer.argument_names):
-        place = layer.argument_names[int(place)]
-    return ".".join([place, *inside])

@@ -12,10 +12,11 @@ place of a tensor that stayed, or was still on its way out, is an error, as with
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -35,15 +36,11 @@ _FARTHEST = 32
 
 
 class StreamLane:
-    """Copies between a device and the host, one after the other on a stream of their own, beside what the device computes.
-
-    Args:
-        device: CUDA's, or another whose module in torch has the same streams.
-    """
+    """Copies between a device and the host, one after the other on a stream of their own, beside what the device computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module: Any = torch.get_device_module(device)
+        self._module: Any = torch.get_device_module(device)  # CUDA's, or another that has the same streams
         self._stream = self._module.Stream(device=device)
 
     def host(self, size: int) -> Tensor:
@@ -90,10 +87,7 @@ def offload_in_words(device: torch.device) -> str:
 
 
 class Offload:
-    """Moves what autograd saves to the host, and back.
-
-    Args:
-        device: that the module is trained on. On the CPU nothing is moved and no hook is set.
+    """Moves what autograd saves on a device to the host, and back. On the CPU nothing is moved and no hook is set.
 
     Example:
         >>> offload, weight = Offload(torch.device("cpu")), torch.ones(3, requires_grad=True)
@@ -115,25 +109,24 @@ class Offload:
     def engaged(self, staying: Iterable[Any]) -> Iterator[None]:
         """A context in which what autograd saves is moved; it may be needed after it too.
 
-        Args:
-            staying: tensors whose memory is held by others: parameters, buffers, the batch.
+        The memory of ``staying`` is held by others: parameters, buffers, the batch.
         """
         if self._lane is None:
             yield
             return
         self._staying = frozenset(value.untyped_storage()._cdata for value in staying if _is_plain(value))
         try:
-            with saved_tensors_hooks(self._pack, self._unpack):
+            with saved_tensors_hooks(self._pack, lambda unpack: unpack()):
                 yield
         finally:
             with self._lock:
                 self._let_go(but=0)
                 self._saved, self._order, self._staying = {}, [], frozenset()
 
-    def _pack(self, tensor: Tensor) -> _Kept | _Moved:
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         if not self._is_moved(tensor):
             # not the output of the node itself, which would then hold itself
-            return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+            return partial(_unchanged, tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         key = tensor.untyped_storage()._cdata
         with self._lock:
             stored = self._saved[key]() if key in self._saved else None
@@ -144,7 +137,7 @@ class Offload:
                 self._order.append(ref(stored))
                 self._leaving.append(ref(stored))
                 self._let_go(but=_LEAVING)
-        return _Moved(stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return partial(self._unpack, stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def _is_moved(self, tensor: Tensor) -> bool:
         if not _is_plain(tensor) or tensor.device != self._device:
@@ -158,26 +151,21 @@ class Offload:
             if (stored := self._leaving.popleft()()) is not None:
                 stored.let_go()
 
-    def _unpack(self, packed: _Kept | _Moved) -> Tensor:
-        if isinstance(packed, _Kept):
-            _check_version(packed.tensor, packed.version)
-            return packed.tensor
+    def _unpack(self, stored: _Stored, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
         with self._lock, torch.no_grad():
-            found = packed.stored.take()
-            packed.stored.fetch_those_before()
-            return _view(found, packed.dtype, packed.offset, packed.size, packed.stride)
+            found = stored.take()
+            stored.fetch_those_before()
+            return _view(found, dtype, offset, size, stride)
 
 
 class _Stored:
     """One storage as it was when it was saved: on its way out, on the host, or back."""
 
     def __init__(self, tensor: Tensor, lane: StreamLane, order: list[ReferenceType[_Stored]]) -> None:
-        self._lane = lane
-        self._device, self._version = tensor.device, tensor._version
+        self._lane, self._device, self._version = lane, tensor.device, tensor._version
         self._order, self._index = order, len(order)
-        self._original: Tensor | None = tensor
-        self._is_changed = False
-        self._back: Tensor | None = None
+        self._here: Tensor | None = tensor
+        self._has_left = self._is_changed = False
         self._storage = ref(tensor.untyped_storage())
         size = tensor.untyped_storage().nbytes()
         self._host = lane.host(size)
@@ -189,16 +177,16 @@ class _Stored:
 
     def let_go(self) -> None:
         """It is on the host once what is computed from now on begins: its memory is free, and a change does no harm."""
-        if self._original is not None:
-            self._finish_copy()
-            self._is_changed = self._original._version != self._version  # it may be in the copy
-            self._original = None
+        assert self._here is not None
+        self._finish_copy()
+        self._is_changed = self._here._version != self._version  # it may be in the copy
+        self._here, self._has_left = None, True
 
     def fetch(self) -> None:
         """Begin to bring it back, if only the host has it."""
-        if self._original is None and self._back is None:
-            self._back = torch.empty_like(self._host, device=self._device, pin_memory=False)
-            self._copy = self._lane.copy(self._back, self._host)
+        if self._here is None:
+            self._here = torch.empty_like(self._host, device=self._device, pin_memory=False)
+            self._copy = self._lane.copy(self._here, self._host)
 
     def fetch_those_before(self) -> None:
         """Begin to bring back what was saved before it, the last first."""
@@ -212,15 +200,14 @@ class _Stored:
         Raises:
             RuntimeError: it was changed in place before they were on the host.
         """
-        if self._original is not None:
-            _check_version(self._original, self._version)
-            return self._original
+        if self._here is not None and not self._has_left:
+            return _unchanged(self._here, self._version)
         if self._is_changed:
             raise UsageError(_CHANGED)
         self.fetch()
         self._finish_copy()
-        assert self._back is not None
-        return self._back
+        assert self._here is not None
+        return self._here
 
     def _finish_copy(self) -> None:
         if self._copy is not None:
@@ -233,35 +220,20 @@ class _Stored:
             self._finish_copy()
 
 
-class _Kept(NamedTuple):
-    """A saved tensor that stays where it is."""
-
-    tensor: Tensor
-    version: int
-
-
-class _Moved(NamedTuple):
-    """A saved tensor as a view of what is stored."""
-
-    stored: _Stored
-    dtype: torch.dtype
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    """A tensor that has stayed, or is still on its way out, if it is as it was."""
+    if tensor._version != version:
+        raise UsageError(
+            f"{_CHANGED} It is a {tensor.type()} of shape {list(tensor.shape)} at version {tensor._version}; expected version"
+            f" {version} instead."
+        )
+    return tensor
 
 
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation. Have the operation work on a"
     " copy (x = x + y instead of x += y)."
 )
-
-
-def _check_version(tensor: Tensor, version: int) -> None:
-    if tensor._version != version:
-        raise UsageError(
-            f"{_CHANGED} It is a {tensor.type()} of shape {list(tensor.shape)} at version {tensor._version}; expected version"
-            f" {version} instead."
-        )
 
 
 def _is_plain(value: Any) -> bool:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,6 @@ _MOVED = 0.1
 
 def prove_row_wise(
     row_wise: RowWise,
-    module: nn.Module,
     step: Callable[[Any], Any],
     undo: Undo,
     sync: GradientSync,
@@ -52,29 +52,22 @@ def prove_row_wise(
 ) -> None:
     """Try whether the step is the same in micro-batches. Called on all ranks at each loader batch, until that was seen.
 
-    Args:
-        row_wise: runs the submodules in training.
-        module: that is trained.
-        step: runs it on a batch, and logs nothing.
-        undo: keeps what a step changes.
-        sync: of the engine.
-        ranks: that train.
-        batches: the loader batch; empty where this rank has none.
-        samples: how many of them the loader puts into a batch; empty where it does not say so.
-        warn: takes a warning.
+    ``batches`` is the loader batch, or empty where this rank has none; ``samples`` are how many of them the loader puts into a
+    batch, if it says so. ``step`` runs the module on a batch, and logs nothing.
 
     Raises:
         RowWiseError: it is another. On all ranks.
     """
     row_wise.begin_proof()
     engine = sync if sync.is_waited_for_in_forward else _InPlace()
-    trial = Trial(module, step, partial(undo.take, watches_parameters=False), engine, lambda value: ranks.largest(value)[0])
+    take_snapshot = partial(undo.take, watches_parameters=False)
+    trial = Trial(row_wise.module, step, take_snapshot, engine, lambda value: ranks.largest(value)[0])
     try:
         take, number = trial.together(lambda: _rows_of(undo, batches, samples))
         number = -int(trial.largest(-number))
         if number < 2:
             raise UnsuitableRowsError("the first batches have 1 row")
-        kinds = _Proof(row_wise, module, trial, take, number).run()
+        kinds = _Proof(row_wise, take, number).run(trial)
     except CannotCheckError as error:
         if not (trial.largest(float(isinstance(error, UnsuitableRowsError))) and row_wise.proofs_left):
             row_wise.end_proofs(set(), None)
@@ -121,60 +114,57 @@ class _InPlace(GradientSync):
         return found
 
 
+@dataclass
 class _Proof:
     """Compares the step on some rows with that of their micro-batches. Ranks take every step of it together.
 
-    Args:
-        row_wise: runs the submodules in training.
-        module: that is trained.
-        trial: runs the step, and leaves everything as it was.
+    Attributes:
         take: makes a batch of some rows.
         number: of rows, on the rank that has the fewest.
+        kinds: of the calls that were there.
     """
 
-    def __init__(self, row_wise: RowWise, module: nn.Module, trial: Trial, take: Callable[[Any], Any], number: int) -> None:
-        self._row_wise, self._module, self._trial, self._take, self._number = row_wise, module, trial, take, number
-        self._kinds: set[Hashable] = set()
+    row_wise: RowWise
+    take: Callable[[Any], Any]
+    number: int
+    kinds: set[Hashable] = field(default_factory=set)
 
-    def run(self) -> set[Hashable]:
+    def run(self, trial: Trial) -> set[Hashable]:
         """Look with parameters moved, and as they are. Returns the kinds of calls that were there.
 
         Raises:
             RowWiseError: a gradient is another one.
             CannotCheckError: there is none, or another one each time.
         """
-        found = []
-        for context in (moved(self._module), nullcontext()):
+        has_evidence = False
+        for context in (moved(self.row_wise.module), nullcontext()):
             with context:
-                found.append(self._trial.in_widest_type(self._look))
-        if not self._trial.largest(float(any(found))):
+                has_evidence |= trial.in_widest_type(self._look)
+        if not trial.largest(float(has_evidence)):
             raise UnsuitableRowsError("the first rows have no gradient")
-        return self._kinds
+        return self.kinds
 
     def _look(self, trial: Trial) -> bool:
         """Returns whether there was something to compare."""
-        first = next((few for few in (7, 5, 3) if few <= self._number), 2)
-        other = first + 1 if first < self._number else max(2, first - 1)
-        problem, was_wrong = CannotCheckError("no number of rows"), False
+        wrong: list[int] = []
         with trial.held():
-            for number in dict.fromkeys((first, other, 5, 3, 2)):
+            for number in [few for few in (7, 6, 5, 3, 2) if few <= self.number]:  # memory may run out
                 try:
-                    found = self._compare(trial, self._row_wise.names, number)
-                except CannotCheckError as error:  # memory may run out
-                    problem = error
+                    found = self._compare(trial, self.row_wise.names, number)
+                except CannotCheckError:
+                    if number == 2:
+                        raise
                     continue
                 if not self._is_wrong(trial, found):
                     break
-                if was_wrong or number == 2:  # twice: no argument without rows is as large by chance
+                wrong.append(number)
+                if len(wrong) > 1 or number == 2:  # no argument without rows is as large by chance twice
                     self._refuse(trial, found, number)
-                was_wrong = True
-            else:
-                raise problem
-            size = self._row_wise.size
-            of_training = min(self._number, size) if isinstance(size, int) and self._row_wise.largest is None else 0
-            if of_training > number:  # what few rows cannot show; memory may run out
+            size = self.row_wise.size
+            of_training = min(self.number, size) if isinstance(size, int) and self.row_wise.largest is None else 0
+            if of_training > number:  # what few rows cannot show
                 with suppress(CannotCheckError):
-                    large = self._compare(trial, self._row_wise.names, of_training, -(-of_training // 2))
+                    large = self._compare(trial, self.row_wise.names, of_training, -(-of_training // 2))
                     if self._is_wrong(trial, large):
                         self._refuse(trial, large, of_training)
             return found.has_evidence
@@ -187,23 +177,26 @@ class _Proof:
             part = self._measure(trial, names, size or min(2, number - 1), number, draws)
         except CannotCheckError as error:
             return Deviation(math.inf, True, str(error))
-        found, losses = fit_of([Look(whole, [part])], ALL, ONCE, trial.eps).deviation, (whole.loss, part.loss)
         norm = math.sqrt(sum(float(gradient.nan_to_num().square().sum()) for gradient in whole.gradient(ALL).values()))
-        apart = abs(whole.loss - part.loss) / max(*map(abs, losses), norm) if all(map(math.isfinite, losses)) and norm else 0.0
-        return found if found.size >= apart else Deviation(apart, True, "the loss")
+        apart = abs(whole.loss - part.loss) / max(abs(whole.loss), abs(part.loss), norm, 1e-300)
+        of_loss = Deviation(apart if norm and math.isfinite(apart) else 0.0, True, "the loss")
+        return max(self._deviation(trial, whole, part), of_loss, key=lambda found: found.size)
 
     def _measure(self, trial: Trial, names: Sequence[str], size: int | None, number: int, draws: _Draws) -> Measured:
-        row_wise = self._row_wise.another(size, names, draws)
+        row_wise = replace(self.row_wise, size=size, names=names, draws=draws, proofs_left=0)
         with ExitStack() as stack:
 
             def batch() -> Any:  # once everything is put back, the module's calls too
                 stack.enter_context(row_wise.step(number))
-                return self._take(range(number))
+                return self.take(range(number))
 
             found = trial.measure(batch, None, range(number), number)
             trial.together(row_wise.end_backward)
-        self._kinds |= row_wise.kinds
+        self.kinds |= row_wise.kinds
         return found
+
+    def _deviation(self, trial: Trial, whole: Measured, part: Measured) -> Deviation:
+        return fit_of([Look(whole, [part])], ALL, ONCE, trial.eps).deviation
 
     def _is_wrong(self, trial: Trial, found: Deviation) -> bool:
         """On any rank."""
@@ -215,13 +208,13 @@ class _Proof:
         """Raise what is wrong, unless the step is another one each time."""
         if trial.largest(float(trial.draws_unlike_numbers)):
             raise CannotCheckError("training_step draws random numbers that are others for each micro-batch")
-        names = self._row_wise.names
+        names = self.row_wise.names
         one, other = (self._measure(trial, names, None, number, _Draws(trial)) for _ in range(2))
-        if self._is_wrong(trial, fit_of([Look(one, [other])], ALL, ONCE, trial.eps).deviation):
+        if self._is_wrong(trial, self._deviation(trial, one, other)):
             raise CannotCheckError("training_step gives the same rows another gradient each time")
         first = next((name for name in names if self._is_wrong(trial, self._compare(trial, [name], number))), names[0])
-        name = first if self._row_wise.largest is not None else self._innermost(trial, first, number)
-        kind = type(self._module.get_submodule(name)).__name__
+        name = first if self.row_wise.largest is not None else self._innermost(trial, first, number)
+        kind = type(self.row_wise.module.get_submodule(name)).__name__
         seen = found.seen if found.size == math.inf else f"relative error of {found.seen}: {found.size:.2g}"
         raise RowWiseError(
             f"row_wise={first!r} runs {first!r} in micro-batches, and with {name} ({kind}) in micro-batches the step of some"
@@ -232,7 +225,7 @@ class _Proof:
 
     def _innermost(self, trial: Trial, name: str, number: int) -> str:
         """The submodule inside of one that is wrong, which has none inside that is."""
-        for child, _ in self._module.get_submodule(name).named_children():
+        for child, _ in self.row_wise.module.get_submodule(name).named_children():
             with suppress(RowWiseError):
                 if self._is_wrong(trial, self._compare(trial, [f"{name}.{child}"], number)):
                     return self._innermost(trial, f"{name}.{child}", number)

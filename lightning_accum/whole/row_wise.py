@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
 from typing import Any, TypeAlias
 
 import torch
@@ -24,22 +26,11 @@ from lightning_accum.policy import Policy
 from lightning_accum.randomness import RandomState
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.auto import MicroBatchSizes, RetriedSplitting
-from lightning_accum.splitting.micro_batch import Layout, RowSelector, Tokens
+from lightning_accum.splitting.micro_batch import Layout, Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Plan, Planner, RowSlice
 from lightning_accum.undo import Undo
-from lightning_accum.whole.calls import Call, as_one_node, taken
-from lightning_accum.whole.forms import (
-    Form,
-    Layer,
-    difference_by_padding,
-    flag_of,
-    form_of,
-    name_of,
-    number_of_rows,
-    read_arguments,
-    size_of,
-)
-from lightning_accum.whole.trees import Tree
+from lightning_accum.whole.calls import Call, Gradients, as_one_node, taken
+from lightning_accum.whole.forms import Form, Layer, Tree, difference_by_padding, form_of, kind_of, number_of_rows, read
 
 _MOST_PROOFS = 8
 """Loader batches at which it is tried whether micro-batches are the whole, until there was a gradient to compare."""
@@ -47,18 +38,19 @@ Draws: TypeAlias = Callable[[int, Sequence[int], int], AbstractContextManager[No
 """What some rows of a call run in, where it is tried out: the number of the call in its step, the rows, and how many there are."""
 
 
+@dataclass(eq=False)
 class RowWise:
     """Runs submodules in micro-batches, in steps that see the whole batch.
 
-    Args:
+    Attributes:
         module: that is trained.
         names: of its submodules.
-        micro_batch: rows, or tokens, of a micro-batch; or ``"auto"``; None to run calls as they are, in a trial.
+        size: rows, or tokens, of a micro-batch; or ``"auto"``; None to run calls as they are, in a trial.
         device: where the module runs.
         trim: whether calls run longest rows first, trimmed to the longest of a micro-batch, where their lengths can be read.
         largest: over the ranks, where submodules are sharded, so that ranks wait for each other in each of their forwards.
         draws: where they are tried out.
-        proofs: loader batches at which it is tried whether micro-batches are the whole, until that was seen.
+        proofs_left: loader batches at which it may be tried whether micro-batches are the whole, until that was seen.
 
     Raises:
         ValueError: a name is no submodule, or is inside of another.
@@ -75,31 +67,27 @@ class RowWise:
         True
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        names: Sequence[str],
-        micro_batch: MicroBatchSize | None,
-        device: torch.device,
-        trim: bool = True,
-        largest: Callable[..., Sequence[float]] | None = None,
-        draws: Draws | None = None,
-        proofs: int = 0,
-    ) -> None:
-        self.largest, self.size, self._device, self._trim, self._module = largest, micro_batch, device, trim, module
-        self._layers = [Layer(name, inner, inner, largest is not None) for name, inner in _named(module, names)]
-        self._draws = draws
-        self.sizes = MicroBatchSizes() if micro_batch == "auto" else None
+    module: nn.Module
+    names: Sequence[str]
+    size: MicroBatchSize | None
+    device: torch.device
+    trim: bool = True
+    largest: Callable[..., Sequence[float]] | None = None
+    draws: Draws | None = None
+    proofs_left: int = 0
+
+    def __post_init__(self) -> None:
+        self._layers = _named(self.module, self.names, self.largest is not None)
+        self.names = [layer.name for layer in self._layers]
+        self.sizes = MicroBatchSizes() if self.size == "auto" else None
         """With ``"auto"``, what was found to fit."""
         self.pieces: list[RowSlice] = []
         """The micro-batches of all calls in the step so far."""
-        self._called: set[str] = set()
         self.kinds: set[Hashable] = set()
         """The kinds of their calls."""
-        self.proofs_left = proofs
-        """Loader batches at which it may be tried whether micro-batches are the whole."""
+        self._called: set[str] = set()
         self._warn_of_kind: Callable[[str], None] | None = None
-        self._planners: dict[str, Planner] = {}
+        self._planners = {} if self.size is None else {name: self._planner(self.size) for name in self.names}
         self._forms: dict[Hashable, Form] = {}
         self._calls: list[Call] = []
         self._running: Call | None = None
@@ -107,17 +95,13 @@ class RowWise:
         self._number = 0
         self._is_inside = self._drops = self._is_over = False
 
-    def another(self, micro_batch: int | None, names: Sequence[str] | None = None, draws: Draws | None = None) -> RowWise:
-        """The same with micro-batches of another size, or calls as they are: to try it out."""
-        return RowWise(self._module, names or self.names, micro_batch, self._device, self._trim, self.largest, draws)
+    def _planner(self, size: MicroBatchSize) -> Planner:
+        # that nothing is trimmed needs no warning: outputs may be sequences; what is tried on two rows would be on one rank alone
+        size_for = None if self.sizes is None else self.sizes.size_for
+        return Planner(size, self.trim and self.largest is None, warn=lambda text: None, size_for=size_for)
 
     def end_proofs(self, kinds: set[Hashable], warn: Callable[[str], None] | None) -> None:
-        """It was seen, for ``kinds`` of calls; or is not tried any more.
-
-        Args:
-            kinds: of calls.
-            warn: takes the name of a submodule that has a call of another kind; None if nothing was seen.
-        """
+        """It was seen for these kinds of calls, and ``warn`` takes the name of a submodule that has another; or it is given up."""
         self.proofs_left, self._warn_of_kind = 0, warn
         self.kinds |= kinds
 
@@ -125,24 +109,17 @@ class RowWise:
         """It is tried at a loader batch."""
         self.proofs_left -= 1
 
-    @property
-    def names(self) -> list[str]:
-        """Of the submodules."""
-        return [layer.name for layer in self._layers]
-
     def describe(self) -> str:
         """What runs in micro-batches, in words."""
-        size = self.size
-        rows = f"of up to {size.count} tokens" if isinstance(size, Tokens) else f"of {size}"
-        rows = "as large as memory allows" if size == "auto" else rows
-        return f"{', '.join(self.names)} in micro-batches {rows}, the loss sees all rows"
+        size = "as large as memory allows" if self.size == "auto" else f"of {self.size}"
+        size = f"of up to {self.size.count} tokens" if isinstance(self.size, Tokens) else size
+        return f"{', '.join(self.names)} in micro-batches {size}, the loss sees all rows"
 
     @contextmanager
     def step(self, rows: int | None = None) -> Iterator[None]:
         """In here, from the forward to the end of the backward, calls of the submodules run in micro-batches.
 
-        Args:
-            rows: of the batch, if that is known.
+        ``rows`` are those of the batch, if that is known.
         """
         self._rows, self._number, self._is_over = rows, 0, False
         try:
@@ -176,7 +153,7 @@ class RowWise:
     @property
     def running(self) -> RowSlice | None:
         """The micro-batch of a call that was running when an error was raised; None if it was another part of the step."""
-        return None if self._running is None else self._running.pieces[self._running.current]
+        return None if self._running is None else self._running.current
 
     @contextmanager
     def dropping(self, context: AbstractContextManager[None]) -> Iterator[None]:
@@ -196,7 +173,7 @@ class RowWise:
         self._is_inside = True
         try:
             self._called.add(layer.name)
-            return self._run(layer, read_arguments(layer, (args, kwargs)))
+            return self._run(layer, read((args, kwargs), layer))
         finally:
             self._is_inside = False
 
@@ -207,18 +184,18 @@ class RowWise:
         def run(piece: RowSlice, given: Any, number: int = self._number) -> Any:
             args, kwargs = given
             own = range(rows)[piece.rows] if isinstance(piece.rows, slice) else piece.rows
-            with nullcontext() if self._draws is None else self._draws(number, own, rows):
+            with nullcontext() if self.draws is None else self.draws(number, own, rows):
                 return layer.run(*args, **kwargs)
 
         is_one = rows < 2 or (isinstance(self.size, int) and rows <= self.size)
         if self.size is None or (is_one and self.largest is None):  # as it is
-            return as_one_node(run(RowSlice(slice(None), rows, 1), arguments.make(iter(arguments.leaves))))
+            return as_one_node(run(RowSlice(slice(None), rows, 1), arguments.make(arguments.values)), layer)
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # others' are for what a backward will need
             form = self._form(layer, arguments, rows, run)
             pieces, order = self._pieces(layer, arguments, form, rows)
             shadows = 0 if self.largest is None else int(self.largest(float(len(pieces)))[0]) - len(pieces)
-            call = self._running = Call(layer, arguments, form, pieces, order, shadows, run, self._device)
-            output = call.run(self._run_again)
+            call = self._running = Call(layer, arguments, form, pieces, order, shadows, run, self.device)
+            output = call.run(partial(self._run_again, call))
         self._running = None
         self._calls.append(call)
         self.pieces += pieces
@@ -226,58 +203,50 @@ class RowWise:
 
     def _form(self, layer: Layer, arguments: Tree, rows: int, run: Callable[[RowSlice, Any], Any]) -> Form:
         """Where the rows of a call are."""
-        fitting = tuple(size_of(leaf) == rows for leaf in arguments.leaves)
-        dims = tuple(leaf.dim() if isinstance(leaf, Tensor) else -1 for leaf in arguments.leaves)
-        kind = (layer.name, layer.module.training, dims, *map(flag_of, arguments.others))
+        fitting = tuple(leaf.size == rows for leaf in arguments.leaves)
+        kind = kind_of(layer, arguments)
         form = self._forms.get((fitting, kind))
         if self.largest is not None:
             is_needed, fewest = self.largest(float(form is None), float(-rows))
             if fewest >= -1:
-                raise RowWiseError(
-                    f"row_wise={layer.name!r}: {layer.name!r} is called with one row on a rank, where others have more."
-                    " Sharded, it runs on all ranks together: have the loader yield at least two rows."
+                raise layer.error(
+                    f"{layer.name!r} is called with one row on a rank, where others have more. Sharded, it runs on all ranks"
+                    " together: have the loader yield at least two rows."
                 )
             form = None if is_needed else form
         if form is None:
             form = self._forms[fitting, kind] = form_of(layer, arguments, fitting, rows, run)
-        kind = (*kind, form)
-        if kind not in self.kinds:
-            self.kinds.add(kind)
-            if self._warn_of_kind is not None:
-                self._warn_of_kind(layer.name)
+        if (kind, form) not in self.kinds and self._warn_of_kind is not None:
+            self._warn_of_kind(layer.name)
+        self.kinds.add((kind, form))
         return form
 
     def _pieces(self, layer: Layer, arguments: Tree, form: Form, rows: int) -> tuple[list[RowSlice], list[int] | None]:
-        planner = self._planners.get(layer.name)
-        if planner is None:  # that nothing is trimmed needs no warning: outputs may be sequences
-            assert self.size is not None
-            # what is tried out on two rows would be on one rank alone
-            size_for = None if self.sizes is None else self.sizes.size_for
-            planner = Planner(self.size, self._trim and self.largest is None, warn=lambda text: None, size_for=size_for)
-            self._planners[layer.name] = planner
         tensors: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
-        for path, leaf, is_row in zip(arguments.paths, arguments.leaves, form.inputs, strict=True):
-            if isinstance(leaf, Tensor):
-                tensors[is_row][name_of(layer, path)] = leaf
-
-        def some(selector: RowSelector) -> Any:
-            pairs = zip(arguments.leaves, form.inputs, strict=True)
-            return arguments.make(taken(leaf, is_row, selector) for leaf, is_row in pairs)
-
+        for leaf, is_row in zip(arguments.leaves, form.inputs, strict=True):
+            if leaf.is_tensor:
+                tensors[is_row][layer.name_of(leaf.path)] = leaf.value
+        some = lambda selector: arguments.make(map(partial(taken, selector), arguments.values, form.inputs))  # noqa: E731
         layout = Layout(rows, tensors[True], tensors[False], {}, some)
+        planner = self._planners[layer.name]
         spans = planner.trimmable(layout, partial(difference_by_padding, layer)) if form.may_be_sorted else {}
         return planner.pack(layout, spans)
 
     # --- the backward -------------------------------------------------------------------------------------------------
 
-    def _run_again(self, call: Call, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    def _run_again(self, call: Call, gradients: Gradients) -> Gradients:
         """Run a call again in its backward. Returns the gradients of its inputs."""
+        if torch.is_grad_enabled() or not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+            raise call.layer.error(
+                f"training_step differentiates through a call of {call.layer.name!r} by itself (a gradient penalty, an inner"
+                ' step), and what ran in micro-batches has no graph for that. Leave row_wise out, and use micro_batch="offload".'
+            )
         self._check_is_next(1 + self._calls.index(call))
         if self._drops:
             gradients = [None] * len(gradients)
             if self.largest is None:
-                return [torch.zeros_like(leaf) for leaf in call.needs_gradient]
-        now = RandomState(self._device)
+                return call.zeros()
+        now = RandomState(self.device)
         self._is_inside, self._running = True, call
         try:
             of_inputs = call.run_again(gradients)
@@ -300,14 +269,7 @@ class RowWise:
 
 
 class RetriedSteps(RetriedSplitting):
-    """Runs each loader batch whole. Out of memory in a call of a submodule, it is as if the step had not begun.
-
-    Args:
-        row_wise: runs the submodules, with ``"auto"``.
-        snapshotter: of the module whose steps they are.
-        device: where it runs.
-        say: takes a line for the log of this rank.
-    """
+    """Runs each loader batch whole. Out of memory in a call of a submodule, it is as if the step had not begun."""
 
     def __init__(self, row_wise: RowWise, snapshotter: Undo, device: torch.device, say: Callable[[str], None]) -> None:
         assert row_wise.sizes is not None
@@ -328,8 +290,7 @@ class RetriedSteps(RetriedSplitting):
     def _planned(self, batch: Any) -> Plan:
         self._row_wise.forget()  # the attempt that failed
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-        is_changeable = isinstance(batch, (dict, list))  # each attempt has a container of its own
-        make = lambda piece: copy(batch) if is_changeable else batch  # noqa: E731
+        make = lambda piece: copy(batch) if isinstance(batch, (dict, list)) else batch  # noqa: E731  # a container of its own
         return Plan(batch, [RowSlice(slice(None), 1, 1)], make, tensors=tensors, is_read=False)
 
 
@@ -337,13 +298,7 @@ class RetriedSteps(RetriedSplitting):
 
 
 def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: bool) -> RowWise | None:
-    """What runs submodules in micro-batches; None if none was named.
-
-    Args:
-        policy: what was asked for.
-        module: that is trained.
-        ranks: that train.
-        is_sharded: its modules are, so that ranks wait for each other in each forward.
+    """What runs submodules in micro-batches; None if none was named. ``is_sharded``: ranks wait for each other in each forward.
 
     Raises:
         ValueError: a name is no submodule, or is inside of another.
@@ -352,10 +307,10 @@ def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: boo
         return None
     largest, trim = ranks.largest if is_sharded else None, policy.trim_padding is not False
     proofs = _MOST_PROOFS if policy.check else 0
-    return RowWise(module, policy.row_wise, policy.row_wise_size, ranks.device, trim, largest, proofs=proofs)
+    return RowWise(module, policy.row_wise, policy.row_wise_size, ranks.device, trim, largest, proofs_left=proofs)
 
 
-def _named(module: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
+def _named(module: nn.Module, names: Sequence[str], are_sharded: bool) -> list[Layer]:
     modules = dict(module.named_modules(remove_duplicate=False))
     for name in names:
         if not name or name not in modules:
@@ -364,13 +319,13 @@ def _named(module: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module
                 f"row_wise={name!r}: {type(module).__name__} has no submodule of that name. Name some of its submodules;"
                 f" its children are {known}."
             )
-    for outer in names:
-        for inner in names:
-            if outer != inner and modules[inner] in list(modules[outer].modules())[1:]:
-                raise ArgumentError(
-                    f"row_wise={list(names)}: {inner!r} is inside of {outer!r}, which runs in micro-batches. Name one of them."
-                )
-    return [(name, layer) for layer, name in {modules[name]: name for name in reversed(names)}.items()][::-1]
+    for outer, inner in permutations(names, 2):
+        if modules[inner] in list(modules[outer].modules())[1:]:
+            raise ArgumentError(
+                f"row_wise={list(names)}: {inner!r} is inside of {outer!r}, which runs in micro-batches. Name one of them."
+            )
+    first_names = {modules[name]: name for name in reversed(names)}
+    return [Layer(name, inner, inner, are_sharded) for inner, name in first_names.items()][::-1]
 
 
 @contextmanager

@@ -226,6 +226,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     ),
     "packed sequences, padded to the longest": (lambda: Packed(False), packed),
     "experts that take so many rows": (lambda: Experts(1.25), routed),
+    "a mean over rows where there are several": (
+        lambda: Calls(lambda self, x: self.net(x) - (len(x) > 2) * self.net(x).mean(0)),
+        of_x,
+    ),
     "a mode in which rows are not independent": (
         lambda: Calls(lambda self, x, centred: self.net(x) - centred * self.net(x).mean(0)),
         lambda net, b: spread(net.encoder(b["x"], False)) + spread(net.encoder(b["x"], True)),
