@@ -111,41 +111,6 @@ class TotalCorrelation(Autoencoder):
         return F.mse_loss(self.decoder(z), batch["x"]) + divergence.mean()
 
 
-@real_module("DIP-VAE", dealt(image), windows=ONE, split=by("encoder"))
-class DisentangledPrior(Autoencoder):
-    """The covariance of means over the batch is drawn to the identity."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        z, mean, log_variance = self.sample(batch)
-        covariance = (mean - mean.mean(0)).T @ (mean - mean.mean(0)) / len(mean) + log_variance.exp().mean(0).diag()
-        off = (covariance - covariance.diagonal().diag()).square().sum() + (covariance.diagonal() - 1).square().sum()
-        return F.mse_loss(self.decoder(z), batch["x"]) + self.divergence(mean, log_variance).mean() + off
-
-
-@real_module("Wasserstein autoencoder, MMD", dealt(image), windows=ONE, split=by("encoder"))
-class MeanDiscrepancy(Autoencoder):
-    """Kernels between all codes of the batch and samples of the prior."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        z, prior = self.encoder(batch["x"])[:, :3], batch["noise"][:, 1]
-        kernels = [1 / (1 + torch.cdist(a, b).square() / 3) for a, b in ((z, z), (prior, prior), (z, prior))]
-        n, (own, other, both) = len(z), kernels
-        off_diagonal = (own.sum() - own.trace() + other.sum() - other.trace()) / max(1, n * (n - 1))
-        return F.mse_loss(self.decoder(z), batch["x"]) + 10 * (off_diagonal - 2 * both.mean())
-
-
-@real_module("importance weighted autoencoder", dealt(image))
-class ImportanceWeighted(Autoencoder):
-    """The logarithm of a mean over five codes of each row, which is its own."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        mean, log_variance = (part[:, None] for part in self.encoder(batch["x"]).chunk(2, 1))
-        z = mean + (0.5 * log_variance).exp() * batch["noise"]
-        log_ratio = normal_log_density(z).sum(2) - normal_log_density(z, mean, log_variance).sum(2)
-        log_weight = log_ratio + normal_log_density(batch["x"][:, None], self.decoder(z)).sum(2)
-        return -(log_weight.logsumexp(1) - math.log(5)).mean()
-
-
 @real_module(
     *("VQ-VAE, k-means", dealt(image)),
     windows=Warned("codebook"),
@@ -255,14 +220,6 @@ class Denoiser(OnPaths):
         return (self.net(torch.cat([angle.cos() * x + angle.sin() * noise, time], 1)) - noise).square()
 
 
-@real_module("DDPM with min-SNR weights", dealt(noised))
-class Diffusion(Denoiser):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        errors = self.errors(batch["x"], batch["noise"], batch["time"]).mean(1)
-        weight = (5 * (0.5 * math.pi * batch["time"][:, 0]).tan().square()).clamp(max=1)
-        return (weight * errors).mean()
-
-
 @real_module("diffusion with antithetic times", dealt(noised), windows=ONE, split=OFFLOAD)
 class AntitheticTimes(Denoiser):
     """Draws one time for two rows, whose times add up to 1."""
@@ -270,16 +227,6 @@ class AntitheticTimes(Denoiser):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         half = torch.rand(len(batch["x"]) // 2 + 1, 1)
         time = torch.cat([half, 1 - half])[: len(batch["x"])]
-        return self.errors(batch["x"], batch["noise"], time).mean()
-
-
-@real_module("variational diffusion, stratified times", dealt(noised), windows=ONE, split=OFFLOAD)
-class StratifiedTimes(Denoiser):
-    """Draws one number, and spreads the times of the batch evenly from there."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        count = len(batch["x"])
-        time = (torch.rand(1, 1) + torch.arange(count)[:, None] / count) % 1
         return self.errors(batch["x"], batch["noise"], time).mean()
 
 
@@ -299,49 +246,3 @@ class TransportFromNoise(FlowMatching):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         x = batch["x"]
         return self.of_paths(torch.randn_like(x), x, torch.rand(len(x), 1))
-
-
-@real_module("flow matching, transport between data", dealt(noised), windows=ONE, split=by("net"))
-class TransportBetweenData(FlowMatching):
-    """Both ends are rows of the loader."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.of_paths(batch["noise"], batch["x"], batch["time"])
-
-
-def ray(generator: Generator) -> dict[str, Tensor]:
-    """Some rays have a depth; more in some batches than in others."""
-    has_depth = torch.rand((), generator=generator) < 0.6
-    return {
-        "origin": torch.randn(3, generator=generator),
-        "direction": F.normalize(torch.randn(3, generator=generator), dim=0),
-        "color": torch.rand(3, generator=generator),
-        "depth": torch.rand((), generator=generator).where(has_depth, torch.tensor(math.nan)),
-        "jitter": torch.rand(6, generator=generator),
-    }
-
-
-@real_module("NeRF, coarse and fine, with depths of some rays", dealt(ray))
-class RadianceField(LightningModule):
-    """Colors of two renderings are means over rays, and the depth one over the rays that have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.coarse, self.fine = mlp(3, 8, 4), mlp(3, 8, 4)
-
-    def render(self, net: nn.Module, batch: dict[str, Tensor], at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        out = net(batch["origin"][:, None] + at[..., None] * batch["direction"][:, None])
-        passed = (-F.softplus(out[..., 3]) * 0.3).exp()
-        before = torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1].cumprod(1)], 1)
-        weight = before * (1 - passed)
-        return (weight[..., None] * out[..., :3].sigmoid()).sum(1), (weight * at).sum(1), weight
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        at = (torch.arange(6) + batch["jitter"]) / 6
-        coarse, _, weight = self.render(self.coarse, batch, at)
-        cumulated = (weight.detach() + 0.01).cumsum(1)
-        drawn = torch.searchsorted(cumulated / cumulated[:, -1:], at.contiguous()).clamp(max=5)
-        fine, depth, _ = self.render(self.fine, batch, torch.cat([at, at.gather(1, drawn) + 0.05], 1).sort(1).values)
-        has_depth = ~batch["depth"].isnan()
-        of_depth = (depth - batch["depth"])[has_depth].abs().sum() / has_depth.sum().clamp(min=1)
-        return F.mse_loss(coarse, batch["color"]) + F.mse_loss(fine, batch["color"]) + 0.1 * of_depth

@@ -41,26 +41,6 @@ class TwoViews(LightningModule):
         raise NotImplementedError
 
 
-@real_module("SimCLR", dealt(two_views), windows=ONE, split=by("encoder"))
-class ContrastedViews(TwoViews):
-    """Every row tells its other view from all rows of the batch."""
-
-    def loss(self, a: Tensor, b: Tensor) -> Tensor:
-        z = F.normalize(torch.cat([a, b]))
-        logits = (z @ z.T / 0.2).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
-        return F.cross_entropy(logits, torch.arange(len(z)).roll(len(a)))
-
-
-@real_module("Barlow Twins", dealt(two_views), windows=ONE, split=by("encoder"))
-class RedundancyReduced(TwoViews):
-    """The correlation of the two views' features over the batch is drawn to the identity."""
-
-    def loss(self, a: Tensor, b: Tensor) -> Tensor:
-        a, b = ((z - z.mean(0)) / (z.var(0, correction=0) + 1e-2).sqrt() for z in (a, b))
-        c = a.T @ b / len(a)
-        return (c.diagonal() - 1).square().sum() + 0.05 * (c - c.diagonal().diag()).square().sum()
-
-
 @real_module("VICReg with an online classifier", dealt(two_views), windows=ONE, split=by("encoder"))
 class VarianceAndClassifier(TwoViews):
     """Variances and covariances of the batch, and beside them a classifier that is a mean over labelled rows."""

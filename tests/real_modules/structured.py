@@ -55,13 +55,6 @@ class ExpertsWithBalance(Experts):
         return loss + 0.3 * 3 * ((chosen > 0).double().mean(0) * scores.softmax(-1).mean(0)).sum()
 
 
-@real_module("mixture of experts, router's z-loss", dealt(sentence), collate=padded())
-class ExpertsWithZLoss(Experts):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        scores, loss, _ = self.routed(batch)
-        return loss + 0.1 * scores.logsumexp(-1).square().mean()
-
-
 # --- several tasks -----------------------------------------------------------------------------------------------------
 
 
@@ -230,64 +223,7 @@ class EnergiesForcesAndBonds(LightningModule):
         return 0.1 * F.mse_loss(energy, batch["energy"]) + (slope + batch["forces"]).square().sum(-1).mean() + of_bonds
 
 
-def molecule(generator: Generator) -> dict[str, Tensor]:
-    """Atoms, and a matrix of bonds, which is symmetric."""
-    one = graph(generator)
-    bonds = torch.zeros(6, 6)
-    bonds[one["edges"][0], one["edges"][1]] = bonds[one["edges"][1], one["edges"][0]] = 1.0
-    return {"z": F.pad(one["z"], (0, 6 - len(one["z"]))), "bonds": bonds, "target": one["energy"]}
-
-
-@real_module("generation of graphs, dense", dealt(molecule))
-class NodesAndEdgesOfDenseGraphs(LightningModule):
-    """Means over atoms and over pairs of atoms, and one over graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.atoms, self.message = nn.Embedding(4, 6, padding_idx=0), nn.Linear(6, 6)
-        self.node, self.edge, self.graph = nn.Linear(6, 4), nn.Bilinear(6, 6, 2), nn.Linear(6, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        z, bonds = batch["z"], batch["bonds"]
-        hidden = torch.tanh(self.message(bonds @ self.atoms(z)))
-        is_atom = z > 0
-        pairs = is_atom.unsqueeze(1) & is_atom.unsqueeze(2)
-        left, right = (hidden.unsqueeze(axis).expand(-1, 6, 6, -1) for axis in (2, 1))
-        of_nodes = F.cross_entropy(self.node(hidden)[is_atom], z[is_atom])
-        of_edges = F.cross_entropy(self.edge(left.contiguous(), right.contiguous())[pairs], bonds[pairs].long())
-        readout = self.graph((hidden * is_atom.unsqueeze(-1)).sum(1)).squeeze(-1)
-        return of_nodes + 2 * of_edges + F.huber_loss(readout, batch["target"])
-
-
 # --- space and time ----------------------------------------------------------------------------------------------------
-
-
-def scene(generator: Generator) -> dict[str, Tensor]:
-    """Agents that are seen for some steps, in a scene of up to five."""
-    is_seen = torch.rand(5, 6, generator=generator) < 0.7
-    is_seen[randint(1, 5, generator) :] = False
-    is_seen[0, -1] = True
-    return {"past": torch.randn(5, 4, generator=generator), "future": torch.randn(5, 6, 2, generator=generator), "is_seen": is_seen}
-
-
-@real_module("motion prediction", dealt(scene))
-class TrajectoriesOfMaskedAgents(LightningModule):
-    """The best of three modes for each agent: means over agents, over steps that were seen, and over scenes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.modes, self.scores = nn.Linear(4, 8), nn.Linear(8, 3 * 12), nn.Linear(8, 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        hidden, is_seen = torch.relu(self.encoder(batch["past"])), batch["is_seen"]
-        paths = self.modes(hidden).unflatten(-1, (3, 6, 2))
-        errors = (paths - batch["future"].unsqueeze(2)).square().sum(-1) * is_seen.unsqueeze(2)
-        best = errors.detach().sum(-1).argmin(-1)
-        agents = is_seen.any(-1)
-        of_modes = F.cross_entropy(self.scores(hidden)[agents], best[agents])
-        of_paths = errors.gather(2, best[..., None, None].expand(-1, -1, 1, 6)).sum() / is_seen.sum()
-        end_of_first = F.smooth_l1_loss(paths[:, 0, 0, -1], batch["future"][:, 0, -1])
-        return of_paths + 0.5 * of_modes + 0.2 * end_of_first
 
 
 VARIABLES = ["t2m", "u10", "v10", "z500"]
