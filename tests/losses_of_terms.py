@@ -89,6 +89,16 @@ def rows(number: int, seed: int, has_some: bool = True) -> list[dict[str, Tensor
     return [{name: column[row] for name, column in columns.items()} for row in range(number)]
 
 
+def windows_of_tokens(batches: Sequence[list[Any]], tokens: int) -> list[list[Any]]:
+    """The rows of windows that end with the loader batch in which they have so many tokens."""
+    windows: list[list[Any]] = [[]]
+    for batch in batches:
+        windows[-1] += batch
+        if sum(int((row["labels"] >= 0).sum()) for row in windows[-1]) >= tokens:
+            windows.append([])
+    return [window for window in windows if window]
+
+
 # fmt: off
 COUNTS: dict[str, Callable[[Any], Any]] = {
     "tokens": lambda b: (b["labels"] >= 0).sum(), "shifted": lambda b: (b["labels"][:, 1:] >= 0).sum(),

@@ -7,10 +7,14 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 
 DEADLINE = 60
@@ -58,3 +62,29 @@ def run_ranks(work: Callable[[int], None], world_size: int, deadline: float = DE
         children[rank].join()
     assert not late, f"ranks {late} had not ended after {deadline} s"
     return [Path(f"{rank}.said").read_text() for rank in range(world_size)]
+
+
+def found_by_two_ranks(
+    attempt: Callable[[Any], Any], asked: Mapping[str, Any], folder: Path, deadline: float
+) -> Callable[[str], list[Any]]:
+    """Attempt all that is asked in one pair of processes. Returns what gives a name's two findings; an error is its traceback."""
+
+    def work(rank: int) -> None:
+        os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE="2", NODE_RANK="0")
+        for name, of in asked.items():
+            try:
+                found = attempt(of)
+            except Exception:
+                found = RuntimeError(traceback.format_exc())
+            torch.save(found, folder / f"{name}.{rank}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        said = run_ranks(work, 2, deadline)
+
+    def found_of(name: str) -> list[Any]:
+        files = [folder / f"{name}.{rank}" for rank in range(2)]
+        assert all(file.is_file() for file in files), f"{name}: the ranks ended with {said}"
+        return [torch.load(file, weights_only=False) for file in files]
+
+    return found_of

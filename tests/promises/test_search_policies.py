@@ -6,10 +6,7 @@ One of them: ``pytest -m "" -k "one_rank and seed017" tests/promises/test_search
 
 from __future__ import annotations
 
-import os
 import re
-import traceback
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +14,7 @@ import pytest
 import torch
 from harness import Unsized
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from processes import run_ranks
+from processes import found_by_two_ranks
 from search_by_hand import ByHand, Outcome, optimizer_of, scheduler_of
 from search_points import Batch, Net, Point, draw
 from sharded import needs_sharding_on_cpu, shard, whole_parameters
@@ -181,23 +178,10 @@ def test_one_rank(seed: int) -> None:
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Of both ranks, by engine and seed: those of the tests that were asked for."""
-    folder = tmp_path_factory.mktemp("outcomes")
     tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_two_ranks"]
-    asked = [item.callspec.params for item in tests]
-
-    def work(rank: int) -> None:
-        os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE="2", NODE_RANK="0")
-        for params in asked:
-            (folder / f"at{rank}").write_text(f"{params['engine']} {params['seed']}")
-            try:
-                found = attempt(draw(params["seed"], params["engine"]))
-            except Exception:
-                found = RuntimeError(traceback.format_exc())
-            torch.save(found, folder / f"{params['engine']}{params['seed']}.{rank}")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        return folder, run_ranks(work, 2, deadline=600)
+    points = [draw(item.callspec.params["seed"], item.callspec.params["engine"]) for item in tests]
+    asked = {f"{point.engine}{point.seed}": point for point in points}
+    return found_by_two_ranks(attempt, asked, tmp_path_factory.mktemp("outcomes"), deadline=600)
 
 
 @pytest.mark.parametrize(
@@ -205,14 +189,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     [*seeds_of_a_search(SEEDS["ddp"], 16, "ddp"), *seeds_of_a_search(SEEDS["fsdp2"], 6, "fsdp2", [needs_sharding_on_cpu])],
 )
 @pytest.mark.timeout(900)
-def test_two_ranks(outcomes: tuple[Path, list[str]], engine: str, seed: int) -> None:
-    folder, said = outcomes
-    point = draw(seed, engine)
-    found = []
-    for rank in range(2):
-        file = folder / f"{engine}{seed}.{rank}"
-        assert file.is_file(), f"{point}\nthe ranks ended with {said}, at {[(folder / f'at{r}').read_text() for r in range(2)]}"
-        found.append(torch.load(file, weights_only=False))
+def test_two_ranks(outcomes: Any, engine: str, seed: int) -> None:
+    point, found = draw(seed, engine), outcomes(f"{engine}{seed}")
     for of_rank in found:
         check(point, of_rank)
     if not isinstance(found[0], BaseException):

@@ -9,12 +9,9 @@ loaders without a length. The loader here knows its place, and a callback keeps 
 
 from __future__ import annotations
 
-import os
 import random
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from processes import run_ranks
+from processes import found_by_two_ranks
 from support import OPTIMIZERS, pad, seeds_of_a_search, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -340,31 +337,15 @@ def test_on_one_process(seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What both ranks found, by seed: those of the tests that were asked for, in one pair of processes."""
-    folder = tmp_path_factory.mktemp("found")
     tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_on_two_processes"]
-
-    def work(rank: int) -> None:
-        os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE="2", NODE_RANK="0")
-        for item in tests:
-            seed = item.callspec.params["seed"]
-            try:
-                lines = examine(draw(seed, ranks=2))
-            except Exception:
-                lines = [traceback.format_exc()]
-            (folder / f"{seed}.{rank}").write_text("\n".join(lines))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        return folder, run_ranks(work, 2, deadline=600)
+    asked = {str(item.callspec.params["seed"]): draw(item.callspec.params["seed"], ranks=2) for item in tests}
+    return found_by_two_ranks(examine, asked, tmp_path_factory.mktemp("found"), deadline=600)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", seeds_of_a_search(range(TWO_PROCESSES), 20))
-def test_on_two_processes(seed: int, found: tuple[Path, list[str]]) -> None:
-    folder, said = found
-    files = [folder / f"{seed}.{rank}" for rank in range(2)]
-    assert all(file.is_file() for file in files), f"{draw(seed, ranks=2)}\nthe ranks ended with {said}"
-    assert [file.read_text() for file in files] == ["", ""], draw(seed, ranks=2)
+def test_on_two_processes(seed: int, found: Any) -> None:
+    assert found(str(seed)) == [[], []], draw(seed, ranks=2)

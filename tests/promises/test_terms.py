@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import assert_one_window_one_batch, on, windows_of
 from known import open_until
-from losses_of_terms import COUNTS, LOSSES, MULTIPLIED, OF_NOTHING, Function, OfTerms, rows, that_only_shows
+from losses_of_terms import COUNTS, LOSSES, MULTIPLIED, OF_NOTHING, Function, OfTerms, rows, that_only_shows, windows_of_tokens
 from support import Interrupted, SaveAfter, StatefulLoader, ddp, error_of_updates, fit, warned
 from torch import Tensor
 from torch.nn import functional as F
@@ -38,14 +38,14 @@ def assert_exact(
     assert [message for message in messages if not message.startswith("Padding")] == []
 
 
-@pytest.mark.some_cases(11)
+@pytest.mark.some_cases(7, 44)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_with_no_argument_a_loss_of_several_terms_takes_the_steps_of_the_full_batches(name: str, policy: str) -> None:
     assert_exact(LOSSES[name].of, POLICIES[policy])
 
 
-@pytest.mark.some_cases(7)
+@pytest.mark.some_cases(7, 33)
 @pytest.mark.parametrize("policy", ["windows", "split in 3"])
 @pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if row.counts])
 def test_one_weight_for_each_term_in_their_order_takes_the_same_steps(name: str, policy: str) -> None:
@@ -129,13 +129,7 @@ def test_batches_that_are_none_count_nothing(name: str) -> None:
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", ["tokens and samples", "nodes and edges", "tokens, samples and a penalty"])
 def test_a_window_of_tokens_ends_with_the_loader_batch_in_which_its_main_term_has_counted_them(name: str) -> None:
-    windows, tokens = [[]], 0
-    for batch in BATCHES:
-        tokens += sum(int((row["labels"] >= 0).sum()) for row in batch)
-        windows[-1] += batch
-        if tokens >= 30:
-            windows, tokens = [*windows, []], 0
-    assert_exact(LOSSES[name].of, {"window": Tokens(30)}, windows=[window for window in windows if window])
+    assert_exact(LOSSES[name].of, {"window": Tokens(30)}, windows=windows_of_tokens(BATCHES, 30))
 
 
 @pytest.mark.some_cases(2)
@@ -161,7 +155,7 @@ RANKS = [  # the loader batches of each rank, which end at different times
 OVER_RANKS = ["tokens and samples", "nodes, edges and graphs", "learned uncertainty", "boxes and samples", *ABSENT[:2]]
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(3, 15)
 @pytest.mark.parametrize("name", OVER_RANKS)
 @pytest.mark.parametrize(("engine", "options", "lengths", "policy"), RANKS)
 def test_over_ranks_with_uneven_ends_a_window_is_its_full_batch(
@@ -218,6 +212,7 @@ def _two_terms(logits: Tensor, t: Tensor, values: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, t) + F.mse_loss(values, y)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("policy", ["windows", "split in 3"])
 @pytest.mark.parametrize("loss", [chosen_or_nothing, compiled])
 def test_terms_of_strangers(loss: Function, policy: str) -> None:
@@ -255,6 +250,7 @@ LATE: dict[str, tuple[Function, Any]] = {  # a loss, and what is otherwise in th
 }  # fmt: skip
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("policy", ["windows", "split in 3"])
 @pytest.mark.parametrize("late", LATE)
 def test_a_window_of_what_the_check_has_not_seen_is_left_out(late: str, policy: str) -> None:
@@ -274,6 +270,7 @@ def focal(o: Any, b: Any, m: Any) -> Tensor:
     return (o.values - b.y).square().sum() / b.some.sum().clamp(min=1)
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("policy", [{"window": 4}, {"window": 4, "weight": COUNTS["some"]}, {"micro_batch": 2}])
 @pytest.mark.parametrize("loss", [focal, lambda o, b, m: focal(o, b, m) + F.cross_entropy(o.classes, b.t)])
 def test_a_count_that_is_raised_to_1_is_refused_before_its_step(loss: Function, policy: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 from fabric_ranks import on_two
 from harness import windows_of
 from lightning.fabric import Fabric
-from losses_of_terms import COUNTS, LOSSES, OfTerms, rows
+from losses_of_terms import COUNTS, LOSSES, OfTerms, rows, windows_of_tokens
 from sharded import needs_sharding_on_cpu, whole_parameters
 from support import OPTIMIZERS, error_of_updates, warned
 from torch import Tensor, nn
@@ -77,6 +77,7 @@ def assert_steps_of(found: Any, name: str, optimizer: str, windows: Sequence[Any
     assert found[1][shown] == pytest.approx(losses[shown], rel=1e-12)
 
 
+@pytest.mark.some_cases(5)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("arguments", [{"window": 4}, {"micro_batch": 3}], ids=["windows", "split"])
 @pytest.mark.parametrize("name", NAMES)
@@ -95,13 +96,8 @@ def test_a_weight_for_each_term_needs_no_loss_of() -> None:
 
 
 def test_a_window_of_tokens_is_counted_up_to_its_end() -> None:
-    windows, tokens = [[]], 0
-    for batch in BATCHES:
-        tokens, windows[-1] = tokens + sum(int((row["labels"] >= 0).sum()) for row in batch), windows[-1] + batch
-        if tokens >= 30:
-            windows, tokens = [*windows, []], 0
     found = trained(None, "tokens and samples", "adamw", BATCHES, window=Tokens(30), loss_of=with_loss)
-    assert_steps_of(found, "tokens and samples", "adamw", [window for window in windows if window])
+    assert_steps_of(found, "tokens and samples", "adamw", windows_of_tokens(BATCHES, 30))
 
 
 def test_without_loss_of_the_terms_are_told_of_before_or_at_the_first_step() -> None:
@@ -136,6 +132,7 @@ def in_shards(model: Any, mesh: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu)])
 @pytest.mark.parametrize("arguments", [{"window": 2}, {"micro_batch": 2}], ids=["windows", "split"])
 def test_on_two_ranks_the_terms_of_both_are_counted(arguments: Any, strategy: str) -> None:

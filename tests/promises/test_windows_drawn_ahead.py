@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import assert_one_window_one_batch, on, windows_of
 from lightning.pytorch.callbacks import Callback
-from losses_of_terms import COUNTS, LOSSES, OfTerms, rows
+from losses_of_terms import COUNTS, LOSSES, OfTerms, rows, windows_of_tokens
 from resumed import Module as Resumed
 from resumed import assert_goes_on
 from support import ddp, fit, warned
@@ -69,26 +69,16 @@ def test_over_two_ranks_of_different_lengths(engine: str, options: Any, lengths:
     assert_full_batches(by_rank, windows_of(by_rank, policy.get("window", 1)), engine, **policy)
 
 
-def full_at(batches: Sequence[list[Any]], tokens: int) -> list[list[Any]]:
-    """The rows of each window of so many tokens."""
-    full: list[list[Any]] = [[]]
-    for batch in batches:
-        full[-1] += batch
-        if sum(int((row["labels"] >= 0).sum()) for row in full[-1]) >= tokens:
-            full.append([])
-    return [own for own in full if own]
-
-
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_a_window_of_tokens_is_drawn_until_it_has_them(micro_batch: int | None) -> None:
-    assert len(full_at(BATCHES, 25)) > 3
-    assert_full_batches([BATCHES], full_at(BATCHES, 25), window=Tokens(25), micro_batch=micro_batch)
+    assert len(windows_of_tokens(BATCHES, 25)) > 3
+    assert_full_batches([BATCHES], windows_of_tokens(BATCHES, 25), window=Tokens(25), micro_batch=micro_batch)
 
 
 def test_tokens_of_all_ranks_end_a_window() -> None:
     by_rank = [BATCHES[:6], BATCHES[6:]]
     both = [[*by_rank[0][i], *(by_rank[1][i] if i < 4 else [])] for i in range(6)]
-    assert_full_batches(by_rank, full_at(both, 30), "ddp", window=Tokens(30))
+    assert_full_batches(by_rank, windows_of_tokens(both, 30), "ddp", window=Tokens(30))
 
 
 @pytest.mark.parametrize(
