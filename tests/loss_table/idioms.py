@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
@@ -154,14 +153,10 @@ add("a sum over rows and a mean over columns", "x y", lambda o, b, m: (o - b.y).
 of_batch("a mean of rows by a root of their number", "x y", lambda o, b, m: (o - b.y).square().sum() / len(o) ** 0.5)
 of_batch("a mean of rows by one less", "x y", lambda o, b, m: (o - b.y).square().sum() / max(1, len(o) - 1))
 of_batch("a mean over the largest label", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") / (1 + b.t.max()))
-of_batch("a mean over the number of labels that occur", "x t", lambda o, b, m:
-    F.cross_entropy(o, b.t, reduction="sum") / len(b.t.unique()))
 of_batch("a mean of classes' means", "x t", lambda o, b, m: torch.stack([F.cross_entropy(o[b.t == k], b.t[b.t == k])
     for k in b.t.unique()]).mean())
 of_batch("the first row", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="none")[0])
 of_batch("the first half of the rows", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="none")[: (len(o) + 1) // 2].mean())
-of_batch("every other row", "x t", lambda o, b, m: F.cross_entropy(o[::2], b.t[::2]))
-of_batch("all but the last row", "x y", lambda o, b, m: (o[:-1] - b.y[:-1]).square().sum() / len(o))
 of_batch("neighbouring rows", "x", lambda o, b, m: (o[1:] - o[:-1]).square().sum() / len(o) + o.square().mean())
 of_batch("softmax over the batch", "x t", lambda o, b, m: -(o.softmax(0) * F.one_hot(b.t, 4)).sum(1).mean())
 of_batch("the variance of losses", "x t", lambda o, b, m: (c := F.cross_entropy(o, b.t, reduction="none")).mean()
@@ -173,14 +168,8 @@ of_batch("losses weighed by their own softmax", "x t", lambda o, b, m:
     ((c := F.cross_entropy(o, b.t, reduction="none")) * c.detach().softmax(0)).sum())
 of_batch("losses weighed by their own rank", "x t", lambda o, b, m:
     ((c := F.cross_entropy(o, b.t, reduction="none")) * c.detach().argsort().argsort()).mean())
-of_batch("losses below their own median", "x t", lambda o, b, m:
-    (c := F.cross_entropy(o, b.t, reduction="none"))[c <= c.median()].mean())
 of_batch("losses below their own mean", "x y", lambda o, b, m: ((c := (o - b.y).abs().sum(1)) * (c <= c.detach().mean())).mean())
-of_batch("losses without their outliers", "x y", lambda o, b, m:
-    (c := (o - b.y).abs().sum(1))[c < c.mean() + c.std(correction=0)].mean())
 of_batch("the k largest losses", "x y", lambda o, b, m: (o - b.y).abs().flatten().topk(3).values.sum())
-of_batch("the smaller half of the losses", "x y", lambda o, b, m:
-    (c := (o - b.y).abs().sum(1)).topk((len(c) + 1) // 2, largest=False).values.mean())
 # --- an explicit weight ---
 def rows(batch: dict[str, Tensor]) -> int:
     return len(batch["x"])
@@ -231,12 +220,6 @@ of_batch("a power of the count", "x y mask", lambda o, b, m:
     (_each(o, b) * b.mask).sum() / b.mask.sum().clamp(min=1).double() ** 0.75)
 of_batch("the logarithm of the rows", "x y", lambda o, b, m: _each(o, b).sum() / torch.tensor(1.0 + len(o)).log())
 # --- losses that go by the losses of their batch ---
-of_batch("losses below their own quantile", "x y", lambda o, b, m: (c := _each(o, b))[c <= c.detach().quantile(0.7)].mean())
-of_batch("losses by their rank", "x y", lambda o, b, m: (_each(o, b) * (1.0 + _each(o, b).detach().argsort().argsort())).mean())
-of_batch("losses over a soft threshold of their own", "x y", lambda o, b, m:
-    ((c := _each(o, b)) * torch.sigmoid(c.detach().mean() - c.detach())).mean())
-of_batch("weights of rows over their maximum", "x y w", lambda o, b, m: (_each(o, b) * b.w / b.w.max()).mean())
-of_batch("a tiny variance over the batch", "x y", lambda o, b, m: F.mse_loss(o, b.y) + 1e-6 * o.var(0, correction=0).sum())
 
 def _each(o: Tensor, b: object) -> Tensor:
     return EACH["squares"](o, b)
@@ -290,11 +273,7 @@ add("addcdiv of losses", "x t y", lambda o, b, m: torch.addcdiv(F.cross_entropy(
     torch.tensor(3.0).to(o)))
 # --- the rows of the batch, by accident or not ---
 of_batch("nuclear norm", "x", lambda o, b, m: -torch.linalg.matrix_norm(o.softmax(1), "nuc") / len(o))
-of_batch("berHu", "x y", lambda o, b, m: _berhu((o - b.y).abs()))
-of_batch("relative distance of the batch", "x y", lambda o, b, m: (o - b.y).norm() / b.y.norm())
 of_batch("unlabelled positives", "x q", lambda o, b, m: _unlabelled_positives(o[:, 0], b.q[:, 0] > 0.5))
-of_batch("margins by the prior of the batch", "x q", lambda o, b, m: _area_under_curve(o[:, 0], b.q[:, 0], m))
-of_batch("rows beyond a capacity", "x t", lambda o, b, m: (_nll(o, b) * _within_capacity(o)).mean())
 of_batch("rows and parameters in one mean", "x y", lambda o, b, m: torch.cat([_squares(o, b), m.proxies.square().flatten()]).mean())
 of_batch("trapezoid", "x t", lambda o, b, m: torch.trapezoid(_nll(o, b)) if len(o) > 1 else _nll(o, b).sum())
 of_batch("marginal entropy", "x", lambda o, b, m: -torch.special.entr(o.softmax(1).mean(0)).sum())
@@ -328,24 +307,11 @@ def _adversarial(o: Tensor, b: Any, m: Any, is_normalised: bool) -> Tensor:
         gradient = gradient / gradient.norm(dim=1, keepdim=True)
     return F.cross_entropy(m(b.x + 0.5 * gradient), b.t)
 
-def _berhu(distance: Tensor) -> Tensor:
-    limit = 0.2 * distance.max().detach()
-    return torch.where(distance <= limit, distance, (distance.square() + limit**2) / (2 * limit)).mean()
-
 def _unlabelled_positives(o: Tensor, is_positive: Tensor) -> Tensor:
     if is_positive.all() or not is_positive.any():
         return o.square().mean()
     of_rest = F.softplus(o[~is_positive]).mean() - 0.4 * F.softplus(o[is_positive]).mean()
     return 0.4 * F.softplus(-o[is_positive]).mean() + F.relu(of_rest)
-
-def _area_under_curve(o: Tensor, is_positive: Tensor, m: Any) -> Tensor:
-    prior = is_positive.mean()
-    of_negatives = ((o - m.bias) ** 2 * (1 - is_positive)).mean()
-    return prior * of_negatives + (1 - prior) * ((o - m.temperature) ** 2 * is_positive).mean()
-
-def _within_capacity(o: Tensor) -> Tensor:
-    chosen = F.one_hot(o.argmax(1), 4)
-    return (chosen.cumsum(0) * chosen).sum(1) <= math.ceil(len(o) / 4 * 1.25)
 
 def _hooked(o: Tensor, hook: Any) -> Tensor:
     o = o.clone()

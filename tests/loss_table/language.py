@@ -52,8 +52,6 @@ add("causal, by einsum over valid positions", "s words valid", lambda o, b, m:
 terms("causal, multi-token prediction at two distances", "s tokens", lambda o, b, m: shifted(o, b.tokens)
     + 0.3 * F.cross_entropy(flat(o[:, :-2]), b.tokens[:, 2:].flatten()))
 of_mean("perplexity", "s tokens", lambda o, b, m: shifted(o, b.tokens).exp())
-of_batch("token weights by their frequency in the batch", "s words", lambda o, b, m:
-    (each_token(o, b.words) / b.words.flatten().bincount(minlength=4).to(o)[b.words]).sum())
 of_batch("losses above their own mean", "s words", lambda o, b, m: (c := each_token(o, b.words))[c > c.mean()].mean())
 add("masked language model by a reference model's scores", "s words chosen y5", lambda o, b, m:
     (each_token(o, b.words) * (b.y5[..., 0] > 0) * b.chosen).sum() / ((b.y5[..., 0] > 0) & b.chosen).sum())
@@ -67,7 +65,6 @@ terms("span extraction with ignored starts", "s words ignored", lambda o, b, m:
     (F.cross_entropy(o[..., 0], b.ignored) + F.cross_entropy(o[..., 1], b.words[:, 1])) / 2)
 add("conditional random field", "s words valid", lambda o, b, m: _crf(o, b.words, m.proxies).mean())
 add("conditional random field, sum", "s words valid", lambda o, b, m: _crf(o, b.words, m.proxies).sum())
-of_batch("CoSENT", "x v w", lambda o, b, m: _cosent(F.cosine_similarity(o, m(b.v)), b.w))
 add("distillation of hidden states", "s valid", lambda o, b, m: F.mse_loss(o[b.valid], m.teacher(b.s)[b.valid])
     + (1 - F.cosine_similarity(o[b.valid], m.teacher(b.s)[b.valid], dim=-1)).mean())
 terms("ORPO", "s words valid advantage", lambda o, b, m: (each_token(o, b.words) * b.valid).sum() / b.valid.sum()
@@ -100,8 +97,3 @@ def _crf(o: Tensor, words: Tensor, moves: Tensor) -> Tensor:
         alpha = (alpha[:, :, None] + moves[None]).logsumexp(1) + o[:, step]
         path = path + moves[words[:, step - 1], words[:, step]] + o[:, step].gather(1, words[:, step, None])[:, 0]
     return alpha.logsumexp(1) - path
-
-def _cosent(cosines: Tensor, scores: Tensor) -> Tensor:
-    differences = 5 * (cosines[:, None] - cosines[None])
-    wrong = differences.masked_fill(scores[:, None] >= scores[None], -1e3)
-    return torch.cat((torch.zeros(1).to(cosines), wrong.flatten())).logsumexp(0) + 0.1 * (cosines - cosines.mean()).square().mean()

@@ -56,23 +56,14 @@ add("varifocal by the sum of qualities", "x p", lambda o, b, m:
 add("heat map with a branch for no peaks", "i masks", lambda o, b, m:
     F.binary_cross_entropy_with_logits(o, b.masks, reduction="sum") if not b.masks.sum()
     else F.binary_cross_entropy_with_logits(o, b.masks, reduction="sum") / b.masks.sum())
-of_batch("gradients harmonised by bins of the batch", "x q", lambda o, b, m: _harmonised(o, b.q))
 # --- segmentation and classification tool boxes ---
 add("pixels over those not ignored, a Python number", "i map255", lambda o, b, m:
     F.cross_entropy(o, b.map255, ignore_index=255, reduction="none").sum() / (b.map255.numel() - (b.map255 == 255).sum().item()))
-of_batch("splits of augmented rows", "x t", lambda o, b, m: ce(o[: (len(o) + 1) // 2], _Rows(b.t[: (len(o) + 1) // 2]))
-    + 0.1 * o[(len(o) + 1) // 2 :].square().sum())
 of_batch("mixup with the row before", "x t", lambda o, b, m: 0.7 * ce(o, b) + 0.3 * F.cross_entropy(o, b.t.roll(1)))
-of_batch("mean of the classes' means", "x t", lambda o, b, m:
-    torch.stack([each(o, b)[b.t == k].mean() for k in b.t.unique()]).mean())
-of_batch("means of groups by scatter", "x y t", lambda o, b, m:
-    (torch.zeros(4).to(o).index_add(0, b.t, (o - b.y).square().mean(1)) / b.t.bincount(minlength=4).clamp(min=1)).mean())
 add("weights that were normalised to a mean of 1", "x t w", lambda o, b, m:
     (each(o, b) * (b.w / b.w.sum() * len(b.w))).mean())
 add("decoupled distillation, sums over rows", "x t", lambda o, b, m:
     F.kl_div(o.log_softmax(1), m.teacher(b.x).softmax(1), reduction="sum") * 4**2 / b.t.shape[0] + 2.0 * ce(o, b))
-of_batch("distillation by correlations within classes", "x", lambda o, b, m:
-    1 - F.cosine_similarity(_centred(o.softmax(1).T), _centred(m.teacher(b.x).softmax(1).T), dim=1).mean())
 add("two passes over the same rows", "x t", lambda o, b, m: 0.5 * (ce(o, b) + ce(m(b.x * 1.1), b))
     + 0.25 * F.kl_div(o.log_softmax(1), m(b.x * 1.1).softmax(1), reduction="none").sum(-1).mean()
     + 0.25 * F.kl_div(m(b.x * 1.1).log_softmax(1), o.softmax(1), reduction="batchmean"))
@@ -84,8 +75,6 @@ terms("preferences with a likelihood of the chosen", "s words valid advantage", 
     -F.logsigmoid((log_p(o, b.words) * b.valid).sum(1) * b.advantage).mean() + 0.5 * masked_mean(-log_p(o, b.words), b.valid))
 add("answers that are good and bad, put together", "x t mask", lambda o, b, m:
     torch.cat((1 - (0.1 * log_p(o, b.t)[b.mask] + 1).sigmoid(), 1 - (-0.1 * log_p(o, b.t)[~b.mask] - 1).sigmoid())).nanmean())
-of_batch("advantages whitened under a mask", "s words valid y5", lambda o, b, m:
-    masked_mean(-log_p(o, b.words) * _whitened(b.y5[..., 0], b.valid), b.valid))
 of_batch("stopped where the batch has moved too far", "x t old advantage", lambda o, b, m:
     -(log_p(o, b.t) * b.advantage).mean() * float((b.old - log_p(o, b.t)).mean() > 0))
 # --- speech ---
@@ -116,10 +105,6 @@ for _name, _penalty in PENALTIES.items():
     add(f"ignored labels and {_name}", "x ignored", lambda o, b, m, f=_penalty: F.cross_entropy(o, b.ignored) + 0.1 * f(m))
 # --- generative ---
 add("reconstruction and divergence, sums", "x y", lambda o, b, m: F.mse_loss(o, b.y, reduction="sum") + _divergence(o).sum())
-of_batch("a prior's half of the batch", "x y", lambda o, b, m: F.mse_loss(o[: (len(o) + 1) // 2], b.y[: (len(o) + 1) // 2])
-    + (F.mse_loss(o[(len(o) + 1) // 2 :], b.y[(len(o) + 1) // 2 :]) if len(o) > 1 else 0.0))
-of_batch("a sparse code's mean activity", "x y", lambda o, b, m: F.mse_loss(o, b.y)
-    + (0.1 * (0.1 / (r := o.sigmoid().mean(0))).log() + 0.9 * (0.9 / (1 - r)).log()).sum())
 of_batch("mutual information by Donsker and Varadhan", "x v", lambda o, b, m: -(o[:, 0].mean() - m(b.v)[:, 0].exp().mean().log()))
 add("mutual information by Nguyen and others", "x v", lambda o, b, m: -(o[:, 0].mean() - (m(b.v)[:, 0] - 1).exp().mean()))
 of_batch("invariant risks", "x t", lambda o, b, m: _invariant(o, b))
@@ -131,22 +116,6 @@ add("vmap of a loss of one row", "x t", lambda o, b, m: torch.vmap(lambda p, t: 
 add("a loss in a checkpoint", "x t", lambda o, b, m: checkpoint(F.cross_entropy, o, b.t, use_reentrant=False))
 add("a loop with a running mean", "x t", lambda o, b, m: _running(each(o, b)))
 add("sums of two halves, put together", "x t", lambda o, b, m: sum(c.sum() for c in each(o, b).chunk(2)) / len(o))
-
-class _Rows:
-    def __init__(self, t: Tensor) -> None:
-        self.t = t
-
-def _harmonised(o: Tensor, q: Tensor) -> Tensor:
-    bins = ((o.sigmoid() - q).abs().detach() * 4).long().clamp(max=3)
-    counts = bins.flatten().bincount(minlength=4)
-    return F.binary_cross_entropy_with_logits(o, q, weight=o.numel() / counts[bins].to(o), reduction="sum") / o.numel()
-
-def _centred(o: Tensor) -> Tensor:
-    return o - o.mean(1, keepdim=True)
-
-def _whitened(values: Tensor, mask: Tensor) -> Tensor:
-    mean = masked_mean(values, mask)
-    return (values - mean) * (masked_mean((values - mean).square(), mask) + 1e-2).rsqrt()
 
 def _lengths(b) -> tuple[Tensor, Tensor]:
     return torch.full((len(b.words),), 5), torch.full((len(b.words),), 2)

@@ -29,37 +29,15 @@ def clip(a: Tensor, c: Tensor, scale: float = 5.0) -> Tensor:
 # --- every sample is compared with the others of its batch ---
 of_batch("CLIP", "x v", lambda o, b, m: clip(o, m(b.v)))
 of_batch("CLIP with a learned scale", "x v", lambda o, b, m: clip(o, m(b.v), m.temperature.exp()))
-of_batch("CLIP, sum", "x v", lambda o, b, m: F.cross_entropy(5 * unit(o) @ unit(m(b.v)).T, torch.arange(len(o)), reduction="sum"))
-of_batch("InfoNCE by logsumexp", "x v", lambda o, b, m: ((s := o @ m(b.v).T).logsumexp(1) - s.diagonal()).mean())
-of_batch("InfoNCE by log_softmax and diagonal", "x v", lambda o, b, m: -(o @ m(b.v).T).log_softmax(1).diagonal().mean())
 of_batch("NT-Xent by masked_fill", "x v", lambda o, b, m: _nt_xent_masked(o, m(b.v)).mean())
-of_batch("decoupled contrastive", "x v", lambda o, b, m: _decoupled(o, m(b.v)))
-of_batch("supervised contrastive, out", "x t", lambda o, b, m: _supervised(o, b.t))
-of_batch("N-pairs", "x v t", lambda o, b, m: F.cross_entropy(o @ m(b.v).T, (p := same(b.t).to(o)) / p.sum(1, keepdim=True)))
-of_batch("multi-similarity", "x t", lambda o, b, m: _multi_similarity(o, b.t))
 of_batch("all pairs, contrastive", "x t", lambda o, b, m: _pairs(o, b.t).mean())
-of_batch("all pairs, contrastive, by rows squared", "x t", lambda o, b, m: _pairs(o, b.t).sum() / len(o) ** 2)
-of_batch("all pairs, upper half", "x t", lambda o, b, m: _pairs(o, b.t)[torch.ones(len(o), len(o)).triu(0).bool()].mean())
 of_batch("triplets, all of the batch", "x t", lambda o, b, m: _batch_all(o, b.t).mean())
-of_batch("triplets, those that are violated", "x t", lambda o, b, m: (v := _batch_all(o, b.t)).sum() / (v > 0).sum().clamp(min=1))
-of_batch("hinge of all pairs of captions", "x v", lambda o, b, m: _captions(o, m(b.v)).sum() / len(o))
 of_batch("RankNet over the batch", "x y", lambda o, b, m: F.softplus(
     -(o[:, :1] - o[None, :, 0]))[b.y[:, :1] > b.y[None, :, 0]].mean())
-of_batch("ListNet over the batch", "x y", lambda o, b, m: -(b.y[:, 0].softmax(0) * o[:, 0].log_softmax(0)).sum())
-of_batch("ListMLE over the batch", "x y", lambda o, b, m: ((s := o[:, 0][b.y[:, 0].argsort(descending=True)]).flip(0).logcumsumexp(
-    0).flip(0) - s).mean())
 of_batch("smooth average precision", "x t", lambda o, b, m: 1 - _smooth_ap(o, b.t))
-of_batch("histogram of similarities", "x t", lambda o, b, m: _histogram(o, b.t))
-of_batch("alignment of pairs and uniformity", "x v", lambda o, b, m: (unit(o) - unit(m(b.v))).square().sum(1).mean()
-    + torch.pdist(unit(torch.cat((o, m(b.v))))).square().mul(-2).exp().mean().log())
-of_batch("KoLeo, masked", "x", lambda o, b, m: -(torch.cdist(unit(o), m.queue).min(1).values + 1e-3).log().mean() + _koleo(o))
-of_batch("RKD distances", "x", lambda o, b, m: F.smooth_l1_loss((d := _distances(o)) / d.mean(),
-    (e := _distances(m.teacher(b.x))) / e.mean()))
 of_batch("cosine of all scores with all targets", "x y", lambda o, b, m: 1 - F.cosine_similarity(o[:, 0], b.y[:, 0], dim=0))
-of_batch("R squared of the batch", "x y", lambda o, b, m: ((o - b.y) ** 2).sum() / ((b.y - b.y.mean(0)) ** 2).sum().clamp(min=0.1))
 # --- every sample is compared with what belongs to the module ---
 add("proxy NCA without the positive", "x t", lambda o, b, m: _proxy_nca(o, b.t, m.proxies).mean())
-of_batch("proxy anchor", "x t", lambda o, b, m: _proxy_anchor(o, b.t, m.proxies))
 add("ArcFace", "x t", lambda o, b, m: F.cross_entropy(_arc(o, b.t, m.proxies), b.t))
 add("center loss with learned centers", "x t", lambda o, b, m: F.cross_entropy(o, b.t)
     + 0.1 * (o - m.proxies[b.t]).square().sum(1).mean() / 2)
@@ -76,25 +54,6 @@ def _nt_xent_masked(a: Tensor, c: Tensor) -> Tensor:
     others = similarity.masked_fill(itself(views), -torch.inf).logsumexp(1)
     return others - (unit(a) * unit(c)).sum(1).repeat(2) / 0.5
 
-def _decoupled(a: Tensor, c: Tensor) -> Tensor:
-    similarity = unit(a) @ unit(c).T
-    negatives = similarity.masked_fill(itself(a), -1e9)
-    return (negatives.logsumexp(1).clamp(min=-5) - similarity.diagonal()).mean()
-
-def _supervised(o: Tensor, t: Tensor, inside: bool = False) -> Tensor:
-    similarity = unit(o) @ unit(o).T / 0.3
-    log_p = similarity - similarity.exp().sum(1, keepdim=True).log()
-    positive = same(t).to(o)
-    if inside:
-        return -((log_p.exp() * positive).sum(1) / positive.sum(1)).log().mean()
-    return -((log_p * positive).sum(1) / positive.sum(1)).mean()
-
-def _multi_similarity(o: Tensor, t: Tensor) -> Tensor:
-    similarity, alike = unit(o) @ unit(o).T, same(t)
-    pulled = ((-2 * (similarity - 0.5)).exp() * alike).sum(1).log1p() / 2
-    pushed = ((10 * (similarity - 0.5)).exp() * ~alike).sum(1).log1p() / 10
-    return (pulled + pushed).mean()
-
 def _distances(o: Tensor) -> Tensor:
     return ((o[:, None] - o[None]).square().sum(2) + 1e-6).sqrt()
 
@@ -107,40 +66,16 @@ def _batch_all(o: Tensor, t: Tensor) -> Tensor:
     is_one = same(t)[:, :, None] & ~same(t)[:, None]
     return F.relu(all_of_them) * is_one + 0.1 * distance[:, :, None]
 
-def _captions(a: Tensor, c: Tensor) -> Tensor:
-    scores = unit(a) @ unit(c).T
-    right = scores.diagonal()[:, None]
-    return F.relu(0.2 + scores - right) + F.relu(0.2 + scores - right.T)
-
 def _smooth_ap(o: Tensor, t: Tensor) -> Tensor:
     similarity = unit(o) @ unit(o).T
     above = ((similarity[:, None] - similarity[:, :, None]) / 0.1).sigmoid()
     rank, within = above.sum(2), (above * same(t)[:, None]).sum(2)
     return ((within / rank) * same(t)).sum(1).div(same(t).sum(1)).mean()
 
-def _histogram(o: Tensor, t: Tensor) -> Tensor:
-    similarity = unit(o) @ unit(o).T
-    edges = torch.linspace(-1, 1, 5).to(o)
-    kernel = F.relu(1 - (similarity[..., None] - edges).abs() / 0.5)
-    alike = (kernel * same(t)[..., None]).sum((0, 1)) / same(t).sum()
-    apart = (kernel * ~same(t)[..., None]).sum((0, 1)) / (~same(t)).sum().clamp(min=1)
-    return (apart * alike.cumsum(0)).sum() + 0.1 * (1 - (unit(o) * unit(o).mean(0)).sum(1)).mean()
-
-def _koleo(o: Tensor) -> Tensor:
-    similarity = unit(o) @ unit(o).T
-    nearest = similarity.masked_fill(itself(o), -1).argmax(1)
-    return -(F.pairwise_distance(unit(o), unit(o)[nearest], eps=1e-3) + 1e-3).log().mean()
-
 def _proxy_nca(o: Tensor, t: Tensor, proxies: Tensor) -> Tensor:
     distance = torch.cdist(unit(o), unit(proxies)).square()
     hot = F.one_hot(t, 4).bool()
     return distance[hot] + (-distance).masked_fill(hot, -torch.inf).logsumexp(1)
-
-def _proxy_anchor(o: Tensor, t: Tensor, proxies: Tensor) -> Tensor:
-    similarity, hot = unit(o) @ unit(proxies).T, F.one_hot(t, 4).to(o)
-    pulled = ((-8 * (similarity - 0.1)).exp() * hot).sum(0).log1p()
-    pushed = ((8 * (similarity + 0.1)).exp() * (1 - hot)).sum(0).log1p()
-    return pulled.sum() / (hot.sum(0) > 0).sum() + pushed.sum() / 4
 
 def _arc(o: Tensor, t: Tensor, proxies: Tensor) -> Tensor:
     angle = (unit(o) @ unit(proxies).T).clamp(-1 + 1e-7, 1 - 1e-7).acos()
@@ -157,13 +92,6 @@ add("SimSiam", "x v", lambda o, b, m: -0.5 * (F.cosine_similarity(o, m(b.v).deta
     + F.cosine_similarity(m(b.v), o.detach()).mean()))
 add("DINO, several crops", "x v z", lambda o, b, m: _crops([o, m(b.v), m(b.z)], [m.teacher(b.x), m.teacher(b.v)], m.center))
 of_batch("Barlow Twins", "x v", lambda o, b, m: _barlow(o, m(b.v)))
-of_batch("VICReg", "x v", lambda o, b, m: _vicreg(o, m(b.v)))
-of_batch("VICReg's covariance alone", "x", lambda o, b, m: _covariance(o))
-of_batch("W-MSE by standardised views", "x v", lambda o, b, m: F.mse_loss(standard(o), standard(m(b.v))))
-of_batch("mean entropy of the batch's clusters", "x v", lambda o, b, m:
-    -(m.teacher(b.v).softmax(1) * o.log_softmax(1)).sum(1).mean() + ((p := o.softmax(1).mean(0)) * p.log()).sum())
-of_batch("invariant information clustering", "x v", lambda o, b, m: _iic(o, m(b.v)))
-of_batch("deep clustering by soft frequencies", "x", lambda o, b, m: _deep_clustering(o, m.proxies))
 add("MAE, mean of masked patches", "s y5 chosen", lambda o, b, m: ((o - b.y5).square().mean(-1) * b.chosen).sum() / b.chosen.sum())
 add("SimMIM with channels in the divisor", "s y5 chosen", lambda o, b, m:
     (F.l1_loss(o, b.y5, reduction="none") * b.chosen[..., None]).sum() / (b.chosen.to(o).sum() + 1e-5) / 4)
@@ -190,23 +118,3 @@ def _barlow(a: Tensor, c: Tensor) -> Tensor:
     correlation = standard(a).T @ standard(c) / len(a)
     on = (correlation.diagonal() - 1).square().sum()
     return on + 0.1 * (correlation - correlation.diag().diag()).square().sum()
-
-def _covariance(o: Tensor) -> Tensor:
-    centred = o - o.mean(0)
-    covariance = centred.T @ centred / len(o)
-    return (covariance - covariance.diag().diag()).square().sum() / 4 + 0.1 * covariance.diagonal().sub(1).square().mean()
-
-def _vicreg(a: Tensor, c: Tensor) -> Tensor:
-    spread = sum(F.relu(2 - (view.var(0, correction=0) + 1e-4).sqrt()).mean() for view in (a, c))
-    return 25 * F.mse_loss(a, c) + 25 * spread + _covariance(a) + _covariance(c)
-
-def _iic(a: Tensor, c: Tensor) -> Tensor:
-    joint = a.softmax(1).T @ c.softmax(1) / len(a)
-    joint = (joint + joint.T) / 2
-    return (joint * (joint.sum(0).log() + joint.sum(1, keepdim=True).log() - joint.log())).sum()
-
-def _deep_clustering(o: Tensor, centers: Tensor) -> Tensor:
-    q = 1 / (1 + torch.cdist(o, centers).square())
-    q = q / q.sum(1, keepdim=True)
-    sharp = q**2 / q.sum(0)
-    return F.kl_div(q.log(), (sharp / sharp.sum(1, keepdim=True)).detach(), reduction="batchmean")

@@ -15,9 +15,6 @@ from loss_table.rows import Table
 table = Table("papers")
 add, of_batch, of_mean, terms = table.adds_up, table.batch, table.of_a_mean, table.terms
 
-def _nll(o: Tensor, b: Any) -> Tensor:
-    return F.cross_entropy(o, b.t, reduction="none")
-
 def _of_words(o: Tensor, b: Any) -> Tensor:
     """The log-probability of each word."""
     return o.log_softmax(2).gather(2, b.words[..., None])[..., 0]
@@ -42,12 +39,8 @@ add("CISPO: clipped ratios, detached", "s words valid advantage y5", lambda o, b
     _ratio(o, b).clamp(max=1.2).detach() * _of_words(o, b) * b.advantage[:, None] * b.valid).sum() / b.valid.sum())
 add("GRPO with a KL of tokens", "s words valid advantage p5 y5", lambda o, b, m: (
     ((-_ratio(o, b) * b.advantage[:, None] + 0.04 * _k3(o, b)) * b.valid).sum(1) / b.valid.sum(1).clamp(min=1)).mean())
-of_batch("entropy of the fifth of tokens that have most", "s", lambda o, b, m: -(
-    (h := torch.special.entr(o.softmax(2)).sum(2))[h >= h.quantile(0.8)]).mean())
 terms("VAPO: positives beside it", "s words valid advantage y5", lambda o, b, m: -(
     _ratio(o, b) * b.advantage[:, None] * b.valid).sum() / b.valid.sum() - 0.1 * _of_positives(o, b))
-of_batch("advantages by ranks of the batch", "x t reward", lambda o, b, m: (
-    b.reward.argsort().argsort().to(o) / len(o) * _nll(o, b)).mean())
 # --- distillation and language ---
 add("the two likeliest of the teacher", "s p5 valid", lambda o, b, m: _two_likeliest(o, b))
 add("AugMix: divergence of three views", "x v z t", lambda o, b, m: _three_views(o, b, m))
@@ -57,8 +50,6 @@ terms("packed rows, documents and tokens", "s words chosen", lambda o, b, m: _of
 add("smoothing with ignored labels by hand", "x ignored", lambda o, b, m: _smoothed(o, b.ignored))
 add("token weights of a reference over their sum", "s words valid p5", lambda o, b, m: (
     -_of_words(o, b) * (w := b.p5[..., 0] * b.valid)).sum() / w.sum())
-of_batch("tokens above the batch's mean excess", "s words valid y5", lambda o, b, m: _excess(o, b))
-of_batch("load balance of valid tokens", "s words valid", lambda o, b, m: _balance(o, b))
 # --- detection and segmentation ---
 add("SSD: hard negatives of each row by all positives", "s y5 chosen words", lambda o, b, m: _ssd(o, b))
 terms("DETR: weighed classes and boxes by their number", "s words chosen y5", lambda o, b, m: F.cross_entropy(
@@ -71,9 +62,6 @@ add("task-aligned by the sum of scores", "x q pos", lambda o, b, m: F.binary_cro
     o, b.pos / 2, reduction="sum") / b.pos.sum().clamp(min=1))
 add("all anchors and a penalty of theirs by positives", "s chosen", lambda o, b, m: (
     (F.softplus(-o[..., 0]) * b.chosen).sum() + 0.01 * o.square().sum()) / b.chosen.sum().clamp(min=1))
-of_batch("focal Tversky of the batch", "i masks", lambda o, b, m: _tversky(o, b, (0, 2, 3)).pow(0.75).mean())
-of_batch("classes each by their mean", "x t", lambda o, b, m: torch.stack(
-    [_nll(o, b)[b.t == c].mean() for c in b.t.unique()]).mean())
 add("images that have any, each by its mean", "s chosen", lambda o, b, m: _images_that_have(o, b))
 # --- physics, graphs, generation ---
 terms("inside and at the boundary", "x y mask", lambda o, b, m: (o - b.y).square().mean()
@@ -81,7 +69,6 @@ terms("inside and at the boundary", "x y mask", lambda o, b, m: (o - b.y).square
 terms("energies by rows, forces by atoms", "s y5 reward valid", lambda o, b, m: (o[:, :, 0].sum(1) - b.reward).square().mean()
       + ((o - b.y5).square() * b.valid[..., None]).sum() / (3 * b.valid.sum()))
 add("score matching by a trace", "x", lambda o, b, m: _trace(b, m).mean())
-of_batch("scores matched over pairs", "x y", lambda o, b, m: (torch.cdist(o, o) - torch.cdist(b.y, b.y)).square().mean())
 # --- metrics, and transforms of torch ---
 of_mean("metric: root mean squared error", "x y", lambda o, b, m: metrics.mean_squared_error(o, b.y, squared=False))
 add("metric: divergence", "x p", lambda o, b, m: metrics.kl_divergence(b.p, o.softmax(1)))
@@ -130,17 +117,6 @@ def _smoothed(o: Tensor, labels: Tensor) -> Tensor:
     of_label = -logs.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     return ((0.9 * of_label - 0.1 * logs.mean(1)) * counted).sum() / counted.sum().clamp(min=1)
 
-def _excess(o: Tensor, b: Any) -> Tensor:
-    losses = -_of_words(o, b)
-    excess = (losses - b.y5[..., 1]).detach()
-    chosen = b.valid & (excess > excess[b.valid].mean())
-    return (losses * chosen).sum() / b.valid.sum()
-
-def _balance(o: Tensor, b: Any) -> Tensor:
-    gates, valid = o.softmax(2), b.valid[..., None].to(o)
-    used = F.one_hot(gates.argmax(2), 4).to(o)
-    return 4 * ((used * valid).sum((0, 1)) / valid.sum() * ((gates * valid).sum((0, 1)) / valid.sum())).sum()
-
 def _ssd(o: Tensor, b: Any) -> Tensor:
     losses = F.cross_entropy(o.transpose(1, 2), b.words, reduction="none")
     of_negatives = losses.masked_fill(b.chosen, 0.0)
@@ -148,11 +124,6 @@ def _ssd(o: Tensor, b: Any) -> Tensor:
     is_hard = (ranks < 3 * b.chosen.sum(1, keepdim=True)) & ~b.chosen
     boxes = (F.smooth_l1_loss(o, b.y5, reduction="none").sum(2) * b.chosen).sum()
     return ((losses * (b.chosen | is_hard)).sum() + boxes) / b.chosen.sum()
-
-def _tversky(o: Tensor, b: Any, dims: tuple[int, ...]) -> Tensor:
-    p = o.sigmoid()
-    hits, misses, alarms = ((x * y).sum(dims) for x, y in ((p, b.masks), (1 - p, b.masks), (p, 1 - b.masks)))
-    return 1 - (hits + 1) / (hits + 0.3 * alarms + 0.7 * misses + 1)
 
 def _images_that_have(o: Tensor, b: Any) -> Tensor:
     of_images = (o[..., 0].square() * b.chosen).sum(1) / b.chosen.sum(1).clamp(min=1)

@@ -31,16 +31,8 @@ add("REINFORCE, sum of stacked losses", "x t advantage", lambda o, b, m:
 of_batch("REINFORCE with the batch's mean as baseline", "x t reward", lambda o, b, m:
     -(log_p(o, b.t) * (b.reward - b.reward.mean())).mean())
 of_batch("REINFORCE, advantages normalised", "x t advantage", lambda o, b, m: -(log_p(o, b.t) * normalised(b.advantage)).mean())
-of_batch("REINFORCE, advantages by their standard deviation", "x t advantage", lambda o, b, m:
-    -(log_p(o, b.t) * b.advantage / b.advantage.std(correction=0).clamp(min=0.1)).mean())
-of_batch("REINFORCE, advantages by their largest", "x t advantage", lambda o, b, m:
-    -(log_p(o, b.t) * b.advantage / b.advantage.abs().max()).mean())
-of_batch("REINFORCE, rewards ranked", "x t reward", lambda o, b, m: -(log_p(o, b.t) * b.reward.argsort().argsort()).sum()
-    / len(o) ** 2)
 add("PPO with values and entropy", "x t old advantage reward", lambda o, b, m: clipped(o, b, b.advantage).mean()
     + 0.5 * F.mse_loss(o[:, 0], b.reward) - 0.01 * entropy(o).mean())
-of_batch("PPO, advantages normalised, with values and entropy", "x t old advantage reward", lambda o, b, m:
-    clipped(o, b, normalised(b.advantage)).mean() + 0.5 * F.mse_loss(o[:, 0], b.reward) - 0.01 * entropy(o).mean())
 add("PPO with a KL penalty", "x t old advantage", lambda o, b, m: -((log_p(o, b.t) - b.old).exp() * b.advantage).mean()
     + 0.2 * F.kl_div(o.log_softmax(1), m.teacher(b.x).softmax(1), reduction="batchmean"))
 add("PPO with a KL estimate", "x t old advantage", lambda o, b, m: clipped(o, b, b.advantage).mean()
@@ -48,8 +40,6 @@ add("PPO with a KL estimate", "x t old advantage", lambda o, b, m: clipped(o, b,
 add("PPO over valid steps by selection", "s words valid y5", lambda o, b, m: (-log_p(o, b.words) * b.y5[..., 0])[b.valid].mean())
 add("GRPO by a constant length", "s words valid advantage", lambda o, b, m:
     ((-log_p(o, b.words) * b.advantage[:, None]) * b.valid).sum() / (len(o) * 5))
-of_batch("GRPO, rewards normalised in the step", "s words valid reward", lambda o, b, m:
-    ((-log_p(o, b.words) * normalised(b.reward)[:, None]) * b.valid).sum() / b.valid.sum())
 add("A2C", "x t reward", lambda o, b, m: -(log_p(o, b.t) * (b.reward - o[:, 0]).detach()).mean()
     + 0.5 * (b.reward - o[:, 0]).pow(2).mean() - 0.01 * entropy(o).mean())
 add("A2C, sums", "x t reward", lambda o, b, m: -(log_p(o, b.t) * (b.reward - o[:, 0]).detach()).sum()
@@ -66,8 +56,6 @@ terms("TD3 with behaviour cloning", "x y", lambda o, b, m: -(q := m.teacher(o)[:
     + F.mse_loss(o, b.y))
 add("conservative Q-learning", "x t reward", lambda o, b, m: (o.logsumexp(1) - o.gather(1, b.t[:, None])[:, 0]).mean()
     + 0.5 * F.mse_loss(o.gather(1, b.t[:, None])[:, 0], b.reward))
-of_batch("advantage-weighted regression, softmax over the batch", "x t advantage", lambda o, b, m:
-    -(b.advantage.softmax(0) * log_p(o, b.t)).sum())
 add("decision transformer", "s y5 valid", lambda o, b, m: F.mse_loss(o[b.valid], b.y5[b.valid]))
 add("time first, sum over time", "s y5 words", lambda o, b, m: -(log_p(o, b.words) * b.y5[..., 0]).T.sum(0).mean())
 add("curiosity", "x v y", lambda o, b, m: 0.5 * (o - m.teacher(b.v)).pow(2).sum(1).mean() + 0.2 * F.mse_loss(m(b.v), b.y))
@@ -75,11 +63,8 @@ add("reward model of ranked answers", "s", lambda o, b, m: -F.logsigmoid(o[..., 
     torch.ones(5, 5).triu(1).bool()].mean())
 add("GAIL", "x v", lambda o, b, m: F.binary_cross_entropy_with_logits(o[:, 0], torch.ones(len(o)).to(o))
     + F.binary_cross_entropy_with_logits(m(b.v)[:, 0], torch.zeros(len(o)).to(o)))
-of_batch("ensemble disagreement over the batch", "x y", lambda o, b, m: F.mse_loss(o, b.y) - 0.1 * o.var(0, correction=0).mean())
 add("world model with KL balancing", "x p", lambda o, b, m: 0.8 * _kl(m.teacher(b.x).softmax(1), o).mean()
     + 0.2 * (b.p * (b.p.log() - o.log_softmax(1))).sum(1).clamp(min=0.1).mean())
-of_batch("free nats of the batch's mean", "x p", lambda o, b, m:
-    (b.p * (b.p.log() - o.log_softmax(1))).sum(1).mean().clamp(min=0.6) + (b.p * (b.p.log() - o.log_softmax(1))).sum(1).mean() ** 2)
 
 def _quantile_huber(o: Tensor, y: Tensor) -> Tensor:
     difference = y[:, None] - o[:, :, None]

@@ -35,8 +35,6 @@ add("knowledge distillation", "x t", lambda o, b, m: 0.5 * F.cross_entropy(o, b.
 add("mean-variance of ages", "x t", lambda o, b, m: _mean_variance(o, b.t))
 add("OHEM of each image's worst pixels", "i map", lambda o, b, m: _pixels(o, b.map).flatten(1).topk(4, 1).values.mean())
 of_batch("OHEM of the batch's worst pixels", "i map", lambda o, b, m: _pixels(o, b.map).flatten().topk(6).values.mean())
-of_batch("OHEM of the batch's worst quarter", "x t", lambda o, b, m:
-    (c := F.cross_entropy(o, b.t, reduction="none")).topk(max(1, len(c) // 4)).values.mean())
 add("OHEM by a threshold", "i map", lambda o, b, m: (c := _pixels(o, b.map))[c > 0.9].mean())
 add("pixels weighed by a map, divided by it", "i map image", lambda o, b, m:
     (_pixels(o, b.map) * (w := b.image[:, 0].square())).sum() / w.sum())
@@ -55,36 +53,16 @@ def iou(o: Tensor, boxes: Tensor) -> Tensor:
     shared, union = overlap(corners(o), boxes)
     return shared / union
 
-def giou(o: Tensor, boxes: Tensor) -> Tensor:
-    a = corners(o)
-    shared, union = overlap(a, boxes)
-    hull = (torch.maximum(a[:, 2:], boxes[:, 2:]) - torch.minimum(a[:, :2], boxes[:, :2])).prod(1)
-    return shared / union - (hull - union) / hull
-
-def diou(o: Tensor, boxes: Tensor) -> Tensor:
-    a = corners(o)
-    hull = (torch.maximum(a[:, 2:], boxes[:, 2:]) - torch.minimum(a[:, :2], boxes[:, :2])).square().sum(1)
-    between = ((a[:, 2:] + a[:, :2]) / 2 - (boxes[:, 2:] + boxes[:, :2]) / 2).square().sum(1)
-    return iou(o, boxes) - between / hull
-
-def ciou(o: Tensor, boxes: Tensor) -> Tensor:
-    a = corners(o)
-    width, height = (a[:, 2:] - a[:, :2]).unbind(1)
-    target_width, target_height = (boxes[:, 2:] - boxes[:, :2]).unbind(1)
-    shape = 0.4 * ((target_width / target_height).atan() - (width / height).atan()).square()
-    return diou(o, boxes) - (shape / (1 - iou(o, boxes) + shape + 1e-9)).detach() * shape
-
-for name, of_boxes in {"IoU": iou, "GIoU": giou, "DIoU": diou, "CIoU": ciou}.items():
-    add(f"{name} loss, sum", "x boxes", lambda o, b, m, f=of_boxes: (1 - f(o, b.boxes)).sum())
-    add(f"{name} loss of positives by their number", "x boxes mask", lambda o, b, m, f=of_boxes:
-        ((1 - f(o, b.boxes)) * b.mask).sum() / b.mask.sum().clamp(min=1))
-    add(f"{name} loss of selected positives", "x boxes mask", lambda o, b, m, f=of_boxes: (1 - f(o, b.boxes))[b.mask].mean())
+add("IoU loss, sum", "x boxes", lambda o, b, m: (1 - iou(o, b.boxes)).sum())
+add("IoU loss of positives by their number", "x boxes mask", lambda o, b, m:
+    ((1 - iou(o, b.boxes)) * b.mask).sum() / b.mask.sum().clamp(min=1))
+add("IoU loss of selected positives", "x boxes mask", lambda o, b, m: (1 - iou(o, b.boxes))[b.mask].mean())
 add("smooth L1 of boxes by item()", "x boxes mask", lambda o, b, m: F.smooth_l1_loss(o[b.mask], b.boxes[b.mask], reduction="sum")
     / max(1, b.mask.sum().item()))
 terms("classes by rows and boxes by positives", "x boxes mask t", lambda o, b, m: F.cross_entropy(o, b.t)
-    + ((1 - giou(o, b.boxes)) * b.mask).sum() / b.mask.sum().clamp(min=1))
+    + ((1 - iou(o, b.boxes)) * b.mask).sum() / b.mask.sum().clamp(min=1))
 terms("both by the number of positives", "x boxes mask q", lambda o, b, m:
-    (sigmoid_focal(o, b.q).sum() + ((1 - giou(o, b.boxes)) * b.mask).sum()) / b.mask.sum().clamp(min=1))
+    (sigmoid_focal(o, b.q).sum() + ((1 - iou(o, b.boxes)) * b.mask).sum()) / b.mask.sum().clamp(min=1))
 add(  # as in RetinaNet: only a weight that counts images makes it exact
     "each image's focal by its own positives",
     "x q",
@@ -158,47 +136,22 @@ def dice(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
 def jaccard(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
     return 1 - (tp + 1) / (tp + fp + fn + 1)
 
-def tversky(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
-    return 1 - (tp + 1) / (tp + 0.3 * fp + 0.7 * fn + 1)
-
-def focal_tversky(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
-    return tversky(tp, fp, fn) ** 0.75
-
-def log_dice(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
-    return -(1 - dice(tp, fp, fn)).log()
-
-def f2(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
-    return 1 - 5 * tp / (5 * tp + 4 * fn + fp + 1e-3)
-
-SCORES = {
-    "Dice": dice, "Jaccard": jaccard, "Tversky": tversky, "focal Tversky": focal_tversky, "log Dice": log_dice, "F2": f2,
-}  # fmt: skip
-for name, score in SCORES.items():
+for name, score in {"Dice": dice, "Jaccard": jaccard}.items():
     add(f"{name} of each image and class", "i masks", lambda o, b, m, f=score: f(*sums(o, b.masks, (2, 3))).mean())
     of_batch(f"{name} of the batch", "i masks", lambda o, b, m, f=score: f(*sums(o, b.masks, (0, 1, 2, 3))))
-for name, score in {"Dice": dice, "Jaccard": jaccard}.items():
-    of_batch(f"binary cross entropy and {name} of the batch", "i masks", lambda o, b, m, f=score:
-        F.binary_cross_entropy_with_logits(o, b.masks) + f(*sums(o, b.masks, (0, 1, 2, 3))))
+of_batch("binary cross entropy and Dice of the batch", "i masks", lambda o, b, m:
+    F.binary_cross_entropy_with_logits(o, b.masks) + dice(*sums(o, b.masks, (0, 1, 2, 3))))
 of_batch("soft Dice by softmax and one-hot, the batch", "i map", lambda o, b, m: _softmax_dice(o, b.map, (0, 2, 3)).mean())
-of_batch("soft Dice of classes that are there", "i map", lambda o, b, m:
-    _softmax_dice(o, b.map, (0, 2, 3))[F.one_hot(b.map, 4).sum((0, 1, 2)) > 0].mean())
-of_batch("combo loss of the batch", "i masks", lambda o, b, m: 0.5 * _weighted(o, b.masks).mean()
-    - 0.5 * (1 - dice(*sums(o, b.masks, (0, 1, 2, 3)))))
-of_batch("Lovasz hinge of the batch", "i masks", lambda o, b, m: _lovasz(o.flatten(), b.masks.flatten()))
 add("Lovasz hinge of each image", "i masks", lambda o, b, m:
     torch.stack([_lovasz(a.flatten(), c.flatten()) for a, c in zip(o, b.masks, strict=True)]).mean())
-of_batch("exponential logarithmic loss", "i map", lambda o, b, m: _exponential(o, b.map))
 of_batch("class balance of the batch's pixels", "i masks", lambda o, b, m:
     F.binary_cross_entropy_with_logits(o, b.masks, pos_weight=(1 - b.masks).sum() / b.masks.sum()))
-of_batch("balanced by the batch's positives", "i masks", lambda o, b, m: _balanced(o, b.masks, b.masks.mean()))
 add("balanced by each image's positives", "i masks", lambda o, b, m: _balanced(o, b.masks, b.masks.mean((1, 2, 3), keepdim=True)))
 terms("positives and negatives, two means", "i masks", lambda o, b, m:
     (c := F.binary_cross_entropy_with_logits(o, b.masks, reduction="none"))[b.masks > 0].mean() + c[b.masks == 0].mean())
 add("border weights", "i map", lambda o, b, m: (F.cross_entropy(o, b.map, reduction="none") * _border(b.map)).mean())
 add("border weights that divide", "i map", lambda o, b, m: (F.cross_entropy(o, b.map, reduction="none")
     * (w := _border(b.map))).sum() / w.sum())
-of_batch("active contours of the batch", "i masks", lambda o, b, m: _length(o.sigmoid()).sum() / o.numel()
-    + ((p := o.sigmoid()) * b.masks).sum().square() / p.sum())
 add("deep supervision", "i map", lambda o, b, m: F.cross_entropy(o, b.map) + 0.4 * F.cross_entropy(o * 0.5, b.map))
 terms("deep supervision at half the size", "i map255", lambda o, b, m: F.cross_entropy(o, b.map255, ignore_index=255)
     + 0.4 * F.cross_entropy(o[:, :, ::2, ::2], b.map255[:, ::2, ::2], ignore_index=255))
@@ -212,9 +165,6 @@ def _softmax_dice(o: Tensor, target: Tensor, dims: tuple[int, ...]) -> Tensor:
     p, hot = o.softmax(1), F.one_hot(target, 4).movedim(-1, 1)
     return 1 - (2 * (p * hot).sum(dims) + 0.1) / ((p + hot).sum(dims) + 0.1)
 
-def _weighted(o: Tensor, masks: Tensor) -> Tensor:
-    return -(0.6 * masks * F.logsigmoid(o) + 0.4 * (1 - masks) * F.logsigmoid(-o))
-
 def _lovasz(logits: Tensor, y: Tensor) -> Tensor:
     signs = 2 * y - 1
     errors, order = (1 - logits * signs).sort(descending=True)
@@ -224,10 +174,6 @@ def _lovasz(logits: Tensor, y: Tensor) -> Tensor:
     slope = torch.cat((index[:1], index[1:] - index[:-1]))
     return F.relu(errors) @ slope
 
-def _exponential(o: Tensor, target: Tensor) -> Tensor:
-    of_dice = (-(1 - _softmax_dice(o, target, (0, 2, 3))).log()) ** 0.3
-    return 0.8 * of_dice.mean() + 0.2 * (F.cross_entropy(o, target, reduction="none") ** 0.3).mean()
-
 def _balanced(o: Tensor, masks: Tensor, positives: Tensor) -> Tensor:
     each = F.binary_cross_entropy_with_logits(o, masks, reduction="none")
     return (each * torch.where(masks > 0, 1 - positives, positives)).mean()
@@ -235,6 +181,3 @@ def _balanced(o: Tensor, masks: Tensor, positives: Tensor) -> Tensor:
 def _border(target: Tensor) -> Tensor:
     differs = (target != target.roll(1, 1)) | (target != target.roll(1, 2))
     return 1.0 + 2.0 * differs
-
-def _length(p: Tensor) -> Tensor:
-    return (p.diff(dim=2)[..., :-1] ** 2 + p.diff(dim=3)[:, :, :-1] ** 2 + 1e-6).sqrt().sum((1, 2, 3))
