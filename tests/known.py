@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,4 +95,4 @@ def scheduled(make: Callable[[Toy, torch.optim.Optimizer], Any], **how: Any) -> 
 def noted(hook: str, what: Callable[[pl.Trainer], Any]) -> tuple[LambdaCallback, list[Any]]:
     """A callback that notes something at each call of a hook, and its notes."""
     notes: list[Any] = []
-    return LambdaCallback(**{hook: lambda trainer, *_: (gc.collect(), notes.append(what(trainer)))}), notes
+    return LambdaCallback(**{hook: lambda trainer, *_: notes.append(what(trainer))}), notes

@@ -159,11 +159,6 @@ def test_what_does_not_go_together_is_an_error_that_names_the_argument(arguments
     assert isinstance(raised.value, AccumulationError) or "MisconfiguredError" in str(raised.value)
 
 
-def test_two_callbacks_are_refused() -> None:
-    with pytest.raises((AccumulationError, RuntimeError)):
-        trainer(callbacks=[GradientAccumulation(2), GradientAccumulation(4)]).fit(Scalar([x(1)]))
-
-
 @pytest.mark.parametrize("strategy", ["accum_ddp", "accum_ddp_spawn", DDPAccumulationStrategy(), "accum_model_parallel"])
 def test_a_notebook_is_told_the_strategy_of_this_package_that_works_there(monkeypatch: Any, strategy: Any) -> None:
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)

@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 from support import Scalar, x
 
 import lightning_accum
-from lightning_accum import AccumulationError, GradientAccumulation
+from lightning_accum import GradientAccumulation
 
 needs_jsonargparse = pytest.mark.skipif(importlib.util.find_spec("jsonargparse") is None, reason="LightningCLI needs jsonargparse")
 pytestmark = [
@@ -277,15 +277,6 @@ def test_a_mistake_in_yaml_is_an_error_that_names_the_argument(mistake: str, cap
     with pytest.raises((SystemExit, ValueError)) as error:
         built(path)
     assert told in (capsys.readouterr().err if isinstance(error.value, SystemExit) else str(error.value))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options", "told"),
-    [("auto", {}, "strategy"), ("accum", {"accumulate_grad_batches": 3}, "accumulate_grad_batches")],
-)
-def test_another_strategy_or_two_windows_are_an_error_that_names_the_argument(strategy: str, options: Any, told: str) -> None:
-    with pytest.raises(AccumulationError, match=told):
-        fit(config({"window": 2}, strategy, **options))
 
 
 # --- files that are written ----------------------------------------------------------------------------------------------

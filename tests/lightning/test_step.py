@@ -321,16 +321,3 @@ def test_an_empty_window_leaves_parameters_and_optimizer_state_untouched_and_war
     assert sum(warning.category is AccumulationWarning for warning in caught) == 1
     assert len(calls) == 1
     assert run.global_step == 3  # as in Lightning, what returns None counts
-
-
-@pytest.mark.parametrize(
-    ("loss", "error"),
-    [(lambda w, x: w * x, (AccumulationError, ValueError, RuntimeError)), (lambda w, x: w.detach() * x.mean(), RuntimeError)],
-    ids=["several numbers", "no gradient"],
-)
-def test_what_is_no_loss_is_an_error_before_the_first_step(loss: Any, error: Any) -> None:
-    module = Scalar([x(1, 2), x(3, 4)])
-    module.loss = lambda batch: loss(module.w, batch)
-    with pytest.raises(error):
-        fit(module, None, GradientAccumulation(2, weight="equal"))
-    assert module.total == 0

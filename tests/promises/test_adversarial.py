@@ -35,7 +35,7 @@ def test_the_parts_of_a_batch_do_not_add_up_by_their_rows(loss: Loss) -> None:
     assert float((sum(parts) / len(parts) - whole).norm() / whole.norm()) > 1e-4
 
 
-@pytest.mark.some_cases(24)
+@pytest.mark.some_cases(12, 40)
 @pytest.mark.parametrize("way", WAYS)
 @cases(LOSSES)
 def test_a_loss_that_hides_on_few_rows_that_it_does_not_add_up_is_not_trained_in_silence(loss: Loss, way: str) -> None:
@@ -53,7 +53,7 @@ def test_a_loss_that_hides_on_few_rows_that_it_does_not_add_up_is_not_trained_in
     assert found <= loss.limit or messages, f"{found:.1g} off in {steps} steps, without a warning; {error}"
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(4, 6)
 @pytest.mark.parametrize("way", WAYS)
 @cases(LOSSES_UNSEEN)
 def test_verify_sees_what_only_the_whole_batch_shows(loss: Loss, way: str) -> None:

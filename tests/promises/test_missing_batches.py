@@ -69,7 +69,7 @@ ENGINES = [
 ]
 
 
-@pytest.mark.some_cases(5, 19)
+@pytest.mark.some_cases(4, 15)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("engine", "options"), ENGINES)
 def test_nothing_on_one_of_two_ranks(engine: str, options: dict[str, Any], kind: str) -> None:
@@ -77,7 +77,7 @@ def test_nothing_on_one_of_two_ranks(engine: str, options: dict[str, Any], kind:
     assert_the_rest_is_the_window(engine, options, [(1, 1), (0, 2), (1, 5), (1, 6)], [kind])
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2, 9)
 @pytest.mark.parametrize("micro_batch", [None, 1])
 @pytest.mark.parametrize(("engine", "options"), [*ENGINES[:6], *ENGINES[8:]])
 def test_nothing_of_every_kind_on_either_of_two_ranks(engine: str, options: dict[str, Any], micro_batch: int | None) -> None:
@@ -86,7 +86,7 @@ def test_nothing_of_every_kind_on_either_of_two_ranks(engine: str, options: dict
     assert_the_rest_is_the_window(engine, options, places, KINDS, micro_batch=micro_batch)
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2, 6)
 @pytest.mark.parametrize(("engine", "options"), [on("accum"), *ENGINES])
 def test_a_window_of_nothing_takes_no_step(engine: str, options: dict[str, Any]) -> None:
     ranks = range(1 if engine == "accum" else 2)

@@ -252,7 +252,7 @@ OPTIONS = [on("ddp", 1, static_graph=True), on("ddp", 1, find_unused_parameters=
 ON_RANKS = [on("ddp", 3), *OPTIONS, on("fsdp2", 1), on("fsdp1", 1), on("fsdp2", 3), on("accum", 3)]
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1, 5)
 @pytest.mark.parametrize(("engine", "options", "window"), ON_RANKS)
 def test_windows_and_ranks(memory: OtherMemory, engine: str, options: dict[str, Any], window: int) -> None:
     by_rank = dealt(sentences(18), 3, engine)

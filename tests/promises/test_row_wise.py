@@ -93,7 +93,7 @@ def test_a_loss_of_pairs_in_a_window_of_several_loader_batches_is_refused() -> N
         fit(two_views(clip), collated(ROWS, ROWS), row_wise(2))
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(3, 12)
 @pytest.mark.parametrize("policy", [{"window": 2}, {"window": 1, "micro_batch": 4}], ids=["windows", "split"])
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"rmse"}))
 def test_the_error_of_a_loss_of_pairs_names_submodules_with_which_it_is_exact(name: str, policy: dict[str, Any]) -> None:
@@ -514,7 +514,7 @@ class Gathering(Toy):
         return loss + scale.square() if self.loss is barlow_twins else loss  # which has no other use for it
 
 
-@pytest.mark.some_cases(3, 4)
+@pytest.mark.some_cases(2, 4)
 @pytest.mark.parametrize("engine", ["ddp", "ddp of 4"])
 @pytest.mark.parametrize("gathers", ["lightning", "torch"])
 @pytest.mark.parametrize("loss", [clip, siglip, barlow_twins])
@@ -537,7 +537,8 @@ def test_over_ranks_a_loss_of_one_ranks_rows_is_refused_and_a_gathered_sum_asks_
         fit(Gathering(loss, gathers), collated(8, 8), row_wise(micro_batch=3), strategy=ddp(), devices=2)
 
 
-@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("find_unused", [True, False])
 def test_ranks_with_unequally_many_batches_take_the_step_of_all_rows(find_unused: bool) -> None:
     by_rank = [uneven()[:4], uneven()[4:]]
     assert_window_equals_batch(
@@ -567,7 +568,7 @@ def by_rank_of(sizes: tuple[int, int]) -> tuple[list[Any], list[Any]]:
 
 
 @needs_sharding_on_cpu
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("case", SHARDED)
 def test_sharded_submodules_take_the_step_of_the_global_batch(case: str) -> None:
     loss, sizes, policy = SHARDED[case]
@@ -587,6 +588,7 @@ def test_verify_compares_a_row_wise_step_with_the_whole_batch() -> None:
     assert report.gradient < 1e-12
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", ["clip", "barlow twins", "cox", "experts balance"])
 def test_verify_proposes_the_submodules_with_which_it_found_the_step_to_be_that_of_the_full_batch(name: str) -> None:
     report = verify(two_views(LOSSES[name]), collated(ROWS)[0], micro_batch=4)

@@ -133,7 +133,7 @@ def assert_full_batches(engine: str, by_rank: Any, policy: dict[str, Any], optio
     assert_one_window_one_batch(ShardedScalar, rows, windows, accumulation, engine, options, **arguments)
 
 
-@pytest.mark.some_cases(6)
+@pytest.mark.some_cases(5, 19)
 @LENGTHS_KNOWN
 @pytest.mark.parametrize(("engine", "options", "lengths", "policy"), CASES)
 def test_ranks_that_end_at_different_times_equal_the_full_batch(

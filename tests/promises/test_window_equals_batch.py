@@ -47,12 +47,11 @@ def test_a_window_takes_the_step_of_its_full_batch(engine: str, options: dict[st
     assert_one_window_one_batch(partial(ShardedLanguage, optimizer), by_rank, windows, size, engine, options, max_epochs=EPOCHS)
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2, 12)
 @pytest.mark.parametrize(("engine", "options"), ENGINES[4:])
 def test_so_it_does_with_every_option_of_a_strategy(engine: str, options: dict[str, Any]) -> None:
     by_rank = dealt(ROWS[:20], MICRO_BATCH, engine)
-    windows = windows_of(by_rank, 2, EPOCHS)
-    assert_one_window_one_batch(partial(ShardedLanguage, "adamw"), by_rank, windows, 2, engine, options, max_epochs=EPOCHS)
+    assert_one_window_one_batch(partial(ShardedLanguage, "adamw"), by_rank, windows_of(by_rank, 2), 2, engine, options)
 
 
 CLIPS = {"norm": 0.05, "value": 1e-3}
@@ -76,7 +75,7 @@ def test_these_limits_change_the_steps(algorithm: str) -> None:
     assert relative_error(clipped.parameters(), whole.parameters()) > 1e-3
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(3, 9)
 @pytest.mark.parametrize("tail", ["step", "drop", "carry"])
 @pytest.mark.parametrize(
     ("engine", "options"),

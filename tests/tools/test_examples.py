@@ -111,12 +111,6 @@ def test_an_example_by_torchrun_is_the_full_batch(name: str) -> None:
     assert run(torchrun(name, "--epochs", "1")) == one_epoch_by_hand(name)
 
 
-def test_cli_reads_strategy_and_callback_from_yaml(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("jsonargparse")
-    options = ["--config", str(EXAMPLES / "cli.yaml"), "--trainer.max_epochs", "1", "--trainer.accelerator", "cpu"]
-    assert run_here(monkeypatch, capsys, "cli.py", "fit", *options)[0] == 16
-
-
 def slurm(rank: int, port: int) -> dict[str, object]:
     """What srun sets for a task: two nodes of one task each."""
     return {
