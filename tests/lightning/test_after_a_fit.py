@@ -176,7 +176,7 @@ def cloudpickled(value: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.some_cases(16)
+@pytest.mark.some_cases(16, 32)
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize(("module", "policy"), [*((Small, name) for name in POLICIES), (Manual, "windows"), (Manual, "offload")])
 def test_a_trainer_and_all_that_it_reaches_is_as_lightning_alone_leaves_it(policy: str, module: type[Small], end: str) -> None:
@@ -196,6 +196,7 @@ def test_a_trainer_and_all_that_it_reaches_is_as_lightning_alone_leaves_it(polic
         copied(run)
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("copied", [pickled, cloudpickled, copy.deepcopy])
 @pytest.mark.parametrize(
@@ -247,6 +248,7 @@ class Copying(pl.Callback):
         self.copy = self.copy or copy.deepcopy(trainer)
 
 
+@pytest.mark.some_cases(9)
 @pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_start", "on_train_batch_start", "on_train_batch_end"])
 @pytest.mark.parametrize("kind", [Toy, ManualToy])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

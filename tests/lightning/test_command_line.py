@@ -228,6 +228,7 @@ def by_class(name: str, **init_args: Any) -> dict[str, Any]:
 DDP = {"start_method": "fork", "timeout": "0:01:00", "find_unused_parameters": True}
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     "strategy", ["accum_ddp_fork", *(by_class("DDPAccumulationStrategy", sync=s, **DDP) for s in ("window", "micro_batch"))]
 )

@@ -75,7 +75,7 @@ ORDERS = [
 ]
 
 
-@pytest.mark.some_cases(1, 8)
+@pytest.mark.some_cases(1, 4)
 @pytest.mark.parametrize("policy", [{"window": 3}, {"window": Tokens(60), "tail": "carry"}], ids=["3", "tokens"])
 @pytest.mark.parametrize(("workers", "order", "epoch"), ORDERS)
 def test_a_stateful_loader_goes_on_from_inside_a_window_to_the_bit(
@@ -135,6 +135,7 @@ TWICE: dict[str, tuple[dict[str, Any], list[float], list[float]]] = {
 }
 
 
+@pytest.mark.some_cases(8)
 @pytest.mark.parametrize("is_other", [False, True])
 @pytest.mark.parametrize("policy", TWICE)
 def test_a_second_fit_goes_on_where_the_first_ended(policy: str, is_other: bool) -> None:
@@ -318,6 +319,7 @@ ON_EXCEPTION: dict[str, tuple[dict[str, Any], str, list[list[float]]]] = {
 }
 
 
+@pytest.mark.some_cases(13)
 @pytest.mark.parametrize("saver", [on_exception, of_model_checkpoint])
 @pytest.mark.parametrize("name", ON_EXCEPTION)
 def test_after_an_exception_the_window_goes_on_without_anything_of_the_batch_that_failed(name: str, saver: Any) -> None:

@@ -91,7 +91,7 @@ def calls_after(swap: Callable[[Any, Any], None], strategy: str, is_late: bool) 
     return [(name, batch) for name, batch in module.called if batch > 4 or not is_late]
 
 
-@pytest.mark.some_cases(20)
+@pytest.mark.some_cases(15, 36)
 @pytest.mark.parametrize("is_late", [False, True], ids=["from the beginning", "in the middle"])
 @pytest.mark.parametrize(("owner", "hook"), [(owner, hook) for owner, (_, hooks) in OWNERS.items() for hook in hooks])
 def test_a_hook_that_is_put_into_an_object_or_its_class_is_called_from_then_on(owner: str, hook: str, is_late: bool) -> None:
@@ -204,6 +204,7 @@ def of_class(optimizer: str, name: str, where: str) -> Hooked:
     return kind(optimizer, name, where)
 
 
+@pytest.mark.some_cases(11)
 @pytest.mark.parametrize(
     ("name", "where"),
     [

@@ -160,6 +160,7 @@ def test_log_false_logs_nothing() -> None:
     assert not [name for name in run.callback_metrics if name.startswith("window/")]
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 @pytest.mark.parametrize("has_own", [False, True])
 def test_progress_bars_show_the_window_loss_unless_the_module_has_a_metric_of_that_name(bar: Any, has_own: bool) -> None:
