@@ -49,14 +49,10 @@ terms("causal with padding, with a z-loss of all positions", "s tokens", lambda 
     + 1e-2 * o.logsumexp(-1).square().mean())
 add("causal, by einsum over valid positions", "s words valid", lambda o, b, m:
     -torch.einsum("bt,bt->", log_p(o, b.words), b.valid.to(o)) / b.valid.sum())
-terms("causal, multi-token prediction at two distances", "s tokens", lambda o, b, m: shifted(o, b.tokens)
-    + 0.3 * F.cross_entropy(flat(o[:, :-2]), b.tokens[:, 2:].flatten()))
 of_mean("perplexity", "s tokens", lambda o, b, m: shifted(o, b.tokens).exp())
 of_batch("losses above their own mean", "s words", lambda o, b, m: (c := each_token(o, b.words))[c > c.mean()].mean())
 add("masked language model by a reference model's scores", "s words chosen y5", lambda o, b, m:
     (each_token(o, b.words) * (b.y5[..., 0] > 0) * b.chosen).sum() / ((b.y5[..., 0] > 0) & b.chosen).sum())
-terms("masked language model and next sentence", "s words chosen t", lambda o, b, m:
-    F.cross_entropy(flat(o), b.words.masked_fill(~b.chosen, -100).flatten()) + F.cross_entropy(o[:, 0], b.t))
 add("replaced token detection of valid tokens", "s chosen valid", lambda o, b, m:
     F.binary_cross_entropy_with_logits(o[..., 0][b.valid], b.chosen[b.valid].to(o)))
 add("span extraction", "s words", lambda o, b, m: (F.cross_entropy(o[..., 0], b.words[:, 0])

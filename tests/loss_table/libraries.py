@@ -22,9 +22,6 @@ def each(o: Tensor, b) -> Tensor:
 def log_p(o: Tensor, t: Tensor) -> Tensor:
     return o.log_softmax(-1).gather(-1, t[..., None]).squeeze(-1)
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    return (values * mask).sum() / mask.sum()
-
 # --- detection ---
 terms("FCOS: three sums over the foreground", "x q boxes mask w", lambda o, b, m:
     F.binary_cross_entropy_with_logits(o, b.q, reduction="none").sum() / max(1, int(b.mask.sum()))
@@ -71,8 +68,6 @@ add("two passes over the same rows", "x t", lambda o, b, m: 0.5 * (ce(o, b) + ce
 add("label smoothing over active elements", "s words valid", lambda o, b, m:
     0.9 * (-log_p(o, b.words)).masked_fill(~b.valid, 0.0).sum() / b.valid.sum()
     + 0.1 * (-o.log_softmax(-1)).sum(-1).masked_fill(~b.valid, 0.0).sum() / (b.valid.sum() * o.shape[-1]))
-terms("preferences with a likelihood of the chosen", "s words valid advantage", lambda o, b, m:
-    -F.logsigmoid((log_p(o, b.words) * b.valid).sum(1) * b.advantage).mean() + 0.5 * masked_mean(-log_p(o, b.words), b.valid))
 add("answers that are good and bad, put together", "x t mask", lambda o, b, m:
     torch.cat((1 - (0.1 * log_p(o, b.t)[b.mask] + 1).sigmoid(), 1 - (-0.1 * log_p(o, b.t)[~b.mask] - 1).sigmoid())).nanmean())
 of_batch("stopped where the batch has moved too far", "x t old advantage", lambda o, b, m:
@@ -83,9 +78,6 @@ add("a sum over the sum of lengths", "s words valid", lambda o, b, m:
 add("CTC and attention, each a sum over rows", "s words valid", lambda o, b, m:
     0.3 * F.ctc_loss(F.pad(o, (1, 0)).log_softmax(-1).transpose(0, 1), b.words[:, :2] + 1, *_lengths(b), reduction="sum") / len(o)
     + 0.7 * (-log_p(o, b.words) * b.valid).sum() / len(o))
-terms("CTC by rows and attention by tokens", "s words valid", lambda o, b, m:
-    0.3 * F.ctc_loss(F.pad(o, (1, 0)).log_softmax(-1).transpose(0, 1), b.words[:, :2] + 1, *_lengths(b), reduction="sum") / len(o)
-    + 0.7 * masked_mean(-log_p(o, b.words), b.valid))
 add("transducers by a lattice of each row", "s words", lambda o, b, m: torch.stack([_lattice(each) for each in o]).mean())
 # --- recommenders ---
 add("pairs with a norm of embeddings over the rows", "x v z", lambda o, b, m:

@@ -28,12 +28,8 @@ def _sequences(o: Tensor, b: Any) -> Tensor:
 # --- preferences ---
 terms("RPO: DPO and the chosen tokens", "s words valid old", lambda o, b, m: -F.logsigmoid(_sequences(o, b) - b.old).mean()
       - (_of_words(o, b) * b.valid).sum() / b.valid.sum())
-terms("RPO: DPO and the mean of each answer's tokens", "s words valid old", lambda o, b, m: -F.logsigmoid(
-    _sequences(o, b) - b.old).mean() - (_sequences(o, b) / b.valid.sum(1)).mean())
 add("KTO, both sides put together", "s words valid old mask", lambda o, b, m: torch.cat(
     [1 - (_sequences(o, b) - b.old)[b.mask].sigmoid(), 1 - (b.old - _sequences(o, b))[~b.mask].sigmoid()]).mean())
-terms("desirable and undesirable, each by its mean", "s words valid old mask", lambda o, b, m: _both_sides(
-    1 - (_sequences(o, b) - b.old).sigmoid(), b.mask))
 # --- policies ---
 add("CISPO: clipped ratios, detached", "s words valid advantage y5", lambda o, b, m: -(
     _ratio(o, b).clamp(max=1.2).detach() * _of_words(o, b) * b.advantage[:, None] * b.valid).sum() / b.valid.sum())
@@ -45,8 +41,6 @@ terms("VAPO: positives beside it", "s words valid advantage y5", lambda o, b, m:
 add("the two likeliest of the teacher", "s p5 valid", lambda o, b, m: _two_likeliest(o, b))
 add("AugMix: divergence of three views", "x v z t", lambda o, b, m: _three_views(o, b, m))
 add("packed rows, each document by its mean", "s words chosen", lambda o, b, m: _of_documents(o, b, by_documents=True))
-terms("packed rows, documents and tokens", "s words chosen", lambda o, b, m: _of_documents(o, b, by_documents=True)
-      + _of_documents(o, b, by_documents=False))
 add("smoothing with ignored labels by hand", "x ignored", lambda o, b, m: _smoothed(o, b.ignored))
 add("token weights of a reference over their sum", "s words valid p5", lambda o, b, m: (
     -_of_words(o, b) * (w := b.p5[..., 0] * b.valid)).sum() / w.sum())
@@ -66,11 +60,8 @@ add("images that have any, each by its mean", "s chosen", lambda o, b, m: _image
 # --- physics, graphs, generation ---
 terms("inside and at the boundary", "x y mask", lambda o, b, m: (o - b.y).square().mean()
       + 10 * (o[:, 0].square() * b.mask).sum() / b.mask.sum())
-terms("energies by rows, forces by atoms", "s y5 reward valid", lambda o, b, m: (o[:, :, 0].sum(1) - b.reward).square().mean()
-      + ((o - b.y5).square() * b.valid[..., None]).sum() / (3 * b.valid.sum()))
 add("score matching by a trace", "x", lambda o, b, m: _trace(b, m).mean())
 # --- metrics, and transforms of torch ---
-of_mean("metric: root mean squared error", "x y", lambda o, b, m: metrics.mean_squared_error(o, b.y, squared=False))
 add("metric: divergence", "x p", lambda o, b, m: metrics.kl_divergence(b.p, o.softmax(1)))
 of_batch("metric: Pearson", "x y", lambda o, b, m: 1 - metrics.pearson_corrcoef(o[:, 0], b.y[:, 0]) if len(o) > 1 else o.mean())
 of_batch("metric: R squared", "x y", lambda o, b, m: 1 - metrics.r2_score(o.flatten(), b.y.flatten()))
@@ -78,10 +69,6 @@ add("gradients of rows by vmap", "x t", lambda o, b, m: _by_vmap(b, m))
 add("a scripted loss", "x t", lambda o, b, m: _scripted(o, b.t))
 add("a compiled loss", "x t", lambda o, b, m: _compiled(o, b.t))
 add("a function of its own, mean", "x y", lambda o, b, m: _OwnMean.apply(o, b.y))
-
-def _both_sides(losses: Tensor, is_good: Tensor) -> Tensor:
-    good, bad = losses[is_good], losses[~is_good]
-    return (good.mean() if len(good) else losses.sum() * 0) + (bad.mean() if len(bad) else losses.sum() * 0)
 
 def _k3(o: Tensor, b: Any) -> Tensor:
     difference = b.p5.log().gather(2, b.words[..., None])[..., 0] - _of_words(o, b)

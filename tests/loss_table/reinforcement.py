@@ -117,7 +117,6 @@ add("a sum of sums over rows", "x t y", lambda o, b, m: (F.cross_entropy(o, b.t,
     + F.mse_loss(o, b.y, reduction="sum")) / len(b.x))
 # --- terms with weights of their own ---
 terms("rows and ignored labels", "x ignored y", lambda o, b, m: 0.1 * mse(o, b) + ignored(o, b))
-terms("ignored labels and rows, averaged", "x ignored y", lambda o, b, m: torch.stack([ignored(o, b), mse(o, b)]).mean())
 terms("ignored labels and a masked mean", "x ignored y mask", lambda o, b, m: ignored(o, b)
     + ((o - b.y).square().mean(1) * b.mask).sum() / b.mask.sum().clamp(min=1))
 terms("two masked means", "x y mask positive", lambda o, b, m:
@@ -125,12 +124,8 @@ terms("two masked means", "x y mask positive", lambda o, b, m:
     + ((o - b.y).abs() * b.positive).sum() / b.positive.sum().clamp(min=1))
 terms("three weights", "x t ignored y positive", lambda o, b, m: ce(o, b) + ignored(o, b)
     + ((o - b.y).abs() * b.positive).sum() / b.positive.sum().clamp(min=1))
-terms("class weights and rows", "x t y", lambda o, b, m: F.cross_entropy(o, b.t, weight=torch.tensor([0.2, 1, 2, 3]).to(o))
-    + mse(o, b))
 terms("weights of samples and rows", "x t y w", lambda o, b, m: ce(o, b) + (b.w * (o - b.y).square().mean(1)).sum() / b.w.sum())
 terms("a mean beside a sum", "x t y", lambda o, b, m: ce(o, b) + 1e-2 * F.mse_loss(o, b.y, reduction="sum"))
-terms("a sum beside a penalty on parameters", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum")
-    + m.proxies.square().sum())
 # --- parameters in the loss ---
 add("a penalty on parameters", "x t", lambda o, b, m: ce(o, b)
     + 1e-2 * sum(p.square().sum() for p in m.parameters() if p.requires_grad))
@@ -155,16 +150,12 @@ add("learned scales of columns' means", "x y", lambda o, b, m:
 add("a learned factor of the whole loss", "x t", lambda o, b, m: m.temperature * ce(o, b))
 add("a learned softmax of tasks", "x t y", lambda o, b, m: (m.log_scales.softmax(0) * torch.stack([ce(o, b), mse(o, b)])).sum())
 add("a learned offset", "x t", lambda o, b, m: ce(o, b) + m.bias)
-terms("learned scales of terms with weights of their own", "x ignored y", lambda o, b, m: (-m.log_scales[0]).exp() * ignored(o, b)
-    + m.log_scales[0] + (-m.log_scales[1]).exp() * mse(o, b) + m.log_scales[1])
 add("learned scales with ignored labels", "x ignored", lambda o, b, m: (-m.log_scales[0]).exp() * ignored(o, b) + m.log_scales[0])
 # --- terms by each other ---
 of_mean("a product of losses", "x t y", lambda o, b, m: ce(o, b) * mse(o, b))
 of_mean("a quotient of losses", "x t y", lambda o, b, m: ce(o, b) / (1 + mse(o, b)))
 of_mean("the larger of two losses", "x t y", lambda o, b, m: torch.maximum(ce(o, b), mse(o, b)))
 of_mean("a geometric mean of losses", "x t y", lambda o, b, m: (ce(o, b) * mse(o, b)).sqrt())
-of_mean("a soft maximum of losses", "x t y", lambda o, b, m: torch.stack([ce(o, b), mse(o, b)]).logsumexp(0))
-of_mean("logarithms of losses, added", "x t y", lambda o, b, m: ce(o, b).log() + mse(o, b).log())
 add("a loss over itself, detached", "x t", lambda o, b, m: (c := ce(o, b)) / c.detach())
 of_batch("losses of like size, detached", "x t y", lambda o, b, m: ce(o, b) + mse(o, b) * (ce(o, b) / mse(o, b)).detach())
 of_batch("weights by losses, softmax, detached", "x t y", lambda o, b, m:

@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from real_modules.expected import OFFLOAD, ONE
-from real_modules.table import Warned, dealt, padded, randint, real_module
+from real_modules.table import dealt, padded, randint, real_module
 
 
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
@@ -112,21 +112,6 @@ class DoubleQ(LightningModule):
     def on_train_batch_start(self, *_: object) -> None:
         if self.global_step % 2 == 0:
             self.target.load_state_dict(self.q.state_dict())
-
-
-@real_module("returns scaled by running statistics", dealt(transition), windows=Warned("spread"), split=Warned("spread"))
-class RunningScale(LightningModule):
-    """Rewards are divided by a running spread, which each step moves by what it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.critic = mlp(4, 1)
-        self.register_buffer("spread", torch.ones(()))
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self.critic(batch["state"])[:, 0], batch["reward"] / self.spread)
-        self.spread.lerp_(batch["reward"].square().mean().sqrt(), 0.2)
-        return loss
 
 
 @real_module("soft actor-critic", dealt(transition), optimizers=(None,), windows=ONE, split=OFFLOAD)

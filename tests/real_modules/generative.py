@@ -59,21 +59,6 @@ class BetaAutoencoder(Autoencoder):
         return {"loss": losses["reconstruction"] + 4 * losses["kl"], **losses}
 
 
-@real_module("imputation of missing values", dealt(image))
-class MissingValues(Autoencoder):
-    """Reconstruction over what was seen, divergence over samples, with a learned scale of the noise and an annealed factor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_scale = nn.Parameter(torch.tensor(0.1))
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        z, *posterior = self.sample(batch)
-        distance = (self.decoder(z) - batch["x"]).square() * batch["seen"]
-        reconstruction = (-2 * self.log_scale).exp() * distance.sum() / batch["seen"].sum() + self.log_scale
-        return reconstruction + 0.1 * (1 + self.global_step) * self.divergence(*posterior).mean()
-
-
 @real_module("VAE with a counter", dealt(image), windows=Warned("seen_batches"), split=Warned("seen_batches"), **warned(0.3, 0.5))
 class CountsItsSteps(Autoencoder):
     """The factor of the divergence grows with the calls of the step."""
@@ -86,16 +71,6 @@ class CountsItsSteps(Autoencoder):
         self.seen_batches += 1
         z, *posterior = self.sample(batch)
         return F.mse_loss(self.decoder(z), batch["x"]) + min(1.0, self.seen_batches / 8) * self.divergence(*posterior).mean()
-
-
-@real_module("VAE with free bits", dealt(image), windows=ONE, split=by("encoder"))
-class FreeBits(Autoencoder):
-    """Each dimension has a divergence that costs nothing: of its mean over the batch."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        z, mean, log_variance = self.sample(batch)
-        of_dimensions = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).mean(0)
-        return F.mse_loss(self.decoder(z), batch["x"]) + of_dimensions.clamp(min=0.1).sum()
 
 
 @real_module("beta-TC-VAE", dealt(image), windows=ONE, split=by("encoder"))
@@ -159,22 +134,6 @@ class Adversaries(LightningModule):
         real, fake = self.discriminator(real), self.discriminator(fake)
         zeros, ones = torch.zeros_like(fake), torch.ones_like(real)
         return F.binary_cross_entropy_with_logits(real, ones) + F.binary_cross_entropy_with_logits(fake, zeros)
-
-
-@real_module("GAN that steps both at once", dealt(image), optimizers=(None,), split=OFFLOAD)
-class Adversarial(Adversaries):
-    """Both gradients are of the parameters before the steps. Manual optimization is not split."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        fake = self.generator(batch["noise"][:, :, 0])
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.discriminator.requires_grad_(False)
-        self.manual_backward(F.softplus(-self.discriminator(fake)).mean())
-        self.discriminator.requires_grad_(True)
-        self.manual_backward(self.losses(batch["x"], fake.detach()))
-        for optimizer in self.optimizers():
-            optimizer.step()
 
 
 @real_module("WGAN-GP", dealt(image), optimizers=(None,), windows=ONE, split=OFFLOAD, **warned(0.03))

@@ -20,32 +20,6 @@ def words(generator: Generator, shortest: int = 3, longest: int = 8) -> Tensor:
     return torch.randint(1, WORDS, (randint(shortest, longest, generator),), generator=generator)
 
 
-def masked_pair(generator: Generator) -> dict[str, Tensor]:
-    """Two sentences of which some words are masked, and whether the second follows the first."""
-    tokens = words(generator)
-    is_masked = torch.rand(len(tokens), generator=generator) < 0.4
-    is_masked[-1] = True
-    labels = tokens.where(is_masked, torch.tensor(-100))
-    follows = torch.randint(2, (), generator=generator)
-    inputs = tokens.masked_fill(is_masked, 1)
-    return {"tokens": inputs, "labels": labels, "attention_mask": torch.ones_like(tokens), "follows": follows}
-
-
-@real_module("BERT pre-training", dealt(masked_pair), collate=padded({"labels": -100}))
-class MaskedLanguageModelWithSecondHead(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.body = nn.Embedding(WORDS, 6), nn.Linear(6, 6)
-        self.words, self.next = nn.Linear(6, WORDS), nn.Linear(6, 2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        hidden = torch.tanh(self.body(self.embedding(batch["tokens"]))) * batch["attention_mask"].unsqueeze(-1)
-        of_words = F.cross_entropy(self.words(hidden).flatten(0, 1), batch["labels"].flatten())
-        of_pairs = F.cross_entropy(self.next(hidden[:, 0]), batch["follows"])
-        self.log("loss", of_words + of_pairs)
-        return of_words + of_pairs
-
-
 def translated(generator: Generator) -> dict[str, Tensor]:
     return {"source": words(generator), "target": words(generator, 4, 9)}
 
@@ -90,28 +64,6 @@ class ConnectionistTemporalClassification(LightningModule):
         audio, text, frames, letters = batch
         log_probs = self.net(audio).log_softmax(-1).transpose(0, 1)
         return F.ctc_loss(log_probs, text, frames, letters, zero_infinity=True)
-
-
-def answered(generator: Generator) -> dict[str, Tensor]:
-    """A question, which is not learned, and its answer."""
-    tokens = words(generator, 4, 10)
-    labels = tokens.clone()
-    labels[: randint(1, 3, generator)] = -100
-    return {"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)}
-
-
-@real_module("instruction tuning", dealt(answered), collate=padded({"labels": -100}))
-class CausalLanguageModel(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.body = nn.Embedding(WORDS, 6), nn.GRU(6, 6, batch_first=True)
-        self.head = nn.Linear(6, WORDS, bias=False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self.head(self.body(self.embedding(batch["input_ids"]))[0])
-        loss = F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), batch["labels"][:, 1:].reshape(-1), ignore_index=-100)
-        self.log("perplexity", loss.detach().exp())
-        return loss
 
 
 def preferred(generator: Generator) -> dict[str, Tensor]:

@@ -75,20 +75,6 @@ class PredictsOtherView(TwoViews):
         return -0.5 * similar
 
 
-@real_module("CLIP", dealt(two_views), windows=ONE, split=by("image", "text"))
-class ImagesAndTexts(LightningModule):
-    """Images tell their texts from all of the batch, and texts their images; the temperature is learned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.text, self.log_scale = encoder(), encoder(), nn.Parameter(torch.tensor(1.5))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        logits = self.log_scale.exp() * F.normalize(self.image(batch[0])) @ F.normalize(self.text(batch[1])).T
-        own = torch.arange(len(logits))
-        return 0.5 * (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own))
-
-
 class WithTeacher(TwoViews):
     """A teacher follows the encoder."""
 
@@ -100,23 +86,6 @@ class WithTeacher(TwoViews):
     def follow(self, rate: float = 0.1) -> None:
         for slow, fast in zip(self.teacher.parameters(), self.encoder.parameters(), strict=True):
             slow.lerp_(fast, rate)
-
-
-@real_module("BYOL", dealt(two_views), windows=Warned("teacher"))
-class FollowsAfterBatches(WithTeacher):
-    """The teacher moves at the end of each loader batch; a split one is one loader batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.predictor = nn.Linear(5, 5)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            wanted = self.teacher(batch[1])
-        return 2 - 2 * F.cosine_similarity(self.predictor(self.encoder(batch[0])), wanted).mean()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.follow()
 
 
 @real_module("DINO", dealt(two_views), windows=Warned("center"), split=Warned("center"))
@@ -138,20 +107,3 @@ class CenteredTeacher(WithTeacher):
     def optimizer_step(self, *arguments: Any, **named: Any) -> None:
         super().optimizer_step(*arguments, **named)
         self.follow()
-
-
-@real_module("MoCo", dealt(two_views), windows=Warned("queue"), split=Warned("queue"))
-class QueueOfKeys(WithTeacher):
-    """Rows are told from the keys of earlier steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", F.normalize(torch.randn(9, 5)))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            keys = F.normalize(self.teacher(batch[1]))
-        queries = F.normalize(self.encoder(batch[0]))
-        logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.queue.T], 1) / 0.2
-        self.queue = torch.cat([keys, self.queue])[: len(self.queue)]
-        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))

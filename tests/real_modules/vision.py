@@ -13,7 +13,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from real_modules.expected import OFFLOAD, ONE, by, warned
+from real_modules.expected import OFFLOAD, ONE, warned
 from real_modules.table import Warned, dealt, randint, real_module
 
 
@@ -179,22 +179,6 @@ class UNetWithDiceOfSamples(LightningModule):
         p, target = logits.softmax(1) * is_labelled, F.one_hot(labels.where(labels != 255, 0), 3).movedim(-1, 1) * is_labelled
         dice = (2 * (p * target).sum(self.dims) + 1) / ((p + target).sum(self.dims) + 1)
         return F.cross_entropy(logits, labels, ignore_index=255) + 1 - dice.mean()
-
-
-@real_module("segmentation_models, cross entropy and Dice", dealt(scene), windows=ONE, split=by("net"))
-class UNetWithDiceOfBatch(UNetWithDiceOfSamples):
-    """Dice is a ratio of sums over the batch."""
-
-    dims = (0, 2, 3)
-
-
-@real_module("street scenes with hard-example mining", dealt(scene), windows=ONE, split=by("net"))
-class HardPixels(UNetWithDiceOfSamples):
-    """The hardest third of the pixels of the batch."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        entropy = F.cross_entropy(self.net(batch[0]), batch[1], ignore_index=255, reduction="none").flatten()
-        return entropy.topk(len(entropy) // 3).values.mean()
 
 
 def depth_row(generator: torch.Generator) -> tuple[Tensor, Tensor]:
