@@ -166,7 +166,7 @@ def attempt(point: Point) -> Outcome | BaseException:
         return error
 
 
-@pytest.mark.parametrize("seed", seeds_of_a_search(SEEDS["accum"], 120))
+@pytest.mark.parametrize("seed", seeds_of_a_search(SEEDS["accum"], 90))
 def test_one_rank(seed: int) -> None:
     point = draw(seed)
     check(point, attempt(point))

@@ -330,7 +330,7 @@ def examine(point: Point) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", seeds_of_a_search(range(ONE_PROCESS), 80))
+@pytest.mark.parametrize("seed", seeds_of_a_search(range(ONE_PROCESS), 55))
 def test_on_one_process(seed: int) -> None:
     found = examine(draw(seed, ranks=1))
     assert not found, "\n".join(found)
