@@ -418,7 +418,7 @@ ENDS: dict[str, tuple[Fault, int, dict[str, Any]]] = {
 """Who is told when, after how many windows all end, and what else the training has."""
 
 
-@pytest.mark.some_cases(10, 29)
+@pytest.mark.some_cases(7, 22)
 @strategies("ddp", "fsdp2", "fsdp1")
 @pytest.mark.parametrize("case", ENDS)
 def test_sigterm_ends_all_ranks_after_the_window_or_before_the_next_batch_of_a_loader_without_length(

@@ -65,6 +65,7 @@ def imports(source: str, modules: str) -> bool:
     return re.search(rf"^\s*(from|import) ({modules})", source, re.MULTILINE) is not None
 
 
+@cache
 def measured() -> dict[str, int]:
     package, tests = sources(PACKAGE), sources(TESTS)
     outside = [source for path, source in package.items() if path.relative_to(PACKAGE).parts[0] != "trainer"]
