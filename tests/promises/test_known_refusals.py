@@ -77,6 +77,7 @@ def says_on_each_rank_whether_its_process_is_a_copy(net: nn.Module, batch: Any) 
     return classified(net, batch)
 
 
+@pytest.mark.exhaustive
 def test_verify_starts_its_ranks_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "verifies", True, raising=False)
     assert verify(Toy(says_on_each_rank_whether_its_process_is_a_copy), labelled(4, 4), window=1, devices=2)
