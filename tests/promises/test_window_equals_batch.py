@@ -47,7 +47,7 @@ def test_a_window_takes_the_step_of_its_full_batch(engine: str, options: dict[st
     assert_one_window_one_batch(partial(ShardedLanguage, optimizer), by_rank, windows, size, engine, options, max_epochs=EPOCHS)
 
 
-@pytest.mark.some_cases(2, 12)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("engine", "options"), ENGINES[4:])
 def test_so_it_does_with_every_option_of_a_strategy(engine: str, options: dict[str, Any]) -> None:
     by_rank = dealt(ROWS[:20], MICRO_BATCH, engine)
