@@ -75,14 +75,14 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         _check(checked, batches)
     except CannotCheckError as reason:
         known = before is not None and before.deviation is not None
-        is_one = not checked.is_window_long and accumulation.splitting is None
-        if accumulation.policy.weight == "auto" and accumulation.world_size > 1 and is_one and accumulation.window.counted is None:
+        is_one = checked.is_one_micro_batch and accumulation.world_size > 1
+        if accumulation.policy.weight == "auto" and is_one and accumulation.window.counted is None:
             accumulation.count_first()  # which costs nothing where a window is one micro-batch of each rank
         accumulation.verdict = before if known else Verdict.unknown(reason)
         if not known and not (accumulation.checks_left and checked.on_any(isinstance(reason, UnsuitableRowsError))):
             accumulation.checks_left = 0
             if not isinstance(reason, GathersError):  # a loss of all rows of its window, which it sees
-                accumulation.warn_once(advice.of_unchecked(Verdict.unknown(reason)))
+                accumulation.warn_once(advice.of_unchecked(Verdict.unknown(reason), checked.is_manual))
             can_count = accumulation.policy.weight == "auto" and accumulation.window.counted is None and checked.may_count_first
             if can_count and has_several_terms(checked, batches):
                 accumulation.count_first()
@@ -116,7 +116,7 @@ class _Found(NamedTuple):
         verdict: that of this rank.
         adds_up: on all.
         constants: what the weights of a term have in them beside what adds up.
-        mend: an argument that makes it add up, if one was found.
+        mend: what makes it add up, if that was found.
         fitting: what each term weighs in the whole, by each mode that adds up.
     """
 
@@ -205,7 +205,7 @@ class Check:
             warn_of_state(checked, self._trial, rows.found)
         if not accumulation.checks_left or not checked.on_any(verdict.may_try_again):
             if verdict.deviation is None:
-                accumulation.warn_once(advice.of_unchecked(verdict))
+                accumulation.warn_once(advice.of_unchecked(verdict, checked.is_manual))
             _end(checked)
 
     def _keep_units(self, weigher: Weigher, found: _Found) -> None:
@@ -394,16 +394,17 @@ class Check:
                 weigher.ratios[key] = most
             is_one &= least < math.inf and math.isfinite(most) and most - least <= 1e-9 * most
             is_few = self._rows.number < MOST_ROWS and self._accumulation.policy.split is None
-            is_one &= is_function or not is_few  # few may be so by chance
+            is_one &= is_function or not is_few or not checked.may_count_terms  # few may be so by chance
         if is_one:
             return None
         if is_function:
-            return 'weight="equal"', "it is a function of means with weights of their own"
+            return advice.of_argument('weight="equal"'), "it is a function of means with weights of their own"
         weigher.counts_first = True
-        if checked.may_count_first or not (checked.is_window_long or self._accumulation.splitting is not None):
+        if checked.may_count_terms:
             return None
         names = ", ".join(words_of(terms[key], mode).partition(",")[0] for key, mode in modes.items())
-        return f"weight=[...], with a weight for each of its terms ({names})", f"its terms ({names}) have weights of their own"
+        mend = advice.of_argument(f"weight=[...], with a weight for each of its terms ({names})")
+        return advice.of_calls(names) if checked.is_manual else mend, f"its terms ({names}) have weights of their own"
 
     def _weight_that_adds_up(self, looks: Sequence[Look], terms: dict[int, Term], trial: Trial) -> str | None:
         """An argument with which the parts add up, in words.
@@ -420,4 +421,4 @@ class Check:
         is_shared = any({part.weight(ALL, weight) for part in parts} == {whole.weight(ALL, weight)} for weight in weights)
         if (not adds_up or any(fit.mode == SUM for fit in chosen)) and self._checked.on_any(is_shared):
             raise CannotCheckError(f"weight={name_of(self._weight)} counts as much in some rows of the batch as in all of them")
-        return 'weight="auto"' if adds_up and not isinstance(self._weight, tuple) else None
+        return advice.of_argument('weight="auto"') if adds_up and not isinstance(self._weight, tuple) else None

@@ -43,6 +43,7 @@ class Checked:
         samples: how many of them the loader puts into a batch; empty where it does not say so.
         is_window_long: a window may have several loader batches.
         may_count_first: the terms of a window can be counted before it runs.
+        is_manual: the module optimizes by itself; its loss is that of one backward call.
     """
 
     module: nn.Module
@@ -54,6 +55,17 @@ class Checked:
     is_window_long: bool
     inform: Callable[[str], None]
     may_count_first: bool = False
+    is_manual: bool = False
+
+    @property
+    def is_one_micro_batch(self) -> bool:
+        """A window is one on each rank, all of which tell each other what the terms of theirs weigh."""
+        return not (self.is_manual or self.is_window_long or self.accumulation.splitting is not None)
+
+    @property
+    def may_count_terms(self) -> bool:
+        """Each term of a loss can be weighed by itself."""
+        return self.may_count_first or self.is_one_micro_batch
 
     def trial(self) -> Trial:
         """Runs it on some rows, and leaves everything as it was."""

@@ -10,8 +10,8 @@ on with that: clipping, ``step``, ``zero_grad``, in its order. Before the bounda
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_accum.accumulation import Accumulation
 from lightning_accum.checkpoint import PartialWindow, Training
 from lightning_accum.deferred_steps import DeferredSteps
 from lightning_accum.errors import UsageError
@@ -31,9 +32,10 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import window_in_words
 from lightning_accum.user_warnings import users_line
+from lightning_accum.weighing.advice import OF_UNSEEN_TERMS
 from lightning_accum.weighing.safeguards import gradients_of_zero
-from lightning_accum.weighing.weight import Weigher
 from lightning_accum.whole.offload import offload_in_words
+from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.window import Window
 from lightning_accum.window_loss import WindowLoss
 from lightning_accum.window_totals import ClosedWindow
@@ -48,12 +50,28 @@ _SAME_CALLS = (
 )
 
 
+class CheckedCall(Accumulation):
+    """What the check goes by, and what it finds, of the losses of one backward call."""
+
+    def __init__(self, windows: ManualWindows, weight_scale: float | None) -> None:
+        super().__init__(windows.policy, windows.ranks, windows.warn_once)
+        self.window = Window(windows.ranks.device, windows.ranks.size, windows.ranks.group, weight_scale=weight_scale)
+        self.boundary, self.checks_left, self.row_wise = windows.boundary, windows.checks, windows.row_wise
+        self._windows = windows
+
+    @property
+    @override
+    def position(self) -> int:
+        return self._windows.position
+
+
 @dataclass
 class Call(WindowLoss):
     """One of the backward calls in a ``training_step``: what it has given to the gradients so far, and the line that makes it."""
 
     sums: GradientSums = field(default_factory=GradientSums)
     line: str = ""
+    check: CheckedCall | None = None
 
 
 @dataclass
@@ -89,6 +107,7 @@ class ManualWindows(Windows):
         parameters: gives all that may get a gradient.
         loss_scale: what a GradScaler multiplies losses by at the moment.
         reduces_by_itself: every backward leaves gradients that are averaged over the ranks, as those of sharded modules are.
+        row_wise: runs submodules in micro-batches.
     """
 
     def __init__(
@@ -100,6 +119,7 @@ class ManualWindows(Windows):
         loss_scale: Callable[[], float],
         warn: Callable[[str], None],
         reduces_by_itself: bool = False,
+        row_wise: RowWise | None = None,
     ) -> None:
         super().__init__(policy, ranks, warn, "where trainer.global_step has grown")
         assert strategy.lightning_module is not None
@@ -108,6 +128,12 @@ class ManualWindows(Windows):
         """None of the data, between loader batches."""
         self.closed: list[ClosedWindow] = []
         """The window of each call, at the last boundary."""
+        self.row_wise, self.checks = row_wise, 0
+        """At how many loader batches the check of a call may be tried."""
+        self.tried: list[Tensor] | None = None
+        """The losses of a ``training_step`` that is tried out."""
+        self.most_tried = 1
+        """Of these, in any ``training_step`` that was tried out."""
         self._module = strategy.lightning_module
         self._parameters, self._loss_scale = parameters, loss_scale
         self._reduces_by_itself = reduces_by_itself
@@ -168,6 +194,9 @@ class ManualWindows(Windows):
     def backward(self, run: Callable[..., Tensor], loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``manual_backward``: at the boundary it leaves the full batch's gradients. ``run`` is the strategy's own."""
         current = self.current
+        if self.tried is not None:
+            self.tried.append(loss)
+            return loss
         if not current.is_running:  # in validation, or in a hook
             if self._module.trainer.training:
                 self.warn_once(
@@ -184,11 +213,14 @@ class ManualWindows(Windows):
             )
         if not current.next_call:
             self._look_for_changes()
-        call = self._call(current.next_call)
+        call = self.call(current.next_call)
         current.next_call += 1
         self._has_called = True
         call.line = call.line or users_line()
         contribution = call.weigher(loss, current.batch)
+        if call.check is not None and call.check.verdict is not None:  # else it is not checked
+            is_new = bool(contribution.structure) and call.weigher.is_new(contribution.structure)
+            call.window.has_doubts = call.window.has_doubts + is_new + contribution.doubt != 0
         factor = as_number(call.window.add(loss.detach().to(call.window.dtype), contribution))
         if contribution.of_mean is not None:
             call.weigher.leave_out_function(loss)
@@ -239,6 +271,8 @@ class ManualWindows(Windows):
             call.sums.reduce(self.ranks, [p for p in self._parameters() if p.requires_grad or used(p) is not None])
         closed = call.window.close(call.sums.gradients)
         call.warn_of(closed, self.warn_once)
+        if closed.has_doubts:
+            self.warn_once(OF_UNSEEN_TERMS)
         self.closed.append(closed)
         sums = call.sums.take()
         if closed.is_empty:
@@ -246,6 +280,19 @@ class ManualWindows(Windows):
         if scale != 1.0:
             torch._foreach_mul_(list(sums.values()), scale)
         return sums
+
+    @contextmanager
+    def trying_out(self) -> Iterator[list[Tensor]]:
+        """In here ``training_step`` is tried out: losses are collected, no backward runs, and no optimizer or scheduler steps."""
+        before, self.current, self.tried = self.current, ManualMicroBatch(defers_steps=True), []
+        trained = [(parameter, parameter.requires_grad) for parameter in self._parameters()]
+        try:
+            yield self.tried
+        finally:
+            self.most_tried = max(self.most_tried, len(self.tried))
+            self.current, self.tried = before, None
+            for parameter, is_trained in trained:  # toggle_optimizer takes it, and an error may leave it so
+                parameter.requires_grad_(is_trained)
 
     def end_training_step(self, seen: int) -> None:
         """Leave training_step, with loader batch number ``seen``.
@@ -305,13 +352,13 @@ class ManualWindows(Windows):
         for call in self.calls:
             call.sums.clear()
 
-    def _call(self, index: int) -> Call:
+    def call(self, index: int) -> Call:
         """The call of a ``training_step`` that has the number ``index``, from 0."""
         if index == len(self.calls):
             # not from the first weights: other ranks may be at other calls, since they may have other numbers of micro-batches
             weight_scale = 1.0 if self.ranks.size > 1 and not self._reduces_by_itself else None
-            window = Window(self.ranks.device, self.ranks.size, self.ranks.group, weight_scale=weight_scale)
-            self.calls.append(Call(window, Weigher(self.policy.weight)))
+            check = CheckedCall(self, weight_scale)
+            self.calls.append(Call(check.window, check.weigher, check=check))
         return self.calls[index]
 
     def announce(self, batch: Any, loader_batches: int, samples: frozenset[int]) -> None:
@@ -323,10 +370,10 @@ class ManualWindows(Windows):
         if self.policy.offload:
             parts.append(offload_in_words(self.ranks.device))
         parts.append("the module optimizes by itself")
-        parts += ["not checked: training_step steps"] * self.policy.check
         for number, call in enumerate(self.calls, 1):
             name = "window/loss" if number == 1 else f"window/loss_{number}"
-            parts.append(f"{name} is that of manual_backward in {call.line}, weight: {call.weigher.criterion}")
+            verdict = "" if call.check is None or call.check.verdict is None else f", {call.check.verdict}"
+            parts.append(f"{name} is that of manual_backward in {call.line}, weight: {call.weigher.criterion}{verdict}")
         rank_zero_info(f"GradientAccumulation: {'; '.join(parts)}.")
 
     # --- ranks ------------------------------------------------------------------------------------------------------
@@ -381,13 +428,13 @@ class ManualWindows(Windows):
         if partial is not None:
             self._micro_batches_begun, self._has_called = partial.position, bool(partial.losses)
             for index in range(len(partial.losses)):
-                self._call(index)
+                self.call(index)
         return partial
 
     @override
     def partial_window(self, training: Training, size: int) -> PartialWindow | None:
         for index in range(int(self.ranks.largest(len(self.calls))[0])):  # those of all ranks
-            self._call(index)
+            self.call(index)
         return super().partial_window(training, size)
 
     @override

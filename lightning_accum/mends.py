@@ -21,7 +21,7 @@ from lightning_accum.whole.row_wise import RowWise
 _MOST_TRIED = 8
 
 
-def of_losses(checked: Checked, rows: Rows, verdict: Verdict, terms: Mapping[int, Term], argument: str | None) -> str:
+def of_losses(checked: Checked, rows: Rows, verdict: Verdict, terms: Mapping[int, Term], mend: str | None) -> str:
     """The error of what does not add up, of the rank that is farthest off. Called on all ranks.
 
     Args:
@@ -29,11 +29,11 @@ def of_losses(checked: Checked, rows: Rows, verdict: Verdict, terms: Mapping[int
         rows: that were looked at.
         verdict: what was found.
         terms: of the loss.
-        argument: with which they add up; None where none of those that were tried does.
+        mend: with which they add up; None where none of those that were tried does.
     """
     own = checked.accumulation.policy.weight
     weight = f'"auto" ({", ".join(term.words or "a term" for term in terms.values())})' if own == "auto" else name_of(own)
-    mend = _of_pairs(checked, rows) if argument is None else advice.of_argument(argument)
+    mend = _of_pairs(checked, rows) if mend is None else mend
     messages = checked.of_all(advice.of_losses(verdict, weight, mend, checked.accumulation.is_step))
     deviations = checked.of_all(0.0 if verdict.adds_up else verdict.deviation or 0.0)
     return str(messages[deviations.index(max(deviations))])

@@ -20,7 +20,7 @@ from lightning_accum.from_lightning import (
     _DataFetcher,
     rank_zero_info,
 )
-from lightning_accum.loops.first_batch import check_first_batch, prove_row_wise_step
+from lightning_accum.loops.first_batch import check_first_batch, check_manual_batch, prove_row_wise_step
 from lightning_accum.loops.hooks import ADVANCE, advance_quietly, call_batch_end
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.uneven import is_agreeing
@@ -261,6 +261,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         elif self.strategy.manual is not None:
             windows = self.strategy.manual
             windows.check_batch(False, self.begin_loader_batch(windows.boundary, "_ManualOptimization"))
+            if self.strategy.world_size > 1:
+                check_manual_batch(self.trainer, self.strategy, OrderedDict())
             windows.end_loader_batch(progress.total.ready)
 
     @property

@@ -81,6 +81,37 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
     accumulation.look_at_doubted = partial(check_doubted, checked)
 
 
+def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
+    """As ``check_first_batch``, where the module optimizes by itself: the loss of each ``manual_backward`` alone. Nothing steps."""
+    windows = strategy.manual
+    assert windows is not None
+    if not windows.checks:
+        return
+    run, number = unlogged_step(trainer, kwargs), 0
+
+    def loss_of_call(batch: Any, number: int) -> torch.Tensor | None:
+        with windows.trying_out() as losses:
+            run(batch)
+        return losses[number] if number < len(losses) else None
+
+    while number < windows.ranks.largest(windows.most_tried)[0]:
+        accumulation = windows.call(number).check
+        if accumulation is not None and accumulation.checks_left:
+            checked = Checked(
+                trainer.lightning_module,
+                partial(loss_of_call, number=number),
+                accumulation,
+                strategy.sync,
+                strategy.snapshotter,
+                strategy.samples_of_loader(),
+                windows.policy.may_be_longer_than_one(trainer.accumulate_grad_batches),
+                lambda _: None,  # the line at the start says it for each call
+                is_manual=True,
+            )
+            check.check_first_batch(checked, list(kwargs.values())[:1])
+        number += 1
+
+
 def prove_row_wise_step(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
     """Try submodules in micro-batches on the loader batch in ``kwargs``, while that is due. Called as ``check_first_batch``."""
     row_wise, ranks = strategy.row_wise, strategy.ranks

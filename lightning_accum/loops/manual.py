@@ -16,6 +16,7 @@ from lightning_accum.window_totals import ClosedWindow
 if TYPE_CHECKING:
     from lightning_accum.engine import Engine
 from lightning_accum.loops.epochs import AccumulatingEpochLoop
+from lightning_accum.loops.first_batch import check_manual_batch
 from lightning_accum.loops.hooks import call_window_hooks
 
 
@@ -40,6 +41,7 @@ class WindowManualOptimization(_ManualOptimization):
         epoch_loop = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop)
         is_boundary = epoch_loop.begin_loader_batch(manual.boundary, "_ManualOptimization")
         manual.check_batch(True, is_boundary)
+        check_manual_batch(self.trainer, self.strategy, kwargs)
         self.strategy.begin_manual_loader_batch()
         manual.begin_training_step(batch, is_boundary)
         outputs = super().run(kwargs)

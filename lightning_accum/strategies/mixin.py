@@ -35,6 +35,7 @@ from lightning_accum.splitting.plan import Planner, Splitting
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import Verdict
+from lightning_accum.weighing import advice
 from lightning_accum.weighing.safeguards import warn_of_batch_norm, warn_of_hooks
 from lightning_accum.whole.offload import Offload, offload_in_words
 from lightning_accum.whole.row_proof import unproven
@@ -268,7 +269,13 @@ class AccumulationMixin(Engine):
             return
         warn_of_batch_norm(module, is_split=False, is_window_long=is_long, warn=rank_zero_warn)
         reduces = self.reduces_every_backward_by_itself
-        self.manual = ManualWindows(self.policy, ranks, self, self.parameters, self.loss_scale, rank_zero_warn, reduces)
+        self.snapshotter = Undo(module, self.root_device)
+        own = self.parameters, self.loss_scale, rank_zero_warn, reduces, self.row_wise
+        self.manual = ManualWindows(self.policy, ranks, self, *own)
+        if self.policy.check and self._why_unchecked() is None:
+            if reduces:
+                rank_zero_warn(advice.of_unchecked(Verdict(None, seen="the module is sharded, and optimizes by itself"), True))
+            self.manual.checks = 0 if reduces else MOST_BATCHES
         self._fit.callback(self.manual.steps.end)
         self.listener = callback
         if callback is not None:

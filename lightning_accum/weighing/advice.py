@@ -27,6 +27,11 @@ OF_ANOTHER_MODE = (
     " what the mean is divided by: GradientAccumulation(weight=...) with TokenCount(), SampleCount() or a function of the batch; or"
     " have the loader yield batches of 8 rows or more."
 )
+OF_UNSEEN_TERMS = (
+    "manual_backward got a loss that is computed in another way than in the batches that were checked: a term begins, all of its"
+    " losses are masked, their weights differ, or a count is 1. It could not be checked that micro-batches add up to their batch."
+    " Compare some steps with those of full batches: lightning_accum.testing.assert_window_equals_batch."
+)
 OF_ONE_ROW = "the loader yields single rows, and the loss of two together is not the sum of theirs"
 OF_ROW_WISE = (
     "With row_wise= the loss sees one loader batch of one rank as a whole: have the loader yield the batch that is wanted (a window"
@@ -66,6 +71,14 @@ def of_argument(argument: str) -> str:
     return f"Pass GradientAccumulation({argument}): with it they add up."
 
 
+def of_calls(names: str) -> str:
+    """What to do with a loss whose terms have weights of their own, in manual optimization."""
+    return (
+        f"Call self.manual_backward for each of its terms ({names}) by itself, with retain_graph=True for all but the last: each"
+        " call has a weight of its own."
+    )
+
+
 def of_joined(verdict: Verdict) -> str:
     """The warning of rows of two loader batches, of which those of each add up."""
     return (
@@ -85,11 +98,12 @@ def of_one_row(verdict: Verdict, weight: Any) -> str:
     )
 
 
-def of_unchecked(verdict: Verdict) -> str:
+def of_unchecked(verdict: Verdict, is_manual: bool = False) -> str:
     """The warning of windows of which nobody knows what they add up to."""
+    by = "lightning_accum.testing.assert_window_equals_batch" if is_manual else "verify(module, data)"
     return (
         f"It could not be checked that micro-batches add up to their batch: {verdict.seen}. Compare a step with that of its full"
-        " batch by verify(module, data), or pass check=False if you know that it is right."
+        f" batch by {by}, or pass check=False if you know that it is right."
     )
 
 

@@ -384,6 +384,5 @@ def test_schedulers_are_where_those_of_lightning_are_without_accumulation(
         lambda net, batch: (classified(net, batch, "none") * (((r := batch[0].sum(1)) - r.mean()) / r.std())).mean(),
     ],
 )
-@open_until(22, "manual optimization is not tried out (0.2, 0.6)")
 def test_a_loss_that_does_not_add_up_is_refused_in_manual_optimization_too(loss: Any) -> None:
     exact_or_refused(partial(ManualToy, loss), rows_of(4, 4, 4, 4))

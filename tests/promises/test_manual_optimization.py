@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from lightning_accum import AccumulationWarning, GradientAccumulation
-from lightning_accum.testing import assert_window_equals_batch
+from lightning_accum.testing import EXACT, assert_window_equals_batch, compare_window_with_batch
 
 
 def by_rank_of(kind: type[Manual], ranks: int) -> list[list[Any]]:
@@ -405,3 +405,86 @@ class Follows(GAN):
 def test_what_cannot_be_equal_is_named(kind: type[Manual], named: str) -> None:
     with pytest.warns(AccumulationWarning, match=named):
         fit(kind(), batches_of(GAN), accumulate_grad_batches=2)
+
+
+# --- losses that do not add up ----------------------------------------------------------------------------------------------
+
+
+class Compares(GAN):
+    """The second backward compares the rows of its batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        opt_g, opt_d = self.optimizers()
+        opt_g.zero_grad()
+        self.toggle_optimizer(opt_g)
+        self.manual_backward(self.generator(batch[1]).square().mean())
+        self.untoggle_optimizer(opt_g)
+        opt_d.zero_grad()
+        found = self.discriminator(batch[0])
+        self.manual_backward((found - found.mean()).square().mean())
+        opt_g.step()
+        opt_d.step()
+
+
+class OfTerms(GAN):
+    """A mean over rows beside one over what is chosen: in one backward, or each in its own."""
+
+    def __init__(self, backwards: int = 1) -> None:
+        super().__init__()
+        self.backwards = backwards
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        opt_g, _ = self.optimizers()
+        opt_g.zero_grad()
+        found = self.generator(batch[1])
+        chosen, all_rows = found[batch[1][:, 0] > -0.5].square().mean(), (found - 1).abs().mean()
+        if self.backwards == 1:
+            self.manual_backward(chosen + all_rows)
+        else:
+            self.manual_backward(chosen, retain_graph=True)
+            self.manual_backward(all_rows)
+        opt_g.step()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("kind", "mend"), [(Compares, "row_wise="), (OfTerms, "self.manual_backward for each")])
+def test_the_loss_of_each_backward_has_to_add_up(kind: type[Manual], mend: str, ranks: int) -> None:
+    steps: list[int] = []
+
+    class Made(kind):  # type: ignore[misc, valid-type]
+        def train_dataloader(self) -> Any:
+            return loader(batches_of(GAN, self.trainer.global_rank))
+
+        def on_train_start(self) -> None:
+            for optimizer in self.optimizers(use_pl_optimizer=False):
+                optimizer.register_step_post_hook(lambda *_: steps.append(1))
+
+        def on_exception(self, *_: Any) -> None:
+            assert not steps
+            assert all(parameter.requires_grad and parameter.grad is None for parameter in self.parameters())
+
+    with pytest.raises(Exception, match=f"add up to that of their batch.*{mend}"):
+        fit(Made(), None, accumulate_grad_batches=3, **({"strategy": ddp(), "devices": 2} if ranks == 2 else {}))
+
+
+def test_terms_in_backwards_of_their_own_are_exact() -> None:
+    arguments: dict[str, Any] = {"optimizer": None, "collate": default_collate}
+    found = compare_window_with_batch(partial(OfTerms, 2), draw(GAN), GradientAccumulation(3), **arguments)
+    assert found.parameters <= EXACT
+
+
+class Begins(GAN):
+    """Another term of the loss begins with the fourth loader batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        opt_g, _ = self.optimizers()
+        opt_g.zero_grad()
+        found = self.generator(batch[1])
+        loss = found.square().mean()
+        self.manual_backward(loss if batch_idx < 3 else loss + (found - found.mean(0)).abs().mean())
+        opt_g.step()
+
+
+def test_a_term_that_begins_later_is_warned_of() -> None:
+    with pytest.warns(AccumulationWarning, match="manual_backward got a loss that is computed in another way"):
+        fit(Begins(), batches_of(GAN), accumulate_grad_batches=3)
