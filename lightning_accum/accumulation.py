@@ -200,7 +200,7 @@ class Accumulation(Windows):
         doubt = 1.0 if is_new else contribution.doubt if self.doubts_left else 0.0
         if isinstance(doubt, Tensor) or doubt:
             self.doubted.append((doubt, micro_batch.batch, bool(is_new)))
-            self.window.has_doubts = self.window.has_doubts + doubt != 0
+            self.window.note_doubt(doubt)
         if self.window.counted is not None and contribution.of_terms is None:
             contribution = contribution._replace(weight=None, of_terms={})
         if contribution.of_terms is not None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
@@ -20,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_accum.accumulation import Accumulation
 from lightning_accum.checkpoint import PartialWindow, Training
 from lightning_accum.deferred_steps import DeferredSteps
 from lightning_accum.errors import UsageError
 from lightning_accum.failures import have_all_left
 from lightning_accum.from_lightning import Strategy, rank_zero_info
-from lightning_accum.main_gradients import GradientSums, as_number
+from lightning_accum.main_gradients import as_number
+from lightning_accum.manual_calls import Call, CheckedCall, ManualMicroBatch
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import samples_of
@@ -36,8 +35,6 @@ from lightning_accum.weighing.advice import OF_UNSEEN_TERMS
 from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.whole.row_wise import RowWise
-from lightning_accum.window import Window
-from lightning_accum.window_loss import WindowLoss
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 
@@ -48,55 +45,6 @@ _SAME_CALLS = (
     " has nothing to add takes part with a loss of 0 that depends on the parameters. With automatic optimization a rank may return"
     " None."
 )
-
-
-class CheckedCall(Accumulation):
-    """What the check goes by, and what it finds, of the losses of one backward call."""
-
-    def __init__(self, windows: ManualWindows, weight_scale: float | None) -> None:
-        super().__init__(windows.policy, windows.ranks, windows.warn_once)
-        self.window = Window(windows.ranks.device, windows.ranks.size, windows.ranks.group, weight_scale=weight_scale)
-        self.boundary, self.checks_left, self.row_wise = windows.boundary, windows.checks, windows.row_wise
-        self._windows = windows
-
-    @property
-    @override
-    def position(self) -> int:
-        return self._windows.position
-
-
-@dataclass
-class Call(WindowLoss):
-    """One of the backward calls in a ``training_step``: what it has given to the gradients so far, and the line that makes it."""
-
-    sums: GradientSums = field(default_factory=GradientSums)
-    line: str = ""
-    check: CheckedCall | None = None
-
-
-@dataclass
-class ManualMicroBatch:
-    """The loader batch that ``training_step`` runs on.
-
-    Attributes:
-        batch: it.
-        defers_steps: those of optimizers and schedulers are put off, since it does not end its window.
-        is_running: it is in ``training_step``.
-        next_call: the number of its next backward call.
-        stepped: the optimizers whose step it has called.
-        versions: of the parameters before it.
-        before: what was in ``.grad`` before its first backward.
-        begun: the time when it entered ``training_step``.
-    """
-
-    batch: Any = None
-    defers_steps: bool = False
-    is_running: bool = False
-    next_call: int = 0
-    stepped: list[str] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    before: dict[nn.Parameter, Tensor] | None = None
-    begun: float = field(default_factory=time.monotonic)
 
 
 class ManualWindows(Windows):
@@ -220,7 +168,7 @@ class ManualWindows(Windows):
         contribution = call.weigher(loss, current.batch)
         if call.check is not None and call.check.verdict is not None:  # else it is not checked
             is_new = bool(contribution.structure) and call.weigher.is_new(contribution.structure)
-            call.window.has_doubts = call.window.has_doubts + is_new + contribution.doubt != 0
+            call.window.note_doubt(is_new + contribution.doubt)
         factor = as_number(call.window.add(loss.detach().to(call.window.dtype), contribution))
         if contribution.of_mean is not None:
             call.weigher.leave_out_function(loss)
@@ -357,7 +305,7 @@ class ManualWindows(Windows):
         if index == len(self.calls):
             # not from the first weights: other ranks may be at other calls, since they may have other numbers of micro-batches
             weight_scale = 1.0 if self.ranks.size > 1 and not self._reduces_by_itself else None
-            check = CheckedCall(self, weight_scale)
+            check = CheckedCall(self, weight_scale, self.checks, self.row_wise)
             self.calls.append(Call(check.window, check.weigher, check=check))
         return self.calls[index]
 

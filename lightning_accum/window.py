@@ -190,6 +190,10 @@ class Window:
                 of_mean = OfMean(FunctionOfMean.from_state(*function), loss, constant)
             self._take_in(loss, Contribution(weight, tuple(others), factors, of_mean))
 
+    def note_doubt(self, doubt: Denominator) -> None:
+        """The micro-batch that is taken in next has :attr:`has_doubts`, if it is not 0."""
+        self.has_doubts = self.has_doubts + doubt != 0
+
     def rewind(self, micro_batches: int) -> None:
         """Forget all but the first ``micro_batches`` with a loss."""
         del self._losses[micro_batches:], self._contributions[micro_batches:]
