@@ -144,17 +144,12 @@ def _made(name: str) -> Any:
 
 
 def _found(name: str, expected: str = "package.module:name") -> Any:
-    module, _, path = name.partition(":")
-    if not (module and path):
+    if not all(name.partition(":")):
         raise ArgumentError(f"{name!r}: expected {expected}")
     try:
         return pkgutil.resolve_name(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # of an import inside of it
-        raise ArgumentError(f"There is no module {error.name!r} (from {name!r}); run this where it can be imported.") from error
-    except AttributeError as error:
-        raise ArgumentError(f"{module!r} has no {path!r}: {error}") from error
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(f"{name!r} cannot be imported here: {error}") from error
 
 
 def _natural(text: str) -> int:

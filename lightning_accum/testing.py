@@ -160,11 +160,11 @@ def compare_window_with_batch(
     on_batches = {**trainer, "strategy": "auto", "devices": 1, "limit_train_batches": 1.0, **(reference or {})}
     (expected,) = _train(make(), full, optimizer, on_batches)
     before, losses = expected["before"], expected["losses"]
-    if ckpt_path is None and _distance(results[0]["before"], before) != 0:
+    if ckpt_path is None and distance(results[0]["before"], before) != 0:
         raise ArgumentError("module makes modules that differ from the beginning. Set a seed in it, or pass a module.")
-    if not (changed := _distance(expected["parameters"], before)):
+    if not (changed := distance(expected["parameters"], before)):
         raise ArgumentError("Training on the full batches changed no parameter, so there is nothing to compare.")
-    errors = [_distance(result["parameters"], expected["parameters"]) / changed for result in results]
+    errors = [distance(result["parameters"], expected["parameters"]) / changed for result in results]
     shown = [
         abs(loss - losses[step - 1]) / max(abs(losses[step - 1]), 1e-300)
         for result in results
@@ -229,7 +229,7 @@ class _Recorder(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._before = _whole_parameters(trainer, pl_module)
+        self._before = whole_parameters(trainer, pl_module)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
@@ -241,7 +241,7 @@ class _Recorder(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._note_window(trainer)  # one that ended with training
-        state = {"before": self._before, "parameters": _whole_parameters(trainer, pl_module), "steps": trainer.global_step}
+        state = {"before": self._before, "parameters": whole_parameters(trainer, pl_module), "steps": trainer.global_step}
         torch.save({**state, "windows": self._windows, "losses": self._losses}, f"{self._folder}/{trainer.global_rank:04}.pt")
 
     def _note_window(self, trainer: pl.Trainer) -> None:
@@ -250,7 +250,7 @@ class _Recorder(Callback):
             self._windows[int(shown["window/optimizer_steps"])] = (float(shown["window/loss"]), float(shown["window/weight"]))
 
 
-def _whole_parameters(trainer: pl.Trainer, module: nn.Module) -> dict[str, Tensor]:
+def whole_parameters(trainer: pl.Trainer, module: nn.Module) -> dict[str, Tensor]:
     """The parameters by name, on the host; sharded ones are gathered from all ranks."""
     root = trainer.strategy.model if isinstance(trainer.strategy.model, FullyShardedDataParallel) else module
     if any(isinstance(child, FullyShardedDataParallel) for child in root.modules()):
@@ -261,7 +261,8 @@ def _whole_parameters(trainer: pl.Trainer, module: nn.Module) -> dict[str, Tenso
     return {name: value.double().cpu() for name, value in named.items()}
 
 
-def _distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """The norm of the difference of all parameters, by name."""
     return math.sqrt(sum((first[name] - value).square().sum().item() for name, value in second.items()))
 
 

@@ -7,11 +7,13 @@ import random
 import sysconfig
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
@@ -31,15 +33,13 @@ def docstrings(folder: Path) -> list[str]:
     """All docstrings below ``folder``, each once, in an order that depends on the files alone."""
     texts: dict[str | None, None] = {}  # a set that keeps its order
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for path in sorted(folder.rglob("*.py")):
-        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # old escape sequences in other people's strings
-                    tree = ast.parse(path.read_bytes())
-            except (OSError, SyntaxError, ValueError):
-                continue
-            texts |= {ast.get_docstring(node): None for node in ast.walk(tree) if isinstance(node, documented)}
+    paths = (path for path in sorted(folder.rglob("*.py")) if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old escape sequences in other people's strings
+        for path in paths:
+            with suppress(OSError, SyntaxError, ValueError):
+                nodes = ast.walk(ast.parse(path.read_bytes()))
+                texts |= {ast.get_docstring(node): None for node in nodes if isinstance(node, documented)}
     return [text for text in texts if text]
 
 
@@ -88,8 +88,6 @@ class ByteModel(pl.LightningModule):
     def configure_model(self) -> None:
         """Shard each block and the rest, if the Trainer's strategy is for that (FSDP2)."""
         if self.device_mesh is not None:
-            from torch.distributed.fsdp import fully_shard  # not in the oldest torch
-
             for part in (*self.net.blocks, self.net):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MultipleLocator
-from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from lightning_accum.demo.model import new_model, sample_corpus
 from lightning_accum.demo.train import FULL_BATCH, GLOBAL_BATCH, MIXES, Mix, Trained, train
 from lightning_accum.errors import UsageError
+from lightning_accum.testing import distance
 from lightning_accum.verification.processes import RanksFailedError
 
 SAMPLES, LONGEST = 101, 256  # bytes
@@ -71,7 +69,7 @@ def run_demo(epochs: int, out: Path) -> int:
     mine, theirs = ([row for row in rows if row.engine == engine] for engine in ("lightning_accum", "Lightning"))
     largest, of_theirs = (max(row.loss_deviation for row in of) for of in (mine, theirs))
     verdict = f"this package: {largest:.0e} from the full batch in {len(mine)} mixes; Lightning's own: up to {of_theirs:.0e}"
-    _draw({mix: trained.losses for mix, trained in results.items()}, epochs, verdict, out / "loss_curves.png")
+    _draw({mix: trained.losses for mix, trained in results.items()}, verdict, out / "loss_curves.png")
     with (out / "runs.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([Row._fields, *rows])
     print(f"The losses: {out / 'loss_curves.png'}. The table: {out / 'runs.csv'}.", file=sys.stderr)
@@ -80,20 +78,10 @@ def run_demo(epochs: int, out: Path) -> int:
 
 
 def _row(mix: Mix, trained: Trained, full: Trained) -> Row:
-    initial = {name: parameter.detach() for name, parameter in new_model().named_parameters()}
-
-    def distance(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
-        return math.hypot(*(float((some[name] - others[name]).norm()) for name in others))
-
-    return Row(
-        engine=mix.engine,
-        run=mix.shape,
-        final_loss=trained.losses[-1],
-        loss_deviation=max(_differences(trained.losses, full.losses)),
-        deviation=distance(trained.parameters, full.parameters) / distance(full.parameters, initial),
-        optimizer_steps=trained.optimizer_steps,
-        scheduler_steps=trained.scheduler_steps,
-    )
+    moved = distance(full.parameters, new_model().state_dict())
+    deviation, losses = distance(trained.parameters, full.parameters) / moved, _differences(trained.losses, full.losses)
+    steps = trained.optimizer_steps, trained.scheduler_steps
+    return Row(mix.engine, mix.shape, trained.losses[-1], max(losses), deviation, *steps)
 
 
 def _differences(losses: Sequence[float], full: Sequence[float]) -> list[float]:
@@ -103,52 +91,34 @@ def _differences(losses: Sequence[float], full: Sequence[float]) -> list[float]:
 
 # --- the figure -------------------------------------------------------------------------------------------------------
 
-# Okabe and Ito's colours, which the colour-blind can tell from each other: warm for Lightning, cool for this package
-COLOURS = {
-    ("Lightning", ""): "#D55E00",
-    ("Lightning", "DDP"): "#E69F00",
-    ("lightning_accum", ""): "#0072B2",
-    ("lightning_accum", "DDP"): "#009E73",
-    ("lightning_accum", "FSDP2"): "#CC79A7",
-}
+COLOURS = {"Lightning": ("#D55E00", "#E69F00"), "lightning_accum": ("#0072B2", "#009E73", "#CC79A7")}
+"""Okabe and Ito's, which the colour-blind can tell from each other: warm for Lightning, cool for this package."""
 MARKERS = "osD^v<P*"
-NOTATION = "\n\nranks x\nbatches in a window x\nsamples in a batch\n\n32/4: batches of 32,\nsplit into fours"
 
 
-def _draw(curves: Mapping[Mix, Sequence[float]], epochs: int, verdict: str, path: Path) -> None:
+def _draw(curves: Mapping[Mix, Sequence[float]], verdict: str, path: Path) -> None:
     """Two panels: the loss of every optimizer step of all runs, and its difference from the full batch."""
     full, steps = curves[FULL_BATCH], range(1, len(curves[FULL_BATCH]) + 1)
     figure = Figure(figsize=(11, 8), layout="constrained")
+    figure.suptitle(f"The same {GLOBAL_BATCH} samples a step, accumulated on 1, 2 and 4 ranks:\n{verdict}", fontweight="bold")
     losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
     losses.plot(steps, full, color="0.8", linewidth=9, label=f"{FULL_BATCH.shape}, one batch")
-    for engine in ("Lightning", "lightning_accum"):
+    for engine, colours in COLOURS.items():
         runs = [mix for mix in curves if mix.engine == engine]
         for place, mix in enumerate(runs):
-            colour = COLOURS[engine, mix.parallelism]
-            style: dict[str, Any] = {"color": colour, "marker": MARKERS[place], "markerfacecolor": "none", "linewidth": 1.2}
-            every, line, aside = None, "-", 0.0
-            if engine == "lightning_accum":  # those lie on each other: marked at steps of their own, and side by side
-                every, line, aside = (place, len(runs)), "none", 0.105 * (place - (len(runs) - 1) / 2)
-            losses.plot(steps, curves[mix], **style, markevery=every, linestyle="-" if not place else line)
-            shifted = [step + aside for step in steps]
-            differences.plot(shifted, _differences(curves[mix], full), **style, linestyle=line, label=f"{engine} {mix.shape}")
-    title = f"The same {GLOBAL_BATCH} samples a step, accumulated on 1, 2 and 4 ranks:\n{verdict}"
-    figure.suptitle(title, fontsize=14, fontweight="bold", x=0.01, horizontalalignment="left")
+            # those of this package lie on each other: no line, and side by side
+            line, aside = ("-", 0.0) if engine == "Lightning" else ("none", 0.1 * (place - (len(runs) - 1) / 2))
+            style: dict[str, Any] = {"marker": MARKERS[place], "markerfacecolor": "none", "linestyle": line}
+            style["color"] = colours[("", "DDP", "FSDP2").index(mix.parallelism)]
+            losses.plot(steps, curves[mix], **style)
+            shifted, apart = [step + aside for step in steps], _differences(curves[mix], full)
+            differences.plot(shifted, apart, **style, label=f"{engine} {mix.shape}")
     differences.set_yscale("symlog", linthresh=1e-17, linscale=0.3)
-    differences.set_yticks([0, *(10.0**exponent for exponent in range(-15, 1, 3))])
-    differences.set_ylim(-2e-17, 10)
-    differences.minorticks_off()
-    differences.xaxis.set_major_locator(MultipleLocator(max(1, len(full) // 12)))
-    differences.text(1.03, 0, NOTATION, color="0.35", transform=differences.transAxes)
-    differences.set_xlabel("optimizer step")
+    differences.set(ylim=(-2e-17, 10), yticks=[0, *(10.0**exponent for exponent in range(-15, 1, 3))], xlabel="optimizer step")
     titles = "Loss of the step's batch, nats", "|loss - loss of one batch| / loss of one batch"
     for axes, title in zip((losses, differences), titles, strict=True):
-        axes.set_title(title, loc="left", fontsize=12)
-        axes.set_xlim(0.5, len(full) + 0.5)
-        for epoch in range(1, epochs):
-            axes.axvline(epoch * len(full) / epochs + 0.5, color="0.8", linewidth=0.8, zorder=0)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(title, loc="left")
         axes.grid(axis="y", color="0.9")
-        axes.set_axisbelow(True)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    losses.get_legend().set_title("ranks x batches in a window\nx samples in a batch;\n32/4: of 32, split into fours")
     figure.savefig(path, dpi=130)

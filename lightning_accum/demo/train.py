@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
 from lightning_accum.demo.model import count_targets, loader_of, new_model
 from lightning_accum.from_lightning import Callback, LightningEnvironment, pl
-from lightning_accum.testing import QUIET
+from lightning_accum.testing import QUIET, whole_parameters
 from lightning_accum.verification.processes import run_on_ranks
 
 GLOBAL_BATCH = 32
@@ -88,27 +87,14 @@ def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int, hand_over: Calla
         how = {"callbacks": [GradientAccumulation(mix.window, micro_batch=mix.micro_batch), record]}
     if mix.is_sharded:
         strategy = ModelParallelAccumulationStrategy(mix.ranks, 1)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=mix.ranks,
-        strategy=strategy,
-        precision="32-true" if mix.is_sharded else "64-true",  # Lightning has FSDP2 in no other; the model is float64 by itself
-        max_epochs=epochs,
-        plugins=[LightningEnvironment()],  # also on a cluster: the demo stays on this machine
-        **QUIET,
-        **how,
-    )
-    model = new_model()
+    how |= {"accelerator": "cpu", "devices": mix.ranks, "strategy": strategy, "max_epochs": epochs}
+    how["precision"] = "32-true" if mix.is_sharded else "64-true"  # Lightning has FSDP2 in no other; the model is float64 by itself
+    how["plugins"] = [LightningEnvironment()]  # also on a cluster: the demo stays on this machine
+    trainer, model = pl.Trainer(**QUIET, **how), new_model()
     trainer.fit(model, loader_of(corpus, mix.batch))
-    wholes = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
-    hand_over(
-        Trained(
-            losses=record.losses,
-            optimizer_steps=int(max(state["step"] for state in trainer.optimizers[0].state.values())),
-            scheduler_steps=trainer.lr_scheduler_configs[0].scheduler.last_epoch,
-            parameters={name: parameter.detach() for name, parameter in wholes.items()},
-        )
-    )
+    optimizer, scheduler = trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler
+    steps = int(max(state["step"] for state in optimizer.state.values())), scheduler.last_epoch
+    hand_over(Trained(record.losses, *steps, whole_parameters(trainer, model)))
 
 
 class _Record(Callback):
