@@ -24,6 +24,7 @@ from lightning_accum.from_lightning import Callback, pl, rank_zero_info
 from lightning_accum.loops.watch import parameters_of
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.package import check_package
+from lightning_accum.policy import is_natural
 from lightning_accum.sync import ShardedSync
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.terms import tensor_of as as_tensor
@@ -96,7 +97,7 @@ class GradientNoiseScale(Callback):
     def __init__(self, *, smoothing: float = 0.99, every_n_windows: int = 1) -> None:
         if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)) or not 0 < smoothing <= 1:
             raise MisconfiguredError(f"smoothing={smoothing!r}: expected a number above 0, up to 1")
-        if isinstance(every_n_windows, bool) or not isinstance(every_n_windows, int) or every_n_windows < 1:
+        if not is_natural(every_n_windows):
             raise MisconfiguredError(f"every_n_windows={every_n_windows!r}: expected a number of windows from 1")
         self.smoothing, self.every_n_windows = smoothing, every_n_windows
         self._accumulation: Accumulation | None = None

@@ -79,7 +79,7 @@ class Policy:
             return self.window[max(start for start in self.window if start <= epoch)]
         if callable(self.window):
             size = self.window(step)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if not is_natural(size):
                 raise ArgumentError(f"window(step) must be an int of at least 1, but window({step}) is {size!r}")
             return size
         return None if isinstance(self.window, Tokens) else self.window
@@ -133,7 +133,7 @@ def checked_policy(policy: Policy) -> Policy:
     dtype: Any = policy.accumulate_dtype
     if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         raise ArgumentError(f"accumulate_dtype={dtype!r}: expected a floating-point torch.dtype, such as torch.float32, or None")
-    if not (policy.validate_every is None or _is_natural(policy.validate_every, 1)):
+    if not (policy.validate_every is None or is_natural(policy.validate_every, 1)):
         raise ArgumentError(f"validate_every={policy.validate_every!r}: expected a number of optimizer steps from 1, or None")
     _check_is_one_of("on_nonfinite", policy.on_nonfinite, "propagate", "skip", "raise")
     for name, value in (("log", policy.log), ("check", policy.check)):
@@ -172,11 +172,11 @@ def _check_is_no_class(argument: str, found: Any, example: str) -> None:
 
 def _check_window(window: Any) -> None:
     if isinstance(window, Mapping):
-        if not window or any(not _is_natural(epoch, 0) or not _is_natural(size, 1) for epoch, size in window.items()):
+        if not window or any(not is_natural(epoch, 0) or not is_natural(size, 1) for epoch, size in window.items()):
             raise ArgumentError(f"window={window!r}: expected {{epoch: loader batches}} with epochs from 0 and sizes from 1")
         if 0 not in window:
             raise ArgumentError(f"window={dict(window)!r} does not say what holds in epoch 0; add {{0: 1}}")
-    elif not (window is None or isinstance(window, Tokens) or callable(window) or _is_natural(window, 1)):
+    elif not (window is None or isinstance(window, Tokens) or callable(window) or is_natural(window, 1)):
         raise ArgumentError(
             f"window={window!r}: expected a number of loader batches from 1, {{epoch: number}}, a function of the optimizer step,"
             " Tokens(...) or None"
@@ -199,12 +199,13 @@ def _checked_weight(weight: Any) -> Any:
     return tuple(weight)
 
 
-def _is_natural(number: Any, least: int) -> bool:
+def is_natural(number: Any, least: int = 1) -> bool:
+    """Whether it is an integer of at least so much."""
     return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
 def _check_micro_batch(micro_batch: Any, trim_padding: Any, split: Any) -> None:
-    if not (micro_batch is None or micro_batch == "auto" or isinstance(micro_batch, Tokens) or _is_natural(micro_batch, 1)):
+    if not (micro_batch is None or micro_batch == "auto" or isinstance(micro_batch, Tokens) or is_natural(micro_batch, 1)):
         raise ArgumentError(
             f'micro_batch={micro_batch!r}: expected a number of samples from 1, Tokens(...), "auto", "offload" or None'
         )

@@ -13,7 +13,7 @@ from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.errors import AccumulationError, DoesNotAddUpError, UnreadableLossError, UnsplittableBatchError
 from lightning_accum.splitting.micro_batch import Layout
 from lightning_accum.user_warnings import listed
-from lightning_accum.verification.record import Difference, Step, difference, is_same_step, most_noise, tolerance
+from lightning_accum.verification.record import Difference, Step, difference, elsewhere, most_noise, tolerance
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import Change, StepRunner
 
@@ -129,9 +129,9 @@ class Diagnosis:
         of_itself = noise if noise <= most else self._from_itself(self._comparison.full)
         if of_itself > most:
             found = (
-                "The full batch, run twice, gives two gradients: it draws random numbers that cannot be made the same for batches"
+                "The full batch, run twice, gives two gradients: it has non-deterministic operations, or draws random numbers that"
             )
-            self._add("random numbers", f"{found} of all sizes (a permutation), or has non-deterministic operations.", of_itself)
+            self._add("random numbers", f"{found} cannot be made the same for batches of all sizes (a permutation).", of_itself)
         elif self.full.noise:
             self.notes.append(
                 f"Random numbers ({', '.join(sorted(self.full.noise))}) were made the same for every row, to compare batches of"
@@ -183,10 +183,8 @@ class Diagnosis:
         # the mean of the same batch twice is the batch's own: what differs was carried from one to the other
         twice = self._runner.twice(self._comparison.full, self.change._replace(fixes_batch_idx=True))
         if (carried := _difference(twice, full)) > self.tolerance:
-            found = (
-                "The same batch twice gives another gradient than once: the module carries something from one training_step to the"
-            )
-            self._add("state", f"{found} next (a hidden state, a counter, a buffer that each forward updates).", carried)
+            found = "The same batch twice gives another gradient than once: the module carries something to the next training_step"
+            self._add("state", f"{found} (a hidden state, a counter, a buffer that each forward updates).", carried)
             return
         with suppress(AccumulationError):
             without = _difference(self._runner.accumulated(batches, self.change, weight="auto"), full)
@@ -198,21 +196,22 @@ class Diagnosis:
 
     # --- what comes after the gradients -------------------------------------------------------------------------------
 
+    def moved_elsewhere(self, step: Step) -> list[str]:
+        """The parameters that a step has not moved to where the full batch's step moves them, given the same gradients."""
+        if Difference.between(step.way, self.full.way).largest <= self.tolerance:
+            return []
+        replay = self._runner.full(self._comparison.full, self.change, gradients=step.gradients)
+        return elsewhere(step.after, replay.after, replay.before)
+
     def _check_step(self, window: Step) -> None:
-        """Given the window's gradient, does the full batch's step end where the window's did?"""
-        size = self.update.largest
-        if size > self.tolerance:
-            replay = self._runner.full(self._comparison.full, self.change, gradients=window.gradients)
-            if not is_same_step(window.after, replay.after, replay.before):
-                found = (
-                    "The gradients are equal, but move the parameters elsewhere: the learning rate, the optimizer or a hook around"
-                )
-                self._add("optimizer step", f"{found} the step differs.", size)
-            else:
-                self.notes.append(
-                    "Updates differ by more than gradients, by what the optimizer makes of rounding in a gradient that is almost 0:"
-                    " given the window's gradient, the full batch's step ends in the same parameters."
-                )
+        if self.moved_elsewhere(window):
+            found = "The gradients are equal, but move the parameters elsewhere: the learning rate, the optimizer or a hook around"
+            self._add("optimizer step", f"{found} the step differs.", self.update.largest)
+        elif self.update.largest > self.tolerance:
+            self.notes.append(
+                "Updates differ by more than gradients, by what the optimizer makes of rounding in a gradient that is almost 0:"
+                " given the window's gradient, the full batch's step ends in the same parameters."
+            )
         if not any(bool(way.any()) for way in self.full.way.values()):
             self.notes.append("The step moved no parameter, as with a learning rate that begins at 0: gradients were compared.")
 

@@ -24,7 +24,7 @@ from lightning_accum.strategies import ModelParallelAccumulationStrategy
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.examination import Comparison, Diagnosis
 from lightning_accum.verification.processes import RanksFailedError, run_on_ranks
-from lightning_accum.verification.record import Difference, Step, StepRecorder, difference, is_same_step, multiples
+from lightning_accum.verification.record import Difference, Step, StepRecorder, difference, multiples
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import Change, StepRunner
 
@@ -37,17 +37,16 @@ class OverRanks:
 
     def __init__(self, runner: StepRunner, comparison: Comparison, alone: Diagnosis, ranks: int, strategy: str | Strategy) -> None:
         self.ranks, self.strategy = ranks, strategy
-        self._runner, self._batch, self._change = runner, comparison.full, alone.change
-        self._full, self._tolerance = alone.full, alone.tolerance
+        self._alone, self._full, self._tolerance = alone, alone.full, alone.tolerance
         shares = [list(comparison.batches[rank::ranks]) for rank in range(ranks)]  # the ranks take turns
         self._steps = _steps(runner, shares, strategy, alone.change)
         self._parts = [runner.accumulated(share, alone.change) for share in shares]
-        by_rank = [Difference.between(step.gradients, self._full.gradients) for step in self._steps]
-        worst = max(range(ranks), key=lambda rank: by_rank[rank].largest)
-        self.gradient, self.update = by_rank[worst], Difference.between(self._steps[worst].way, self._full.way)
+        differences = [Difference.between(step.gradients, self._full.gradients) for step in self._steps]
+        worst = max(range(ranks), key=lambda rank: differences[rank].largest)
+        self.gradient, self.update = differences[worst], Difference.between(self._steps[worst].way, self._full.way)
         self.loss = self._steps[worst].loss if _is_of_this_package(strategy) else math.nan
         is_equal = self.gradient.largest <= self._tolerance
-        stages = [self._of_step(worst)] if is_equal else [self._before_step(), self._of_losses(), self._of_gradients()]
+        stages = [self._of_step()] if is_equal else [self._before_step(), self._of_losses(), self._of_gradients()]
         found = next(filter(None, map(list, stages)), [])  # what comes later follows from the first
         self.breaks = [Break(name, text, self.gradient.largest, None, mend) for name, text, mend in found]
 
@@ -129,13 +128,10 @@ class OverRanks:
         found = [count.where(count.abs() > limit, 0.0).tolist() for count in counts if count is not None]
         return found if len(found) == self.ranks else None
 
-    def _of_step(self, worst: int) -> Iterator[_Found]:
+    def _of_step(self) -> Iterator[_Found]:
         """Given the gradients of the ranks, does the full batch's step end where theirs did?"""
-        replay = self._runner.full(self._batch, self._change, gradients=self._steps[worst].gradients)
         for rank, step in enumerate(self._steps):
-            is_near = Difference.between(step.way, self._full.way).largest <= self._tolerance
-            if not is_near and not is_same_step(step.after, replay.after, replay.before):
-                off = [n for n, after in step.after.items() if difference(after, replay.after[n]) > self._tolerance]
+            if off := self._alone.moved_elsewhere(step):
                 yield (
                     f"optimizer step of rank {rank}",
                     f"Rank {rank} has the gradient of the full batch, and its step moves {listed(off)} elsewhere.",

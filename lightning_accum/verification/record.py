@@ -189,15 +189,15 @@ def difference(found: Tensor | None, expected: Tensor) -> float:
     return Difference.between({"": found}, {"": expected}).largest
 
 
-def is_same_step(found: Tensors, expected: Tensors, before: Tensors) -> bool:
-    """Whether parameters are where the same gradient has taken others, up to the optimizer's rounding."""
+def elsewhere(found: Tensors, expected: Tensors, before: Tensors) -> list[str]:
+    """The parameters that are not where the same gradient has taken others, up to the optimizer's rounding."""
 
     def rounding(name: str, tensor: Tensor) -> float:
         eps = torch.finfo(tensor.dtype).eps
         return 1024 * eps * _distance(tensor, before[name]) + 4 * eps * _norm(tensor)
 
     floats = {name: tensor for name, tensor in expected.items() if tensor.is_floating_point()}
-    return all(_distance(found[name], tensor) <= rounding(name, tensor) for name, tensor in floats.items())
+    return [name for name, tensor in floats.items() if not _distance(found[name], tensor) <= rounding(name, tensor)]
 
 
 def tolerance(dtype: torch.dtype, noise: float) -> float:

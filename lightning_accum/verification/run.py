@@ -19,6 +19,7 @@ from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.from_lightning import CombinedLoader, Strategy, is_overridden, isolate_rng, pl
 from lightning_accum.package import check_package
+from lightning_accum.policy import is_natural
 from lightning_accum.randomness import generators_kept
 from lightning_accum.splitting.few_rows import join as join_batches
 from lightning_accum.splitting.micro_batch import Tokens
@@ -197,12 +198,12 @@ def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, acceler
             f"{type(module).__name__} has automatic_optimization=False and steps its optimizers by itself: verify compares the one"
             " step of automatic optimization."
         )
-    if window is not None and not _is_natural(window):
+    if window is not None and not is_natural(window):
         return (
             f"verify(window={window!r}): expected a number of loader batches from 1. A window of another kind has some number of"
             " them, too; verify that."
         )
-    if not _is_natural(devices):
+    if not is_natural(devices):
         return f"verify(devices={devices!r}): expected a number of ranks from 1."
     if devices > 1 and accelerator != "cpu":
         return f'verify(devices={devices}, accelerator="{accelerator}"): ranks run with accelerator="cpu" only.'
@@ -217,10 +218,6 @@ def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, acceler
             f" micro_batch=<samples>{whole}."
         )
     return None
-
-
-def _is_natural(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _report(
@@ -268,10 +265,7 @@ def _report(
 
 
 def _reason(dtype: torch.dtype, tolerance: float) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if dtype == torch.float64 and tolerance == 1e-12:
-        return "the loss computes in float64"
-    if tolerance > 16 * torch.finfo(dtype).eps:
-        return f"the loss computes in {name}; four times what the order of its rows alone changes"
-    in_double = "" if name == "float32" else '; precision="64-true" shows smaller differences'
-    return f"the loss computes in {name}; sixteen of its roundings{in_double}"
+    computes = f"the loss computes in {str(dtype).removeprefix('torch.')}"
+    if tolerance > max(1e-12, 16 * torch.finfo(dtype).eps):
+        return f"{computes}; four times what the order of its rows alone changes"
+    return computes if dtype == torch.float64 else f"{computes}; sixteen of its roundings"

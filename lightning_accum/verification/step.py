@@ -24,6 +24,7 @@ from lightning_accum.from_lightning import DummyLogger, fabric, is_overridden, p
 from lightning_accum.loops.installation import forks_or_spawns
 from lightning_accum.randomness import NoiseOfRows, seed_everything
 from lightning_accum.state_kinds import hooks_of
+from lightning_accum.testing import QUIET
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification.record import Step, StepRecorder, StepTakenError
@@ -183,18 +184,8 @@ def uncompiled(module: Any) -> Any:
 
 def trainer_of_one_step(callbacks: Sequence[pl.Callback], **arguments: Any) -> pl.Trainer:
     """A Trainer that does nothing but train for an epoch, and prints and writes nothing."""
-    return pl.Trainer(
-        **arguments,
-        max_epochs=1,
-        logger=DummyLogger(),
-        callbacks=list(callbacks),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-        use_distributed_sampler=False,
-    )
+    arguments |= {**QUIET, "logger": DummyLogger(), "callbacks": list(callbacks), "max_epochs": 1}
+    return pl.Trainer(**arguments, num_sanity_val_steps=0, limit_val_batches=0, use_distributed_sampler=False)
 
 
 class _Repeated(Dataset[Any]):
