@@ -72,17 +72,6 @@ class Accumulator(Loop):
             rows of the first batches that micro-batches add up to them.
         log: whether to print, on rank zero, what was understood at the first micro-batch.
 
-    Attributes:
-        window_loss: the loss that the full batch of the last window would have had.
-        window_weight: what its losses were divided by, over all ranks: tokens, samples, elements; 1 for a loss that is a sum.
-        total_weight: that of all windows so far.
-        gradient_norm: of that window, where ``step`` was called with ``clip_norm``; before clipping.
-        optimizer_steps: steps so far.
-        skipped_micro_batches: those that ``on_nonfinite="skip"`` has left out so far, over all ranks.
-        passes: passes over the data that are done.
-        loader_batches: loader batches of the pass under way that are done; 0 between passes.
-        is_shadow_batch: what was yielded runs for the sake of other ranks, and is in no window: leave it out of metrics.
-
     Raises:
         ValueError: an argument is out of its range, or two exclude each other, or the model is trained in a way that is not known.
             In the loop, before a first step: the losses of micro-batches do not add up to that of their batch.
@@ -242,7 +231,7 @@ class Accumulator(Loop):
             accumulation.resume(state_dict["accumulation"])
             window = accumulation.restart(seen, 0, 0, 0, self._passes.window_size)
             self._training.zero_grad()
-            if window is not None and not all(loss.gradients for loss in window.losses):
+            if window is not None and any(loss.weighed and not loss.gradients for loss in window.losses):
                 raise ArgumentError(
                     "This state is of a rank that keeps no gradients of the unfinished window. Load that of rank 0, on all ranks."
                 )

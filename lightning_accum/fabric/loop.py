@@ -40,6 +40,7 @@ class Loop:
         """What forward and backward run in."""
         self._may_be_divided = True
         self.gradient_norm: Tensor | None = None
+        """Of the last window, if ``step`` was called with ``clip_norm``; before clipping."""
 
     def __call__(self, loader: Iterable[Any], *, skip: int = 0, is_last: bool = False) -> Iterator[Any]:
         """Pass over the data once: yields its micro-batches. On all ranks; they end together, the longest loader decides.
@@ -221,7 +222,7 @@ class Loop:
 
     @property
     def is_shadow_batch(self) -> bool:
-        """This rank has run out of data, or has fewer micro-batches than others: what is yielded runs again, for nothing."""
+        """What was yielded runs for the sake of other ranks, which have more: it is in no window. Leave it out of metrics."""
         return self._micro_batch is not None and self._micro_batch.is_shadow_batch
 
     # --- what is refused --------------------------------------------------------------------------------------------

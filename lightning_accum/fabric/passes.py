@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any, cast
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from lightning_accum.counting import count_window
 from lightning_accum.errors import ArgumentError, UsageError
 from lightning_accum.fabric.training import LossOfBatch, Training
 from lightning_accum.fabric.words import Words
-from lightning_accum.failures import raise_failure_of_loader
+from lightning_accum.failures import agree_on_batch
 from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked
 from lightning_accum.micro_batch import MicroBatch, Weighed
@@ -246,7 +246,7 @@ class LoaderBatches:
         self.length = _length_of(loader)
         longest, shortest = ranks.largest(self.length, -self.length)
         is_known = longest < math.inf and shortest < 0
-        self._batches = _of_known_lengths(loader, int(longest), ranks) if is_known else _by_agreement(loader, ranks)
+        self._batches = _of_all_ranks(loader, int(longest) if is_known else None, ranks)
         self._drawn: deque[LoaderBatch] = deque()
         self._last: LoaderBatch = (None, False, False)
 
@@ -278,57 +278,36 @@ def _length_of(loader: Iterable[Any]) -> float:
         return math.inf
 
 
-def _of_known_lengths(loader: Iterable[Any], longest: int, ranks: Ranks) -> Iterator[LoaderBatch]:
-    batches, last = iter(loader), None
-    for number in range(1, longest + 1):
-        batch = next(batches, _END)
-        if batch is _END and ranks.world_size == 1:
-            return
-        own = None if batch is _END else batch
-        last = last if own is None else own
-        yield _of_this_rank(own, last, number == longest, ranks)
-    if ranks.largest(float(next(batches, _END) is not _END))[0]:
-        raise UsageError(
-            f"The loader has yielded more than the {longest} batches of its length, with the last of which a window has"
-            " ended. Correct its __len__, or iterate over itertools.islice(loader, n)."
-        )
-
-
-def _by_agreement(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]:
-    """Before each batch the ranks tell each other what they have."""
+def _of_all_ranks(loader: Iterable[Any], longest: int | None, ranks: Ranks) -> Iterator[LoaderBatch]:
+    """Batches until no rank has more: ``longest`` of them, or, if that is None, as the ranks tell each other before each batch."""
     batches = chain.from_iterable((loader,))  # calls iter(loader) with the first batch
     last, drawn, failure = None, deque[Any](), None
-    while True:
+    for number in count(1):
         try:
-            while len(drawn) < 2:
+            while len(drawn) < (2 if longest is None else 1):
                 drawn.append(_draw(batches, drawn))
         except Exception as error:
+            if longest is not None:
+                raise
             failure, drawn = error, deque((_END, _END))
         batch = drawn.popleft()
-        is_alive, has_more = batch is not _END, drawn[0] is not _END
-        own = batch if is_alive else None
-        status = ranks.agree(
-            RankStatus(
-                is_alive=is_alive,
-                batch_from=0 if own is None else ranks.rank + 1,
-                has_more=has_more,
-                lacks_batch=own is None and last is None,
-                failed=0 if failure is None else ranks.rank + 1,
+        own = None if batch is _END else batch
+        if longest is None:
+            status, last = agree_on_batch(ranks, own, last, failure, batch is not _END, drawn[0] is not _END)
+        elif number <= longest:
+            status = RankStatus(batch is not _END or ranks.world_size > 1, has_more=number < longest)
+        elif not ranks.largest(float(batch is not _END))[0]:
+            return
+        else:
+            raise UsageError(
+                f"The loader has yielded more than the {longest} batches of its length, with the last of which a window has"
+                " ended. Correct its __len__, or iterate over itertools.islice(loader, n)."
             )
-        )
-        if status.failed:
-            raise_failure_of_loader(failure, ranks, status.failed - 1)
         if not status.is_alive:
             return
-        if status.lacks_batch and status.batch_from:
-            shared = ranks.share(own, status.batch_from - 1)
-            last = shared if last is None else last
         last = last if own is None else own
-        yield _of_this_rank(own, last, not status.has_more, ranks)
-
-
-def _of_this_rank(own: Any, last: Any, ends_data: bool, ranks: Ranks) -> LoaderBatch:
-    return (own, ends_data, False) if ranks.world_size == 1 else (last, ends_data, own is None and last is not None)
+        is_shadow = ranks.world_size > 1 and own is None and last is not None
+        yield last if is_shadow else own, not status.has_more, is_shadow
 
 
 def _draw(batches: Iterator[Any], before: Sequence[Any]) -> Any:

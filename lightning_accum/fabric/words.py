@@ -9,6 +9,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from lightning_accum.errors import AccumulationError
 from lightning_accum.user_warnings import rank_zero_warn, warn
 
 _AROUND = "torch.autograd.graph.save_on_cpu() around forward and backward"
@@ -52,11 +53,7 @@ class Words:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        module = "" if trace is None else f"{trace.tb_frame.f_globals.get('__name__')}."
-        is_shared = module.startswith("lightning_accum.") and not module.startswith("lightning_accum.fabric.")
-        if error is not None and is_shared:  # errors of the user's code stay as they are
+        if isinstance(error, AccumulationError):  # errors of the user's code stay as they are
             error.args = tuple(self(word) if isinstance(word, str) else word for word in error.args)
 
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_accum.balanced_sampler import BalancedBatchSampler
 from lightning_accum.engine import Engine
 from lightning_accum.errors import ArgumentError
-from lightning_accum.failures import note_failure, raise_failure_of_loader
+from lightning_accum.failures import agree_on_batch, note_failure
 from lightning_accum.from_lightning import (
     RunningStage,
     SIGTERMException,
@@ -25,7 +25,6 @@ from lightning_accum.from_lightning import (
     _SignalConnector,
     pl,
 )
-from lightning_accum.ranks import RankStatus
 from lightning_accum.samplers import SameOrderSampler, leave_out_repeats
 
 if TYPE_CHECKING:
@@ -109,29 +108,15 @@ class UnevenDataFetcher(_PrefetchDataFetcher):
         except Exception as error:
             failure = error
             note_failure(error, ranks.rank)
-        status = ranks.agree(
-            RankStatus(
-                is_alive=is_there,
-                batch_from=0 if batch is None else ranks.rank + 1,
-                has_more=not self._own_done,
-                lacks_batch=batch is None and self._last is None,
-                is_stopped=accumulation.window.is_last,
-                failed=0 if failure is None else ranks.rank + 1,
-            )
-        )
-        if status.failed:
-            raise_failure_of_loader(failure, ranks, status.failed - 1)
+        is_stopped = accumulation.window.is_last
+        status, last = agree_on_batch(ranks, batch, self._last, failure, is_there, not self._own_done, is_stopped)
         if status.is_stopped:
             trainer._signal_connector.received_sigterm = True  # all ranks know
             raise SIGTERMException
-        self.done = not status.has_more
+        self.done = not (status.has_more and status.is_alive)
         if not status.is_alive:
-            self.done = True
             raise StopIteration
-        if status.lacks_batch and status.batch_from:
-            shared = ranks.share(batch, status.batch_from - 1)
-            if batch is None and self._last is None:
-                self._last = shared
+        self._last = last
         return batch
 
     def _next_of_this_rank(self) -> tuple[Any, bool]:
