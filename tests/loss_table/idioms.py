@@ -219,7 +219,6 @@ of_batch("heat maps, sum over the most positives of a row and one", "i masks", l
 of_batch("a power of the count", "x y mask", lambda o, b, m:
     (_each(o, b) * b.mask).sum() / b.mask.sum().clamp(min=1).double() ** 0.75)
 of_batch("the logarithm of the rows", "x y", lambda o, b, m: _each(o, b).sum() / torch.tensor(1.0 + len(o)).log())
-# --- losses that go by the losses of their batch ---
 
 def _each(o: Tensor, b: object) -> Tensor:
     return EACH["squares"](o, b)
