@@ -64,30 +64,3 @@ class ConnectionistTemporalClassification(LightningModule):
         audio, text, frames, letters = batch
         log_probs = self.net(audio).log_softmax(-1).transpose(0, 1)
         return F.ctc_loss(log_probs, text, frames, letters, zero_infinity=True)
-
-
-def preferred(generator: Generator) -> dict[str, Tensor]:
-    """A better and a worse answer, and what the reference model says of them."""
-    reference = torch.randn(2, generator=generator)
-    return {"chosen": words(generator), "rejected": words(generator), "reference": reference}
-
-
-@real_module("preference optimization", dealt(preferred), collate=padded())
-class DirectPreferenceOptimization(LightningModule):
-    """Pairs, and a likelihood of the better answers over their tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, WORDS)
-
-    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head(torch.tanh(self.embedding(tokens[:, :-1]))).log_softmax(-1)
-        mask = (tokens[:, 1:] != 0).double()
-        return logits.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1) * mask, mask
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (chosen, mask), (rejected, _) = self.log_probs(batch["chosen"]), self.log_probs(batch["rejected"])
-        margin = (chosen.sum(1) - batch["reference"][:, 0]) - (rejected.sum(1) - batch["reference"][:, 1])
-        of_pairs = -F.logsigmoid(0.1 * margin).mean()
-        self.log_dict({"of_pairs": of_pairs, "accuracy": (margin > 0).double().mean()})
-        return of_pairs - 0.2 * chosen.sum() / mask.sum()

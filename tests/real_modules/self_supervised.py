@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import torch
 from lightning.pytorch import LightningModule
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from real_modules.expected import ONE, by
-from real_modules.table import Warned, dealt, real_module
+from real_modules.table import dealt, real_module
 
 
 def two_views(generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,37 +70,3 @@ class PredictsOtherView(TwoViews):
             F.cosine_similarity(self.predictor(a), b.detach()).mean() + F.cosine_similarity(self.predictor(b), a.detach()).mean()
         )
         return -0.5 * similar
-
-
-class WithTeacher(TwoViews):
-    """A teacher follows the encoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = copy.deepcopy(self.encoder).requires_grad_(False)
-
-    @torch.no_grad()
-    def follow(self, rate: float = 0.1) -> None:
-        for slow, fast in zip(self.teacher.parameters(), self.encoder.parameters(), strict=True):
-            slow.lerp_(fast, rate)
-
-
-@real_module("DINO", dealt(two_views), windows=Warned("center"), split=Warned("center"))
-class CenteredTeacher(WithTeacher):
-    """The loss is of teachings around a center, which each call then moves; the teacher moves with the optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("center", torch.zeros(5))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            wanted = self.teacher(batch[1])
-        loss = F.cross_entropy(self.encoder(batch[0]) / 0.2, ((wanted - self.center) / 0.1).softmax(1))
-        self.center.lerp_(wanted.mean(0), 0.3)
-        self.log("train/loss", loss)
-        return loss
-
-    def optimizer_step(self, *arguments: Any, **named: Any) -> None:
-        super().optimizer_step(*arguments, **named)
-        self.follow()
