@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.from_lightning import Strategy, pl, rank_zero_info
-from lightning_accum.loops.hooks import already_on_cpu, is_unheard
+from lightning_accum.loops.hooks import is_lightnings
 from lightning_accum.loops.watch import Watch
 from lightning_accum.manual import ManualWindows
 from lightning_accum.metrics import WindowMetrics
@@ -34,6 +34,9 @@ from lightning_accum.weighing.counts import count_samples
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.windows import Windows
+
+_MOVES = ("on_after_batch_transfer", "transfer_batch_to_device")
+"""Hooks that a batch comes to the device by."""
 
 
 class WindowListener(Protocol):
@@ -155,14 +158,14 @@ class Engine(Strategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        accumulation = self.accumulation
-        if accumulation is not None and is_unheard(self.trainer(), "batch_to_device"):
-            if self.root_device.type == "cpu":
-                is_lightnings = getattr(super().batch_to_device, "__func__", None) is Strategy.batch_to_device
-                if is_lightnings and (there := already_on_cpu(batch)) is not None:
-                    return there
-            elif accumulation.splitting is not None and batch is not None and self.trainer().training:
-                accumulation.splitting.planner.look_at(batch)
+        splitting = None if self.accumulation is None else self.accumulation.splitting
+        if splitting is not None and batch is not None and self.root_device.type != "cpu" and self.trainer().training:
+            trainer = self.trainer()
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+            owners: list[tuple[Any, type]] = [(trainer.lightning_module, pl.LightningModule)]
+            owners += [] if data is None else [(data, pl.LightningDataModule)]
+            if all(is_lightnings(owner, hook, kind) for owner, kind in owners for hook in _MOVES):  # else it comes out as another
+                splitting.planner.look_at(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override

@@ -59,7 +59,7 @@ class WindowMetrics:
             others["window/skipped_micro_batches"] = closed.left_out
             others["window/total_skipped_micro_batches"] = accumulation.total_left_out
         if closed.is_empty:
-            self._show(others)
+            self._rows.show(others)
             return
         if accumulation.splitting is not None and accumulation.splitting.largest is not None:
             others["window/micro_batch_size"] = accumulation.splitting.largest
@@ -85,14 +85,7 @@ class WindowMetrics:
         if not isinstance(closed.weight, Tensor) and (rate := self._weight_per_second(closed.weight)) is not None:
             metrics["window/weight_per_second"] = rate
         self._in_bar = {"w_loss": closed.loss, "w_steps": _Whole(steps)}
-        self._show(metrics)
-
-    def _show(self, metrics: Mapping[str, Tensor | float]) -> None:
-        if not metrics:
-            return
-        cast("Any", self._trainer).window_metrics.update(metrics)
-        if self._rows.is_due:
-            self._rows.hold({name: float(value) for name, value in metrics.items()})
+        self._rows.show(metrics)
 
     def _weight_per_second(self, weight: float) -> float | None:
         """Between the ends of the last two windows; None for the first, and where the clock has not moved."""

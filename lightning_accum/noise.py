@@ -257,11 +257,8 @@ class GradientNoiseScale(Callback):
         total, s, g, weight, samples = (self._sums[_SUMMED.index(name)] for name in ("1", "S", "G", "weight", "samples"))
         scale = torch.where(g > 0, (s / g).clamp(min=0), math.inf).where(total > 0, math.nan)
         found = {"weight": scale, "samples": scale * samples / weight, "variance": s / total, "gradient": g / total}
-        shown = {f"noise_scale/{name}": value for name, value in found.items()}
-        fit: Any = trainer  # without its type, as in `metrics.py`
-        fit.window_metrics.update(shown)
-        if fit._logger_connector.is_due:
-            fit._logger_connector.hold({name: v for name, value in shown.items() if math.isfinite(v := value.item())})
+        rows: Any = trainer._logger_connector  # without its type, as in `metrics.py`
+        rows.show({f"noise_scale/{name}": value for name, value in found.items()}, is_finite=True)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -164,9 +164,6 @@ LIGHTNING = tuple(
 trainer.trainer.Trainer
     _run | connects the strategy, sets it up, trains, takes it down, in this order | 4156b686
     _teardown | ends the fit, also one that failed | c4b98fdd
-    callback_metrics | has the last window's metrics | dfe7727b
-    logged_metrics | has the last window's metrics | ca73e550
-    training | is asked 13 times a loader batch | cddd33f0
     estimated_stepping_batches | is the number of windows | 781d79c6
 trainer.call
     _call_and_handle_interrupt | launches the fit, and tears it down where it failed | bdd3ea3c
@@ -182,7 +179,7 @@ strategies.strategy.Strategy
     on_train_start | goes on inside the window of a checkpoint | 2f4bff3a
     teardown | the fit ends | 99b4981d
     __getstate__ | a copy is in no fit | cb0f97d9
-    batch_to_device | is left out for a batch that is there | f914efb7
+    batch_to_device | sees batches on the host, where their lengths are read | f914efb7
     training_step | runs the module's training_step once, and returns what it returned | 022c774d
     post_training_step | does nothing | fa7ddeab
     backward | runs the backward of a micro-batch once, with gradient= | 910f9f26
@@ -239,11 +236,9 @@ loops.optimization.automatic.ClosureResult
     from_training_step_output | takes the loss out of what training_step returned | c01d3519
 loops.optimization.manual._ManualOptimization
     run | a loader batch begins and ends, and a window with it | bde82f8c
-    _on_before_step | counts the steps that do not wait | 158c1bd3
-    _on_after_step | counts the steps that do not wait | 44da92f0
+    _on_before_step _on_after_step | counts the steps that do not wait | 158c1bd3 44da92f0
 loops.fetchers._PrefetchDataFetcher
-    __iter__ | ranks of different lengths end together; windows are drawn ahead | 46027b64
-    __next__ | ranks of different lengths end together; windows are drawn ahead | 7dee5f74
+    __iter__ __next__ | ranks of different lengths end together; windows are drawn ahead | 46027b64 7dee5f74
 loops.fetchers._DataFetcher
     teardown | forgets the last batch | 14cb701a
 trainer.connectors.data_connector._DataConnector
@@ -252,8 +247,7 @@ trainer.connectors.data_connector._DataConnector
 trainer.connectors.logger_connector.logger_connector._LoggerConnector
     on_batch_end | takes in what was logged in a loader batch | 328cf288
     should_update_logs | loggers get metrics at this step, or at one of its loader batch | a446a83e
-    log_metrics | a window's metrics are in the row of its step | e81ba200
-    update_train_step_metrics | a window's metrics are in the row of its step | 577833c6
+    log_metrics update_train_step_metrics | a window's metrics are in the row of its step | e81ba200 577833c6
 trainer.connectors.logger_connector.result._ResultCollection
     update_metrics | what a shadow batch logs has no weight | 0120c270
 trainer.connectors.signal_connector._SignalConnector

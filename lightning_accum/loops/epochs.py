@@ -21,7 +21,7 @@ from lightning_accum.from_lightning import (
     rank_zero_info,
 )
 from lightning_accum.loops.first_batch import check_first_batch, check_manual_batch, prove_row_wise_step
-from lightning_accum.loops.hooks import ADVANCE, advance_quietly, call_batch_end
+from lightning_accum.loops.hooks import call_batch_end
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.uneven import is_agreeing
 from lightning_accum.loops.validation import ValidatingEpochLoop
@@ -72,10 +72,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         self._advanced = self.batch_progress.total.ready + 1
         if strategy.manual is not None:
             strategy.manual.begin_loader_batch()
-        if strategy.watch.is_read and super().advance.__func__ is ADVANCE:  # type: ignore[attr-defined]
-            advance_quietly(self, data_fetcher)
-        else:
-            super().advance(data_fetcher)
+        super().advance(data_fetcher)
 
     @property
     @override
@@ -183,11 +180,10 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             kwargs["batch_idx"] = batch_idx
         return kwargs
 
-    def end_full_window(self) -> None:
+    def end_loader_batch(self, accumulation: Accumulation, seen: int) -> None:
         """A loader batch has ended: so does the window, if it is one of tokens and has come to them."""
-        accumulation, seen = self.strategy.accumulation, self.batch_progress.total.ready
-        assert accumulation is not None
-        if accumulation.boundary.position(seen) <= 0:
+        accumulation.end_loader_batch(seen)
+        if not self.strategy.session.ends_by_tokens or accumulation.boundary.position(seen) <= 0:
             return
         if accumulation.is_full() or self._is_cut_by_the_end(accumulation.boundary):  # the first is asked on all ranks
             accumulation.boundary.cut_short(seen)
@@ -289,9 +285,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             optimization.step(run)
         else:
             run()
-        accumulation.end_loader_batch(seen)
-        if strategy.session.ends_by_tokens:
-            self.end_full_window()
+        self.end_loader_batch(accumulation, seen)
 
     def _step_without_batch(self) -> None:
         self.optimization.step(partial(self.strategy.session.finish_window, self.batch_progress.total.ready))

@@ -1,129 +1,61 @@
 """Hooks of the user's: who has one, and those that Lightning does not call.
 
-A call of Lightning's takes longer than a small micro-batch. What nobody listens to is left out, which is found anew at each loader
-batch, by comparison with the functions that Lightning shipped.
+Lightning's calls around a step take longer than a small micro-batch. They are left out while nobody listens, which is found anew at
+each loader batch, by comparison with the functions that Lightning shipped.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from operator import attrgetter
-from types import CodeType, FunctionType, SimpleNamespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_accum.ended_window import EndedWindow
-from lightning_accum.from_lightning import (
-    PassThroughProfiler,
-    Precision,
-    Strategy,
-    _TrainingEpochLoop,
-    call,
-    pl,
-)
+from lightning_accum.from_lightning import PassThroughProfiler, Precision, Strategy, pl
 
 # --- what nobody listens to -------------------------------------------------------------------------------------------
 
 _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
-_MOVE = ("on_after_batch_transfer", "transfer_batch_to_device")
 _TELL = ("on_before_backward", "on_after_backward")
-_HOOKS: dict[str, dict[type, tuple[str, ...]]] = {
-    "training_step": {
-        pl.LightningModule: (*_TELL, "backward"),
-        pl.Callback: _TELL,
-        Strategy: ("training_step", "post_training_step", "pre_backward", "post_backward"),
-        Precision: ("train_step_context", "forward_context", "pre_backward", "backward", "post_backward"),
-    },
-    "batch_to_device": dict.fromkeys((pl.LightningModule, pl.LightningDataModule), _MOVE),
-    "on_train_batch_start": dict.fromkeys((pl.Callback, pl.LightningModule, Strategy), ("on_train_batch_start",)),
-    "on_train_batch_end": dict.fromkeys((pl.Callback, pl.LightningModule), ("on_train_batch_end",)),
+_AROUND_A_STEP: dict[type, tuple[str, ...]] = {
+    pl.LightningModule: (*_TELL, "backward"),
+    pl.Callback: _TELL,
+    Strategy: ("training_step", "post_training_step", "pre_backward", "post_backward"),
+    Precision: ("train_step_context", "forward_context", "pre_backward", "backward", "post_backward"),
 }
-"""What Lightning's calls around these come to. ``Strategy.backward`` and ``batch_to_device`` are this package's own."""
-_OWNERS: dict[type, Callable[[Any], Iterable[Any]]] = {
-    pl.Callback: lambda trainer: trainer.callbacks,
-    pl.LightningModule: lambda trainer: (trainer.lightning_module,),
-    pl.LightningDataModule: lambda trainer: () if trainer.datamodule is None else (trainer.datamodule,),
-    Strategy: lambda trainer: (trainer.strategy,),
-    Precision: lambda trainer: (trainer.precision_plugin,),
-}
+"""What Lightning's calls of ``training_step`` and of backward come to. ``Strategy.backward`` is this package's own."""
+_SHIPPED = {kind: [getattr(kind, hook) for hook in hooks] for kind, hooks in _AROUND_A_STEP.items()}
+# none was replaced before this package was imported
+_ARE_LIGHTNINGS = all(
+    hook.__globals__["__name__"].startswith((*_LIBRARIES, "contextlib")) for hooks in _SHIPPED.values() for hook in hooks
+)
 
 
-def _shipped(base: type, names: tuple[str, ...]) -> Callable[[Any], bool]:
-    """Whether an object has Lightning's own of these hooks: neither it nor its class has another by now."""
-    get = attrgetter(*names, names[0])  # of one name it would make no tuple
-    hooks = get(base)
-    # and none was replaced before this package was imported
-    are_lightnings = all(hook.__globals__["__name__"].startswith((*_LIBRARIES, "contextlib")) for hook in hooks)
-
-    def is_shipped(owner: Any) -> bool:
-        try:
-            return are_lightnings and get(type(owner)) == hooks and vars(owner).keys().isdisjoint(names)
-        except AttributeError:  # something that only looks like one of Lightning's
-            return False
-
-    return is_shipped
+def is_lightnings(owner: object, hook: str, kind: type = pl.LightningModule) -> bool:
+    """Whether a module, or another ``kind`` of object, leaves ``hook`` to Lightning, of whatever release."""
+    return getattr(type(owner), hook) is getattr(kind, hook) and hook not in vars(owner)
 
 
-_SHIPPED = {calls: {base: _shipped(base, names) for base, names in hooks.items()} for calls, hooks in _HOOKS.items()}
-
-
-def is_lightnings(module: pl.LightningModule, hook: str) -> bool:
-    """Whether a module leaves ``hook`` to Lightning, of whatever release."""
-    return getattr(type(module), hook) is getattr(pl.LightningModule, hook) and hook not in vars(module)
-
-
-def is_unheard(trainer: Any, calls: str) -> bool:
-    """Nobody listens to Lightning's calls around ``calls``: one of the names above."""
-    if type(trainer.profiler) is not PassThroughProfiler:
-        return False
-    for base, is_shipped in _SHIPPED[calls].items():
-        for owner in _OWNERS[base](trainer):
-            if not is_shipped(owner):
-                return False
-    return True
-
-
-def already_on_cpu(batch: Any) -> Any:
-    """What Lightning makes of a batch that is to be moved to the CPU and is there: its tensors, in a container of its own.
-
-    None if the batch is more than tensors in a tuple, list or dict.
-    """
-    kind = type(batch)
-    parts = (batch,) if kind is Tensor else batch.values() if kind is dict else batch if kind in (list, tuple) else (None,)
-    if not all(type(part) is Tensor and part.is_cpu for part in parts):
-        return None
-    return kind(batch) if kind in (dict, list) else batch
-
-
-def _unless_unheard(name: str, base: type) -> Callable[..., Any]:
-    """A function of Lightning's that calls hooks of loader batches, but for those that nobody has."""
-    shipped = {hook: _SHIPPED[hook][base] for hook in ("on_train_batch_start", "on_train_batch_end") if base in _HOOKS[hook]}
-    owners = _OWNERS[base]
-
-    def call_hook(trainer: Any, hook: str, *args: Any, **kwargs: Any) -> Any:
-        if type(trainer.profiler) is PassThroughProfiler:
-            if hook == "batch_to_device":
-                return trainer.strategy.batch_to_device(*args, **kwargs)
-            if hook in shipped and all(map(shipped[hook], owners(trainer))):
-                return None
-        return getattr(call, name)(trainer, hook, *args, **kwargs)
-
-    return call_hook
-
-
-ADVANCE: Any = _TrainingEpochLoop.advance
-_CALLS = {
-    "_call_callback_hooks": pl.Callback,
-    "_call_lightning_module_hook": pl.LightningModule,
-    "_call_strategy_hook": Strategy,
-}
-_QUIET = SimpleNamespace(**vars(call) | {name: _unless_unheard(name, base) for name, base in _CALLS.items()})
-advance_quietly = FunctionType(ADVANCE.__code__, {**ADVANCE.__globals__, "call": _QUIET}, closure=ADVANCE.__closure__)
-"""Lightning's ``_TrainingEpochLoop.advance``, in which hooks that nobody has are not called: each call takes 5 to 10 us."""
+def is_unheard(trainer: Any) -> bool:
+    """Nobody listens to Lightning's calls around ``training_step`` and backward: neither an object nor its class has a hook."""
+    owners: list[tuple[type, Any]] = [(pl.Callback, callback) for callback in trainer.callbacks]
+    owners += [(pl.LightningModule, trainer.lightning_module), (Strategy, trainer.strategy), (Precision, trainer.precision_plugin)]
+    return (
+        _ARE_LIGHTNINGS
+        and type(trainer.profiler) is PassThroughProfiler
+        and all(
+            # a callback may be of another class, and have no such hook
+            [getattr(type(owner), hook, None) for hook in _AROUND_A_STEP[kind]] == _SHIPPED[kind]
+            and vars(owner).keys().isdisjoint(_AROUND_A_STEP[kind])
+            for kind, owner in owners
+        )
+    )
 
 
 # --- what Lightning does not call -------------------------------------------------------------------------------------
@@ -135,18 +67,18 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return callbacks
 
 
-class current_hook:  # noqa: N801
-    """The hook that ``module.log`` is called in."""
-
-    def __init__(self, module: pl.LightningModule, name: str) -> None:
-        self._attributes, self._name = vars(module), name  # of a Module, setting one takes microseconds
-
-    def __enter__(self) -> None:
-        self._before = self._attributes["_current_fx_name"]
-        self._attributes["_current_fx_name"] = self._name
-
-    def __exit__(self, *_: object) -> None:
-        self._attributes["_current_fx_name"] = self._before
+@contextmanager
+def replacing(module: pl.LightningModule, **attributes: Any) -> Iterator[None]:
+    """In here a module has these attributes. ``_current_fx_name`` is the hook that ``module.log`` is called in."""
+    own = vars(module)  # of a Module, setting one takes microseconds
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
 
 
 def call_window_hooks(trainer: pl.Trainer, ended: Callable[[], EndedWindow]) -> None:
@@ -157,7 +89,7 @@ def call_window_hooks(trainer: pl.Trainer, ended: Callable[[], EndedWindow]) -> 
     if not listeners:
         return
     window = ended()
-    with current_hook(module, "on_train_batch_end"):  # `self.log` works as there
+    with replacing(module, _current_fx_name="on_train_batch_end"):  # `self.log` works as there
         for owner in listeners:
             owner.on_window_end(*((window,) if owner is module else (trainer, module, window)))
 
@@ -170,9 +102,6 @@ def call_batch_end(kind: type[pl.Callback], trainer: pl.Trainer, outputs: Any, b
 
 
 # --- hooks that see gradients inside of a window -----------------------------------------------------------------------
-
-_GRADIENT: Any = Tensor.grad
-"""Its getter and its setter are of this."""
 
 
 def gradient_reads(trainer: pl.Trainer, warn: Callable[[str], None]) -> TorchFunctionMode | None:
@@ -188,45 +117,27 @@ def gradient_reads(trainer: pl.Trainer, warn: Callable[[str], None]) -> TorchFun
         code = getattr(hook, "__code__", None)
         if code is not None and not hook.__module__.startswith(_LIBRARIES):
             hooks[code] = f"{name} of {type(owner).__name__}"
-    return GradientReads(hooks, warn) if hooks else None
+    return _GradientReads(hooks, warn) if hooks else None
 
 
-class GradientReads(TorchFunctionMode):
-    """In here hooks that get or set the gradient of a tensor are noticed.
+class _GradientReads(TorchFunctionMode):
+    """In here hooks that get or set the gradient of a tensor are noticed: by their code among the callers, and each once."""
 
-    Args:
-        hooks: their code, their name and whose they are.
-        warn: takes a warning to be seen once.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.ones(2, requires_grad=True)
-        >>> def hook(is_due):
-        ...     return weight.grad if is_due else None
-        >>> with GradientReads({hook.__code__: "on_after_backward of Net"}, print):
-        ...     hook(is_due=False)
-        ...     hook(is_due=True)  # doctest: +ELLIPSIS
-        on_after_backward of Net looks at gradients. ...
-    """
-
-    def __init__(self, hooks: Mapping[CodeType, str], warn: Callable[[str], None]) -> None:
+    def __init__(self, left: dict[CodeType, str], warn: Callable[[str], None]) -> None:
         super().__init__()
-        self._left = dict(hooks)
-        self._warn = warn
+        self._left, self._warn = left, warn
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._left and getattr(func, "__self__", None) is _GRADIENT:
-            self._look_who_asks()
+        if self._left and getattr(func, "__self__", None) is Tensor.grad:  # its getter or its setter
+            frame: Any = sys._getframe(1)
+            while frame is not None and frame.f_code not in self._left:
+                # what runs in the middle of a backward is no part of the hook that called it
+                frame = None if frame.f_code.co_name == "_engine_run_backward" else frame.f_back
+            if frame is not None:
+                self._warn(
+                    f"{self._left.pop(frame.f_code)} looks at gradients. It runs after every micro-batch, on what"
+                    " the window has accumulated so far, before that is normalised: what it changes or measures is not what it"
+                    " would in the full batch. Do it in on_before_optimizer_step, which sees the full batch's gradients, once a"
+                    " window."
+                )
         return func(*args, **(kwargs or {}))
-
-    def _look_who_asks(self) -> None:
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code not in self._left:
-            # what runs in the middle of a backward is no part of the hook that called it
-            frame = None if frame.f_code.co_name == "_engine_run_backward" else frame.f_back  # type: ignore[assignment]
-        if frame is not None:
-            self._warn(
-                f"{self._left.pop(frame.f_code)} looks at gradients. It runs after every micro-batch, on what"
-                " the window has accumulated so far, before that is normalised: what it changes or measures is not what it would"
-                " in the full batch. Do it in on_before_optimizer_step, which sees the full batch's gradients, once a window."
-            )

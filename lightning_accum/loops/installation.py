@@ -49,7 +49,7 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
     bar = trainer.progress_bar_callback
     with (
         nullcontext() if bar is None else specialised(bar, BarOfLoaderBatches, is_users_first=True),
-        specialised(trainer, AccumulatingTrainer, is_users_first=True, window_metrics={}),
+        specialised(trainer, AccumulatingTrainer, is_users_first=True),
         specialised(trainer._data_connector, NonPaddingSampling),
         specialised(signals, DeferredSigterm, before_training=ExitStack()),
         specialised(trainer._logger_connector, WindowRows, pending={}),
@@ -63,7 +63,6 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
     ):
         yield
         epoch_loop.manual_optimization.on_run_end()  # a step that raised left the optimizers' hooks in place
-        cast("AccumulatingTrainer", trainer).show_window_metrics()  # those of another run take their place
         is_over = trainer.state.status == TrainerStatus.RUNNING
         if is_over and strategy.watch.is_unfinished:
             raise seams.broken("Training is over, and _FitLoop.on_run_end was not called: an unfinished window took no step.")

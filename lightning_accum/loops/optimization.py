@@ -7,46 +7,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum.boundary import Boundary
 from lightning_accum.ended_window import EndedWindow
 from lightning_accum.engine import Engine
 from lightning_accum.errors import UsageError
 from lightning_accum.from_lightning import AbstractClosure, Closure, ClosureResult, Strategy, _AutomaticOptimization, call, pl
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops.first_batch import check_first_batch, prove_row_wise_step, unlogged_step
-from lightning_accum.loops.hooks import call_window_hooks, current_hook, is_lightnings, is_unheard
+from lightning_accum.loops.hooks import call_window_hooks, is_lightnings, is_unheard, replacing
 from lightning_accum.loops.results import collecting_logs, show_logs
 from lightning_accum.splitting.logs import BatchLog
-from lightning_accum.splitting.trimming import Verdict, difference_by_padding
+from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.step import Outcome
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
 
 _NOTHING: dict[str, Any] = {}
-_BACKWARD, _LIGHTNINGS_BACKWARD = Engine.backward, Strategy.backward
+_LIGHTNINGS_BACKWARD = Strategy.backward
 _NOTHING_AROUND = nullcontext()
-
-
-class EpochLoop(Protocol):
-    """What the loop of automatic optimization asks of the loop that it is a part of."""
-
-    batch_idx: int
-    batch: Any
-    begun: int
-
-    def begin_loader_batch(self, boundary: Boundary, runs: str) -> bool:
-        """A loader batch begins. Returns whether its window ends with it."""
-
-    def end_full_window(self) -> None:
-        """A loader batch has ended: so does the window, if it has come to its tokens."""
 
 
 class WindowOptimization(_AutomaticOptimization):
@@ -55,9 +40,9 @@ class WindowOptimization(_AutomaticOptimization):
     strategy: Engine
 
     @property
-    def epoch_loop(self) -> EpochLoop:
-        """The loop that this one is a part of. No attribute: those that are loops are restored from checkpoints."""
-        return cast("EpochLoop", self.trainer.fit_loop.epoch_loop)
+    def epoch_loop(self) -> Any:
+        """The loop that this one is a part of, whose type imports this file. No attribute: loops are restored from checkpoints."""
+        return self.trainer.fit_loop.epoch_loop
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
@@ -71,9 +56,7 @@ class WindowOptimization(_AutomaticOptimization):
             else:
                 closure()
             outputs = closure.consume_outputs()
-        accumulation.end_loader_batch(closure.seen)
-        if strategy.session.ends_by_tokens:
-            self.epoch_loop.end_full_window()
+        self.epoch_loop.end_loader_batch(accumulation, closure.seen)
         return outputs
 
     def _closure_of(self, kwargs: OrderedDict[str, Any], accumulation: Accumulation) -> WindowClosure:
@@ -85,24 +68,12 @@ class WindowOptimization(_AutomaticOptimization):
         batch, *others = kwargs.values()
         epoch_loop.batch = batch
         if accumulation.splitting is not None:
-            accumulation.splitting.begin(batch, partial(self._difference_by_padding, kwargs))
+            self.plan_ahead(batch)
         if not self._skip_backward:
             prove_row_wise_step(self.trainer, strategy, kwargs)
         if accumulation.checks_left and not self._skip_backward:
             check_first_batch(self.trainer, strategy, kwargs)
         return WindowClosure(self, accumulation, batch, others, epoch_loop.begun, ends_window)
-
-    def _difference_by_padding(self, kwargs: OrderedDict[str, Any], padded: Any, *trimmed: Any) -> Verdict:
-        trainer, accumulation = self.trainer, self.strategy.accumulation
-        assert accumulation is not None
-        return difference_by_padding(
-            padded,
-            *trimmed,
-            module=trainer.lightning_module,
-            snapshotter=self.strategy.snapshotter,
-            training_step=unlogged_step(trainer, kwargs),
-            weight=accumulation.policy.weight,
-        )
 
     # --- a window that is counted before it runs -------------------------------------------------------------------------
 
@@ -114,20 +85,23 @@ class WindowOptimization(_AutomaticOptimization):
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
     def plan_ahead(self, batch: Any) -> None:
-        """Plan how it is split."""
-        accumulation = self.strategy.accumulation
+        """Plan how it is split; padding is trimmed where that is found to make no difference."""
+        trainer, strategy, accumulation = self.trainer, self.strategy, self.strategy.accumulation
         assert accumulation is not None
         assert accumulation.splitting is not None
-        kwargs = _arguments_of_step(self.trainer, batch)
-        accumulation.splitting.begin(batch, partial(self._difference_by_padding, kwargs))
+        training_step = unlogged_step(trainer, _arguments_of_step(trainer, batch))
+        own: dict[str, Any] = {
+            "snapshotter": strategy.snapshotter,
+            "training_step": training_step,
+            "weight": accumulation.policy.weight,
+        }
+        accumulation.splitting.begin(batch, partial(difference_by_padding, module=trainer.lightning_module, **own))
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
         """The loss of a micro-batch of a loader batch that is so many after the one under way. Nothing is logged."""
-        trainer = self.trainer
-        kwargs = _arguments_of_step(trainer, batch, ahead)
-        step = partial(call._call_lightning_module_hook, trainer, "training_step")
-        with torch.enable_grad(), trainer.precision_plugin.train_step_context(), collecting_logs(trainer):
-            return _result_of(self.strategy.run_as_engine(step, *kwargs.values())).closure_loss
+        with self.trainer.precision_plugin.train_step_context():
+            loss: Tensor | None = self.strategy.run_as_engine(partial(loss_unlogged, self.trainer, ahead=ahead), batch)
+        return loss
 
     @property
     def skips_backward(self) -> bool:
@@ -202,8 +176,6 @@ class WindowClosure(Closure):
         self._module = optimization.trainer.lightning_module
         self._changes = accumulation.changes
         self._is_silent = _is_silent(optimization.trainer, strategy)
-        if self._is_silent:
-            self.backward = backward  # type: ignore[method-assign, assignment]
 
     @override
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
@@ -229,7 +201,7 @@ class WindowClosure(Closure):
                 " window of several loader batches cannot be run again: their data is gone. Use a window of 1, or another"
                 " optimizer."
             )
-        with current_hook(self._module, "training_step"), _NOTHING_AROUND if torch.is_grad_enabled() else torch.enable_grad():
+        with replacing(self._module, _current_fx_name="training_step"), torch.enable_grad():
             outcome = self._outcome = self._strategy.session.run(self, self._batch, self.seen, self.ends_window)
         loss = outcome.window_loss
         return None if loss is None else loss.detach()  # as Lightning's closure
@@ -262,13 +234,19 @@ class WindowClosure(Closure):
 
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
         """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
-        strategy, kwargs = self._strategy, {}
-        if is_lightnings(self._module, "backward"):
-            _check_has_graph(loss)
-        elif grad_output is not None:  # it may not pass its keyword arguments on: it gets the product instead
+        is_users = not is_lightnings(self._module, "backward")
+        if not is_users and not loss.requires_grad:
+            raise UsageError(
+                "training_step returned a loss without a graph, which has no gradient: it was detached, computed under"
+                " torch.no_grad(), or depends on no parameter that requires one. Return None if there is nothing to train on."
+            )
+        if self._is_silent:
+            loss.backward(grad_output)  # type: ignore[no-untyped-call]
+            return
+        strategy = self._strategy
+        if is_users and grad_output is not None:  # it may not pass its keyword arguments on: it gets the product instead
             loss, grad_output = loss * grad_output, None
-        if grad_output is not None:
-            kwargs["gradient"] = grad_output
+        kwargs = {} if grad_output is None else {"gradient": grad_output}
         with strategy.watching_gradient(loss, grad_output) if strategy.watch.is_close else _NOTHING_AROUND:
             call._call_strategy_hook(self._optimization.trainer, "backward", loss, strategy.optimizers[0], **kwargs)
 
@@ -283,10 +261,9 @@ class WindowClosure(Closure):
 
 def _is_silent(trainer: pl.Trainer, strategy: Engine) -> bool:
     """``training_step`` and backward of the loader batch under way need nothing around them."""
-    is_engines = "backward" not in vars(strategy) and type(strategy).backward is _BACKWARD
     is_theirs = getattr(super(Engine, strategy).backward, "__func__", None) is _LIGHTNINGS_BACKWARD
     is_plain = strategy.watch.is_read and strategy.gradient_reads is None and strategy.model is trainer.lightning_module
-    return is_engines and is_theirs and is_plain and is_unheard(trainer, "training_step")
+    return is_theirs and is_plain and is_lightnings(strategy, "backward", Engine) and is_unheard(trainer)
 
 
 def _arguments_of_step(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> OrderedDict[str, Any]:
@@ -295,9 +272,9 @@ def _arguments_of_step(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> Order
     return epoch_loop._build_kwargs(OrderedDict(), batch, epoch_loop.batch_idx + ahead)
 
 
-def loss_unlogged(trainer: pl.Trainer, batch: Any) -> Tensor | None:
-    """The loss of a batch that is not trained on: nothing is logged."""
-    kwargs = _arguments_of_step(trainer, batch)
+def loss_unlogged(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> Tensor | None:
+    """The loss of a batch that is not trained on, in the place of the loader batch so many after the one under way."""
+    kwargs = _arguments_of_step(trainer, batch, ahead)
     with torch.enable_grad(), collecting_logs(trainer):
         return _result_of(call._call_lightning_module_hook(trainer, "training_step", *kwargs.values())).closure_loss
 
@@ -310,32 +287,3 @@ def _result_of(output: Any) -> ClosureResult:
     if isinstance(output, Mapping):
         result.closure_loss = output["loss"]  # without a division by 1
     return result
-
-
-def backward(loss: Tensor, gradient: Tensor | None) -> None:
-    """Add the gradients of ``loss`` to those of the leaves that it was computed from, as :meth:`torch.Tensor.backward`.
-
-    Args:
-        loss: of a micro-batch.
-        gradient: what they are multiplied by, of the shape of ``loss``; None for 1.
-
-    Raises:
-        UsageError: the loss has no graph.
-
-    Example:
-        >>> weights = torch.ones(3, requires_grad=True)
-        >>> backward(weights.sum(), torch.tensor(0.5))
-        >>> backward(weights.sum(), None)
-        >>> weights.grad
-        tensor([1.5000, 1.5000, 1.5000])
-    """
-    _check_has_graph(loss)
-    loss.backward(gradient)  # type: ignore[no-untyped-call]
-
-
-def _check_has_graph(loss: Tensor) -> None:
-    if not loss.requires_grad:
-        raise UsageError(
-            "training_step returned a loss without a graph, which has no gradient: it was detached, computed under torch.no_grad(),"
-            " or depends on no parameter that requires one. Return None if there is nothing to train on."
-        )

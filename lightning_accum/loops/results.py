@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_accum.engine import Engine
 from lightning_accum.exact import exact
 from lightning_accum.from_lightning import _LoggerConnector, _ResultCollection, _ResultMetric, pl
-from lightning_accum.loops.hooks import current_hook
+from lightning_accum.loops.hooks import replacing
 from lightning_accum.splitting.logs import Arguments, BatchLog, name_of_reduction
 
 
@@ -72,18 +72,15 @@ def collecting_logs(trainer: pl.Trainer) -> Iterator[BatchLog]:
     if results.metrics_of_module is None or results.metrics_of_module[0] != trainer.current_epoch:
         results.metrics_of_module = (trainer.current_epoch, _metrics_in(module))
         results.shown = results.shown or set()
-    log, outer, attributes = BatchLog(results.metrics_of_module[1], results.shown), results.batch_log, vars(module)
+    log, outer = BatchLog(results.metrics_of_module[1], results.shown), results.batch_log
     if results.log_of_module is None:
         results.log_of_module = _collecting(results, module)
-    users_own = attributes.get("log")
-    results.batch_log, attributes["log"] = log, results.log_of_module
+    results.batch_log = log
     try:
-        yield log
+        with replacing(module, log=results.log_of_module):
+            yield log
     finally:
         results.batch_log = outer
-        del attributes["log"]
-        if users_own is not None:
-            attributes["log"] = users_own
         log.close()
 
 
@@ -128,12 +125,10 @@ def show_logs(trainer: pl.Trainer, log: BatchLog, is_left_out: bool = False) -> 
             value, arguments = _neutral(value, arguments, results.get(logged.key)), {**arguments, "batch_size": 0}
         elif is_left_out and logged.key in results:
             continue  # a metric: it holds what it held before the batch
-        if logged.hook in hooks:
-            trainer._logger_connector._current_fx = (
-                logged.hook
-            )  # else Lightning forgets, in a first batch, what the hook has logged
+        if logged.hook in hooks:  # else Lightning forgets, in a first batch, what the hook has logged
+            trainer._logger_connector._current_fx = logged.hook
         hooks.add(logged.hook)
-        with current_hook(module, logged.hook):
+        with replacing(module, _current_fx_name=logged.hook):
             module.log(logged.name, value, **arguments)
 
 
@@ -163,14 +158,13 @@ class WindowRows(_LoggerConnector):
         else:  # nothing was logged, which takes Lightning long to find
             results.batch = results.batch_size = None
 
-    @property
-    def is_due(self) -> bool:
-        """Whether loggers get metrics at this optimizer step."""
-        return bool(self.trainer.loggers) and bool(self.should_update_logs)
-
-    def hold(self, metrics: Mapping[str, float]) -> None:
-        """Have ``metrics`` in the next row."""
-        self.pending.update({name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()})
+    def show(self, metrics: Mapping[str, Tensor | float], is_finite: bool = False) -> None:
+        """Have metrics among the Trainer's, and in the next row, if loggers get one at this step: all, or those that are finite."""
+        shown = {name: v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for name, v in metrics.items()}
+        self._callback_metrics.update(shown)
+        self._logged_metrics.update(shown)
+        if self.trainer.loggers and self.should_update_logs:
+            self.pending.update({name: value for name, value in shown.items() if not is_finite or value.isfinite()})
 
     def flush(self) -> None:
         """A loader batch has ended, or a window without one: no row of the module's own comes at this step."""

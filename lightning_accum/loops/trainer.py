@@ -1,13 +1,12 @@
-"""A Trainer whose numbers are those of windows: the optimizer steps that a training will have, metrics, when to validate."""
+"""A Trainer whose numbers are those of windows: the optimizer steps that a training will have, and when to validate."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, cast
 
-import torch
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_accum.boundary import count_batches, count_windows
@@ -15,7 +14,6 @@ from lightning_accum.engine import Engine
 from lightning_accum.from_lightning import (
     GradientAccumulationScheduler,
     ProgressBar,
-    RunningStage,
     has_iterable_dataset,
     isolate_rng,
     pl,
@@ -28,31 +26,18 @@ from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.counts import expected_weight
 
 
+def _argument(name: str, where_steps_decide: Callable[[int], int | None]) -> Any:
+    """An argument of a Trainer's, as it is where validation comes every so many optimizer steps."""
+
+    def value(trainer: AccumulatingTrainer) -> Any:
+        every = trainer.validates_every
+        return where_steps_decide(every) if every else vars(trainer).get(name)
+
+    return property(value, lambda trainer, own: vars(trainer).update({name: own}))
+
+
 class AccumulatingTrainer(pl.Trainer):
-    """``estimated_stepping_batches`` is the number of optimizer steps that will happen; the last window is in the metrics."""
-
-    window_metrics: dict[str, Tensor | float]
-    """What is to be seen in ``callback_metrics`` and ``logged_metrics`` once somebody looks: tensors take 10 us a window."""
-
-    @property
-    @override
-    def callback_metrics(self) -> dict[str, Tensor]:
-        self.show_window_metrics()
-        return super().callback_metrics
-
-    @property
-    @override
-    def logged_metrics(self) -> dict[str, Tensor]:
-        self.show_window_metrics()
-        return super().logged_metrics
-
-    def show_window_metrics(self) -> None:
-        """Somebody looks, or training ends."""
-        numbers = self.window_metrics.items()
-        shown = {name: v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for name, v in numbers}
-        self.window_metrics.clear()
-        self._logger_connector._callback_metrics.update(shown)
-        self._logger_connector._logged_metrics.update(shown)
+    """``estimated_stepping_batches`` is the number of optimizer steps that will happen."""
 
     @property
     def validates_every(self) -> int | None:
@@ -63,35 +48,8 @@ class AccumulatingTrainer(pl.Trainer):
         return next((policy.validate_every for policy in policies if isinstance(policy, Policy)), None)
 
     # EarlyStopping and ModelCheckpoint ask these two whether they are to look after a validation or after an epoch
-    @property
-    @override
-    def val_check_interval(self) -> Any:
-        """The Trainer's argument, as it is where validation is said to come every n loader batches of the training."""
-        return self.validates_every or vars(self).get("val_check_interval")
-
-    @val_check_interval.setter
-    def val_check_interval(self, interval: Any) -> None:
-        vars(self)["val_check_interval"] = interval
-
-    @property
-    @override
-    def check_val_every_n_epoch(self) -> int | None:
-        """The Trainer's argument, as it is where validation does not depend on epochs."""
-        return None if self.validates_every else vars(self)["check_val_every_n_epoch"]
-
-    @check_val_every_n_epoch.setter
-    def check_val_every_n_epoch(self, epochs: int | None) -> None:
-        vars(self)["check_val_every_n_epoch"] = epochs
-
-    @property
-    @override
-    def training(self) -> bool:
-        # asked 13 times a loader batch; Lightning compares the lower-cased names of the two stages
-        return self.state.stage is RunningStage.TRAINING
-
-    @training.setter
-    def training(self, is_training: bool) -> None:
-        pl.Trainer.training.fset(self, is_training)  # type: ignore[attr-defined]  # a property
+    val_check_interval = _argument("val_check_interval", lambda every: every)
+    check_val_every_n_epoch = _argument("check_val_every_n_epoch", lambda every: None)
 
     @property
     @override

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_accum import seams
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.from_lightning import pl
-from lightning_accum.loops.hooks import is_lightnings
+from lightning_accum.loops.hooks import is_lightnings, replacing
 
 CLOSE_WINDOWS = 3
 """The windows in which the watch is close where all of Lightning's methods are those that were read."""
@@ -50,16 +52,12 @@ class Watch:
         self._epoch: int | None = None
         self._accumulation: Accumulation | None = None
         self._optimizer: Optimizer | None = None
-        self._forget_optimizer: list[Callable[[], None]] = []
+        self._hooks: list[RemovableHandle] = []
         self._depth = self._steps = 0
         self._is_stepping = self._has_stepped = False
-        self._versions: list[tuple[Tensor, int]] = []
         self._own: Tensor | None = None
         self._left: set[bool] = set()
-        self._module = module
-
-    def _is_lightnings(self, hook: str) -> bool:
-        return is_lightnings(self._module, hook)
+        self._is_lightnings = partial(is_lightnings, module)
 
     # --- epochs ---------------------------------------------------------------------------------------------------------
 
@@ -99,8 +97,7 @@ class Watch:
     @contextmanager
     def training_step(self, module: pl.LightningModule) -> Iterator[None]:
         """Lightning calls the module's ``training_step``: keep the loss that the module itself returned."""
-        attributes, original = vars(module), module.training_step
-        before = attributes.get("training_step")
+        original = module.training_step
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
@@ -108,13 +105,8 @@ class Watch:
             self._own = loss if isinstance(loss, Tensor) and loss.requires_grad else None
             return output
 
-        attributes["training_step"] = training_step
-        try:
+        with replacing(module, training_step=training_step):
             yield
-        finally:
-            del attributes["training_step"]
-            if before is not None:
-                attributes["training_step"] = before
 
     @contextmanager
     def gradient_of_loss(self, loss: Tensor, gradient: Tensor | None, scale: float | None) -> Iterator[None]:
@@ -167,26 +159,21 @@ class Watch:
         self.forget_optimizer()
         self._optimizer, self._accumulation = optimizer, accumulation
         with suppress(AttributeError):  # some that wrap another optimizer leave out Optimizer.__init__
-            handles = [
-                optimizer.register_step_post_hook(self._after_optimizer),
-                optimizer.register_step_pre_hook(self._before_optimizer),
-            ]
-            self._forget_optimizer = [handle.remove for handle in handles]
+            self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer))
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer))
 
     def forget_optimizer(self) -> None:
         """See no steps any more."""
-        for remove in self._forget_optimizer:
-            remove()
-        self._optimizer, self._accumulation, self._forget_optimizer = None, None, []
+        for hook in self._hooks:
+            hook.remove()
+        self._optimizer, self._accumulation, self._hooks = None, None, []
 
     def begin_step(self, optimizer: Optimizer, accumulation: Accumulation) -> None:
         """A window is about to end, and its step to be made."""
         self._expect_schedulers()
         self.attend(optimizer, accumulation)
         self._depth, self._steps, self._is_stepping = 0, 0, True
-        self._has_stepped = not self._forget_optimizer  # no hook can be registered
-        if not self.is_read:
-            self._versions = [(parameter, parameter._version) for parameter in parameters_of(optimizer)]
+        self._has_stepped = not self._hooks  # no hook can be registered
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth += 1
@@ -210,9 +197,7 @@ class Watch:
         closed = None if self._accumulation is None else self._accumulation.closed
         self._close_windows -= closed is not None
         self.is_close = self._close_windows > 0
-        versions, self._versions = [pair for pair in self._versions if pair[0].grad is not None], []
-        has_changed = not versions or any(parameter._version != version for parameter, version in versions)
-        may_be_skipped = is_empty or self.may_skip_steps or self._has_stepped or bool(self._steps) or has_changed
+        may_be_skipped = self.is_read or is_empty or self.may_skip_steps or self._has_stepped or bool(self._steps)
         if closed is not None and not may_be_skipped and self._is_lightnings("optimizer_step"):
             raise seams.broken(f"A window ended, and the optimizer did not step ({_OF_A_STEP}).")
         self._is_stepping, self._steps = False, 0

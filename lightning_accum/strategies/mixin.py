@@ -253,11 +253,8 @@ class AccumulationMixin(Engine):
         return held
 
     def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
-        ranks, module, is_long = (
-            self.ranks,
-            self.lightning_module,
-            self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches),
-        )
+        ranks, module = self.ranks, self.lightning_module
+        is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         assert self._fit is not None
         assert ranks is not None
         assert module is not None

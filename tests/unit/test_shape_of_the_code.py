@@ -249,7 +249,6 @@ ON_THE_HOST = {
     "demo/train.py": "the demo trains there",
     "dispatch.py": "a number that an operator takes",
     "loops/results.py": "numbers for a logger",
-    "loops/trainer.py": "numbers for a progress bar",
     "metrics.py": "the mean of an epoch",
     "noise.py": "numbers of a checkpoint",
     "parameter_changes.py": "the type of what is there already",
