@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -14,7 +14,7 @@ from lightning_accum.engine import Engine
 from lightning_accum.from_lightning import _DataFetcher, _FitLoop, _PrefetchDataFetcher
 from lightning_accum.loops.epochs import AccumulatingEpochLoop
 from lightning_accum.loops.specialised import specialised
-from lightning_accum.loops.uneven import Lengths, UnevenDataFetcher
+from lightning_accum.loops.uneven import UnevenDataFetcher
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
@@ -50,13 +50,14 @@ class AccumulatingFitLoop(_FitLoop):
             return
         self.seams.close()  # what holds the fetcher of loaders that were reloaded
         self._end_together(fetcher, strategy)
-        may_count = strategy.accumulation is not None and strategy.policy.may_count_terms
+        accumulation, is_long = strategy.accumulation, strategy.policy.may_be_longer_than_one(self.trainer.accumulate_grad_batches)
         draws = isinstance(fetcher, _PrefetchDataFetcher)  # and no training_step that does by itself
-        if may_count and draws and strategy.policy.may_be_longer_than_one(self.trainer.accumulate_grad_batches):
-            assert strategy.accumulation is not None
+        if accumulation is not None and strategy.policy.may_count_terms and draws and is_long:
             epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
-            progress, size = epoch_loop.batch_progress, epoch_loop.window_size
-            self.seams.enter_context(drawing_ahead(fetcher, strategy.accumulation, progress, size))
+            own: dict[str, Any] = {"progress": epoch_loop.batch_progress, "window_size": epoch_loop.window_size}
+            own |= {"accumulation": accumulation, "drawn": deque(), "loader_states": []}
+            self.seams.enter_context(specialised(fetcher, AheadFetcher, **own))
+            accumulation.rest_of_window = lambda: cast("AheadFetcher", fetcher).rest_of_window()
 
     def _end_together(self, fetcher: _DataFetcher | None, strategy: Engine) -> None:
         """An epoch ends on all ranks with that of the rank that has the most."""
@@ -65,7 +66,7 @@ class AccumulatingFitLoop(_FitLoop):
         if not self.trainer.lightning_module.automatic_optimization:
             return
         ranks, own = strategy.ranks, float(self.max_batches)
-        longest, shortest, source = ranks.largest(own, -own, ranks.rank if own > 0 else -1)
+        longest, negated_shortest = ranks.largest(own, -own)
         if longest != own:
             self._take_length(int(longest) if longest != float("inf") else longest)
         if type(fetcher) is not _PrefetchDataFetcher:
@@ -73,8 +74,8 @@ class AccumulatingFitLoop(_FitLoop):
         self.seams.enter_context(specialised(fetcher, UnevenDataFetcher, strategy=strategy))
         even = cast("UnevenDataFetcher", fetcher)
         # beside tensor parallelism the weights of a window do not go to all ranks, and a SIGTERM neither
-        if longest != float("inf") and ranks.size == ranks.world_size:
-            even.lengths = Lengths(int(longest), int(-shortest), int(source))
+        if longest != float("inf") and negated_shortest < 0 and ranks.size == ranks.world_size:
+            even.longest = int(longest)
         even.begin()
 
     def _take_length(self, batches: float) -> None:
@@ -110,22 +111,18 @@ class AccumulatingFitLoop(_FitLoop):
 # --- windows that are drawn before they run: what their terms weigh is counted in all of them -------------------------
 
 
-class Drawn(NamedTuple):
-    """A loader batch, and how things stood when it had been drawn.
+class Place(NamedTuple):
+    """Where the fetcher is in an epoch.
 
     Attributes:
-        item: what the fetcher yields.
-        done: it is the last of the epoch.
-        fetched: batches of the epoch until then.
-        is_shadow_batch: this rank had none, and it stands in for it.
-        loader_states: of the loaders that have one.
+        done: the loader batch before was the last.
+        fetched: loader batches until then.
+        is_shadow_batch: this rank had none, and one stands in for it.
     """
 
-    item: Any
     done: bool
     fetched: int
     is_shadow_batch: bool
-    loader_states: list[dict[str, Any]]
 
 
 class AheadFetcher(_PrefetchDataFetcher):
@@ -139,8 +136,8 @@ class AheadFetcher(_PrefetchDataFetcher):
     """Of the loader batches."""
     window_size: Callable[[], float]
     """Loader batches in a window that begins now; inf where it ends by its tokens."""
-    drawn: deque[Drawn]
-    """Those that have not been yielded."""
+    drawn: deque[tuple[Any, Place, list[dict[str, Any]]]]
+    """Items that have not been yielded, each with the place after it and the states of the loaders that have one."""
     loader_states: list[dict[str, Any]]
     """What a checkpoint is to hold of the loaders while there are any: that of the last that was yielded."""
 
@@ -154,7 +151,8 @@ class AheadFetcher(_PrefetchDataFetcher):
     def __next__(self) -> Any:
         if not self.drawn:
             return super().__next__()
-        item, self.done, self.fetched, self.accumulation.is_shadow_batch, self.loader_states = self.drawn.popleft()
+        item, place, self.loader_states = self.drawn.popleft()
+        self._go_to(place)
         return item
 
     def rest_of_window(self) -> Iterator[tuple[Any, bool]]:
@@ -167,35 +165,23 @@ class AheadFetcher(_PrefetchDataFetcher):
         seen, drawn = self._place(), self._place()
         if not self.drawn:
             self.loader_states = self._states()
-        while len(self.drawn) < left and not drawn[0]:
+        while len(self.drawn) < left and not drawn.done:
             self._go_to(drawn)
             try:
-                self._draw()
+                item = super().__next__()
+                self.drawn.append((item, self._place(), self._states()))
             except StopIteration:
                 return
             finally:
                 drawn = self._place()
                 self._go_to(seen)
-            yield self.drawn[-1].item[0], self.drawn[-1].is_shadow_batch
+            yield item[0], drawn.is_shadow_batch
 
-    def _place(self) -> tuple[bool, int, bool]:
-        return self.done, self.fetched, self.accumulation.is_shadow_batch
+    def _place(self) -> Place:
+        return Place(self.done, self.fetched, self.accumulation.is_shadow_batch)
 
-    def _go_to(self, place: tuple[bool, int, bool]) -> None:
+    def _go_to(self, place: Place) -> None:
         self.done, self.fetched, self.accumulation.is_shadow_batch = place
-
-    def _draw(self) -> None:
-        item = super().__next__()
-        self.drawn.append(Drawn(item, self.done, self.fetched, self.accumulation.is_shadow_batch, self._states()))
 
     def _states(self) -> list[dict[str, Any]]:
         return deepcopy(self.combined_loader._state_dicts())
-
-
-def drawing_ahead(
-    fetcher: Any, accumulation: Accumulation, progress: Any, window_size: Callable[[], float]
-) -> AbstractContextManager[None]:
-    """Have a fetcher of Lightning's draw windows, each when its first loader batch is asked for."""
-    own: dict[str, Any] = {"progress": progress, "window_size": window_size, "drawn": deque(), "loader_states": []}
-    accumulation.rest_of_window = lambda: fetcher.rest_of_window()
-    return specialised(fetcher, AheadFetcher, accumulation=accumulation, **own)

@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
@@ -31,33 +30,17 @@ if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
 
 
-@dataclass
-class Lengths:
-    """The loaders of all ranks, in batches of an epoch.
-
-    Attributes:
-        longest: of the rank that has the most.
-        shortest: of that with the fewest; 0 where a rank has none and runs a shadow batch of another.
-        a_rank_with_batches: one of those that have any.
-        is_shared: the ranks without have got that batch.
-    """
-
-    longest: int
-    shortest: int
-    a_rank_with_batches: int
-    is_shared: bool = False
-
-
 class UnevenDataFetcher(_PrefetchDataFetcher):
     """Yields as many batches as that of the rank that has the most.
 
     A rank that has none gets its last one again, as a shadow batch: it weighs nothing. So it takes part in all that the other
-    ranks wait for, in the module, in callbacks and in Lightning. Where lengths are known, the ranks exchange them when the
-    loaders are set up; else they exchange before every batch what each has.
+    ranks wait for, in the module, in callbacks and in Lightning.
     """
 
     strategy: Engine
-    lengths: Lengths | None = None
+    longest: int | None = None
+    """Batches in an epoch of the rank that has the most. None: before every batch the ranks exchange what each has, since they do
+    not know a length, or one of them has no batch and gets its first from another."""
     _own_done: bool = False
     _last: Any = None
 
@@ -75,22 +58,18 @@ class UnevenDataFetcher(_PrefetchDataFetcher):
     def __next__(self) -> Any:
         accumulation = self.strategy.accumulation
         assert accumulation is not None
-        batch = self._next_by_agreement(accumulation) if self.lengths is None else self._next_by_length(accumulation, self.lengths)
+        batch = self._next_by_agreement(accumulation) if self.longest is None else self._next_by_length(self.longest)
         accumulation.is_shadow_batch = batch is None and self._last is not None
         if accumulation.is_shadow_batch:
             return self._last, self.fetched - 1, 0
         self._last = batch
         return batch, self.fetched - 1, 0
 
-    def _next_by_length(self, accumulation: Accumulation, lengths: Lengths) -> Any:
+    def _next_by_length(self, longest: int) -> Any:
         """The batch of this rank; None where it has none."""
         batch, is_there = self._next_of_this_rank()
         self.fetched += not is_there
-        self.done = self.fetched >= lengths.longest
-        if lengths.shortest == 0 and not lengths.is_shared:
-            lengths.is_shared = True
-            shared = accumulation.ranks.share(batch, lengths.a_rank_with_batches)
-            self._last = shared if batch is None else None
+        self.done = self.fetched >= longest
         return batch
 
     def _next_by_agreement(self, accumulation: Accumulation) -> Any:
