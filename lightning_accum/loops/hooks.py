@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 
@@ -30,7 +31,8 @@ _AROUND_A_STEP: dict[type, tuple[str, ...]] = {
     Precision: ("train_step_context", "forward_context", "pre_backward", "backward", "post_backward"),
 }
 """What Lightning's calls of ``training_step`` and of backward come to. ``Strategy.backward`` is this package's own."""
-_SHIPPED = {kind: [getattr(kind, hook) for hook in hooks] for kind, hooks in _AROUND_A_STEP.items()}
+_HOOKS_OF = {kind: attrgetter(*hooks) for kind, hooks in _AROUND_A_STEP.items()}
+_SHIPPED = {kind: hooks_of(kind) for kind, hooks_of in _HOOKS_OF.items()}
 # none was replaced before this package was imported
 _ARE_LIGHTNINGS = all(
     hook.__globals__["__name__"].startswith((*_LIBRARIES, "contextlib")) for hooks in _SHIPPED.values() for hook in hooks
@@ -50,8 +52,8 @@ def is_unheard(trainer: Any) -> bool:
         _ARE_LIGHTNINGS
         and type(trainer.profiler) is PassThroughProfiler
         and all(
-            # a callback may be of another class, and have no such hook
-            [getattr(type(owner), hook, None) for hook in _AROUND_A_STEP[kind]] == _SHIPPED[kind]
+            isinstance(owner, kind)  # a callback may be of another class, and have no such hook
+            and _HOOKS_OF[kind](type(owner)) == _SHIPPED[kind]
             and vars(owner).keys().isdisjoint(_AROUND_A_STEP[kind])
             for kind, owner in owners
         )
