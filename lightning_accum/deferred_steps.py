@@ -20,13 +20,17 @@ class DeferredSteps:
 
     Args:
         strategy: of the fit.
-        may_step: whether the optimizer of this name, whose step is called, makes it.
+        may_step: whether an optimizer, by its name, whose step is called, makes it.
         are_deferred: whether steps of schedulers do nothing at the moment.
         defers_schedulers: they are put off, too.
     """
 
     def __init__(
-        self, strategy: Strategy, may_step: Callable[[str], bool], are_deferred: Callable[[], bool], defers_schedulers: bool
+        self,
+        strategy: Strategy,
+        may_step: Callable[[str, Optimizer], bool],
+        are_deferred: Callable[[], bool],
+        defers_schedulers: bool,
     ) -> None:
         self._strategy, self._may_step, self._are_deferred = strategy, may_step, are_deferred
         self._defers_schedulers, self._is_stepping = defers_schedulers, False
@@ -65,7 +69,7 @@ class DeferredSteps:
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if not self._may_step(self._name_of(optimizer)):
+        if not self._may_step(self._name_of(optimizer), optimizer):
             return result
         self._is_stepping = True
         try:

@@ -17,6 +17,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.checkpoint import PartialWindow, Training
@@ -80,6 +81,8 @@ class ManualWindows(Windows):
         """At how many loader batches the check of a call may be tried."""
         self.tried: list[Tensor] | None = None
         """The losses of a ``training_step`` that is tried out."""
+        self.is_free_of_steps: bool | None = None
+        """No loss depends on a step that ``training_step`` makes before it; None where that was not tried out."""
         self.most_tried = 1
         """Of these, in any ``training_step`` that was tried out."""
         self._module = strategy.lightning_module
@@ -134,7 +137,7 @@ class ManualWindows(Windows):
     def begin_training_step(self, batch: Any, is_boundary: bool) -> None:
         """Enter training_step."""
         versions = [] if is_boundary else [p._version for p in self._parameters()]
-        self.current = ManualMicroBatch(batch, not is_boundary, True, versions=versions)
+        self.current = ManualMicroBatch(batch, not is_boundary, is_running=True, versions=versions)
         self._micro_batches_begun += 1
         if is_boundary:
             self.closed = []
@@ -152,7 +155,7 @@ class ManualWindows(Windows):
                     " gradients is that of one loader batch. Call it in training_step."
                 )
             return run(loss, *args, **kwargs)
-        if current.stepped and self.boundary.size != 1:
+        if current.stepped and self.boundary.size != 1 and not self.is_free_of_steps:
             self.warn_once(
                 f"training_step steps {current.stepped[0]} and then calls manual_backward again. If that loss was computed with"
                 " what was stepped, the micro-batches of a window before its last compute it with what was there before, and a"
@@ -230,9 +233,13 @@ class ManualWindows(Windows):
         return sums
 
     @contextmanager
-    def trying_out(self) -> Iterator[list[Tensor]]:
-        """In here ``training_step`` is tried out: losses are collected, no backward runs, and no optimizer or scheduler steps."""
-        before, self.current, self.tried = self.current, ManualMicroBatch(defers_steps=True), []
+    def trying_out(self, moves: bool = False) -> Iterator[list[Tensor]]:
+        """In here ``training_step`` is tried out: losses are collected, no backward runs, and no optimizer or scheduler steps.
+
+        Args:
+            moves: an optimizer whose step is called changes its parameters a little.
+        """
+        before, self.current, self.tried = self.current, ManualMicroBatch(defers_steps=True, moves=moves), []
         trained = [(parameter, parameter.requires_grad) for parameter in self._parameters()]
         try:
             yield self.tried
@@ -395,9 +402,15 @@ class ManualWindows(Windows):
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def may_step(self, name: str) -> bool:
+    def may_step(self, name: str, optimizer: Optimizer) -> bool:
         """Whether an optimizer of this name, whose step is called, makes it now rather than at the boundary."""
         self.current.stepped.append(name)
+        if self.current.moves:
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            with torch.no_grad():
+                for parameter in self._module.parameters():
+                    if id(parameter) in own:
+                        parameter.mul_(1.01).add_(0.01)
         if self.current.defers_steps:
             return False
         if self.current.is_running and not self._has_called:

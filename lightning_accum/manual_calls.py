@@ -47,6 +47,7 @@ class ManualMicroBatch:
     Attributes:
         batch: it.
         defers_steps: those of optimizers and schedulers are put off, since it does not end its window.
+        moves: what is put off changes parameters a little.
         is_running: it is in ``training_step``.
         next_call: the number of its next backward call.
         stepped: the optimizers whose step it has called.
@@ -57,6 +58,7 @@ class ManualMicroBatch:
 
     batch: Any = None
     defers_steps: bool = False
+    moves: bool = False
     is_running: bool = False
     next_call: int = 0
     stepped: list[str] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -88,27 +89,41 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDic
     if not windows.checks:
         return
     run, number = unlogged_step(trainer, kwargs), 0
+    is_long = windows.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
 
     def loss_of_call(batch: Any, number: int) -> torch.Tensor | None:
         with windows.trying_out() as losses:
             run(batch)
         return losses[number] if number < len(losses) else None
 
+    def sum_of_losses(batch: Any, moves: bool) -> torch.Tensor:
+        with windows.trying_out(moves) as losses:
+            run(batch)
+        found = torch.stack([loss.detach().reshape(()) for loss in losses])
+        places = torch.arange(
+            1.0, len(found) + 1, device=found.device
+        )  # none makes up for another
+        return torch.where((found == 0).any(), torch.nan, (places * found).sum())  # one that is 0 shows nothing
+
     while number < windows.ranks.largest(windows.most_tried)[0]:
         accumulation = windows.call(number).check
-        if accumulation is not None and accumulation.checks_left:
-            checked = Checked(
-                trainer.lightning_module,
-                partial(loss_of_call, number=number),
-                accumulation,
-                strategy.sync,
-                strategy.snapshotter,
-                strategy.samples_of_loader(),
-                windows.policy.may_be_longer_than_one(trainer.accumulate_grad_batches),
-                lambda _: None,  # the line at the start says it for each call
-                is_manual=True,
-            )
+        assert accumulation is not None
+        checked = Checked(
+            trainer.lightning_module,
+            partial(loss_of_call, number=number),
+            accumulation,
+            strategy.sync,
+            strategy.snapshotter,
+            strategy.samples_of_loader(),
+            is_long,
+            lambda _: None,  # the line at the start says it for each call
+            is_manual=True,
+        )
+        if accumulation.checks_left:
             check.check_first_batch(checked, list(kwargs.values())[:1])
+        if number == 0 and is_long and windows.is_free_of_steps is None and not checked.on_any(accumulation.checked_rows is None):
+            before, after = (replace(checked, step=partial(sum_of_losses, moves=moves)) for moves in (False, True))
+            windows.is_free_of_steps = check.have_one_loss(before, after)
         number += 1
 
 

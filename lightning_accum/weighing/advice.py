@@ -32,6 +32,12 @@ OF_UNSEEN_TERMS = (
     " losses are masked, their weights differ, or a count is 1. It could not be checked that micro-batches add up to their batch."
     " Compare some steps with those of full batches: lightning_accum.testing.assert_window_equals_batch."
 )
+OF_STEPS = (
+    "training_step steps an optimizer and then computes a loss with what that has changed. Before the last micro-batch of a window"
+    " steps wait, so such a loss would be computed with other parameters than in the full batch. Call step after the last"
+    " manual_backward; or have the loader yield batches as large as the window, with a window of 1, of which"
+    ' micro_batch="offload" runs one in less memory. check=False leaves out the check.'
+)
 OF_ONE_ROW = "the loader yields single rows, and the loss of two together is not the sum of theirs"
 OF_ROW_WISE = (
     "With row_wise= the loss sees one loader batch of one rank as a whole: have the loader yield the batch that is wanted (a window"

@@ -12,13 +12,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import assert_one_window_one_batch
-from manual_modules import ALL, GAN, MAML, SIZES, Closures, Dependent, Manual, RawOptimizers, TwoSchedulers, Unclipped, draw
+from manual_modules import ALL, GAN, MAML, SIZES, Dependent, Manual, RawOptimizers, TwoSchedulers, Unclipped, draw
 from sharded import fsdp2, needs_sharding_on_cpu
 from support import SaveAfter, Scalar, StatefulLoader, ddp, error_of_updates, fit, fp16_on_cpu, loader, warned, x
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from lightning_accum import AccumulationWarning, GradientAccumulation
+from lightning_accum import AccumulationWarning, DoesNotAddUpError, GradientAccumulation
 from lightning_accum.testing import EXACT, assert_window_equals_batch, compare_window_with_batch
 
 
@@ -46,7 +46,7 @@ def assert_windows_equal_batches(kind: Any, ranks: int = 1, policy: Any = 3, eng
 def test_windows_equal_the_modules_own_run_on_joined_batches(kind: type[Manual], ranks: int) -> None:
     with warned() as messages:
         assert_windows_equal_batches(kind, ranks, epochs=2)
-    assert not messages or kind is Closures  # which cannot be told from losses that depend on a step
+    assert not messages
 
 
 @needs_sharding_on_cpu
@@ -122,9 +122,11 @@ def test_the_start_line_says_which_backward_is_which_loss(caplog: Any) -> None:
     assert all(name in line for name in ("3 loader batches", "window/loss ", "window/loss_2", "window/loss_3", "manual_modules.py"))
 
 
-def test_a_step_before_a_loss_that_depends_on_it_is_named() -> None:
-    with pytest.warns(AccumulationWarning, match="optimizer 1"):
+def test_a_step_before_a_loss_that_depends_on_it_is_an_error() -> None:
+    with pytest.raises(DoesNotAddUpError, match="Call step after the last"):
         fit(Dependent(), batches_of(GAN), accumulate_grad_batches=3)
+    with pytest.warns(AccumulationWarning, match="optimizer 1"):
+        fit(Dependent(), batches_of(GAN), GradientAccumulation(3, check=False))
     with warned() as messages:
         fit(Dependent(), batches_of(GAN))
     assert not messages

@@ -136,7 +136,7 @@ class Adversaries(LightningModule):
         return F.binary_cross_entropy_with_logits(real, ones) + F.binary_cross_entropy_with_logits(fake, zeros)
 
 
-@real_module("WGAN-GP", dealt(image), optimizers=(None,), windows=ONE, split=OFFLOAD, **warned(0.03))
+@real_module("WGAN-GP", dealt(image), optimizers=(None,), windows=ONE, split=OFFLOAD)
 class WassersteinWithPenalty(Adversaries):
     """The critic steps before the generator's loss uses it."""
 
