@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from lightning_accum import mends
@@ -102,26 +100,6 @@ def _check(checked: Checked, batches: Sequence[Any]) -> None:
                 if splitting is not None and checked.accumulation.verdict and checked.accumulation.verdict.deviation is not None:
                     return splitting.share(path)
         raise
-
-
-def have_one_loss(checked: Checked, other: Checked) -> bool | None:
-    """Whether two steps have the same loss on rows that were checked; None where that cannot be found out. Called on all ranks.
-
-    Raises:
-        DoesNotAddUpError: they have not, on any rank: the other moves parameters before its loss.
-    """
-
-    def loss_of(checked: Checked) -> tuple[float, float]:
-        rows = partial(deepcopy, checked.accumulation.checked_rows)
-        return checked.trial().in_widest_type(lambda trial: (trial.losses_of([rows])[0], trial.tolerance))
-
-    try:
-        (one, tolerance), (two, _) = loss_of(checked), loss_of(other)
-    except CannotCheckError:
-        return None
-    if checked.on_any(abs(one - two) > tolerance * max(abs(one), abs(two))):
-        raise DoesNotAddUpError(advice.OF_STEPS)
-    return None if checked.on_any(not math.isfinite(one - two)) else True
 
 
 def _end(checked: Checked) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_accum.errors import JointLossError
+from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.prove import Look, Measured
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.rows import split_lists
@@ -274,6 +274,26 @@ def has_several_terms(checked: Checked, batches: Sequence[Any]) -> bool:
     with suppress(CannotCheckError), trial.held():
         terms = trial.measure(lambda: deepcopy(batches[0]), Weigher("auto"), None, 0).terms
     return checked.on_any(sum(not term.is_penalty for term in terms.values()) > 1)
+
+
+def have_one_loss(checked: Checked, other: Checked) -> bool | None:
+    """Whether two steps have the same loss on rows that were checked; None where that cannot be found out. Called on all ranks.
+
+    Raises:
+        DoesNotAddUpError: they have not, on any rank: the other moves parameters before its loss.
+    """
+
+    def loss_of(checked: Checked) -> tuple[float, float]:
+        rows = partial(deepcopy, checked.accumulation.checked_rows)
+        return checked.trial().in_widest_type(lambda trial: (trial.losses_of([rows])[0], trial.tolerance))
+
+    try:
+        (one, tolerance), (two, _) = loss_of(checked), loss_of(other)
+    except CannotCheckError:
+        return None
+    if checked.on_any(abs(one - two) > tolerance * max(abs(one), abs(two))):
+        raise DoesNotAddUpError(advice.OF_STEPS)
+    return None if checked.on_any(not math.isfinite(one - two)) else True
 
 
 def has_layers_of_zeros(checked: Checked) -> bool:

@@ -17,7 +17,7 @@ from lightning_accum.engine import Engine
 from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.from_lightning import HalfPrecision, MixedPrecision, call, pl, rank_zero_info
 from lightning_accum.later_terms import check_doubted
-from lightning_accum.looks import Checked
+from lightning_accum.looks import Checked, have_one_loss
 from lightning_accum.loops.results import collecting_logs
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.whole.row_proof import prove_row_wise
@@ -100,9 +100,7 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDic
         with windows.trying_out(moves) as losses:
             run(batch)
         found = torch.stack([loss.detach().reshape(()) for loss in losses])
-        places = torch.arange(
-            1.0, len(found) + 1, device=found.device
-        )  # none makes up for another
+        places = torch.arange(1.0, len(found) + 1, device=found.device)  # none makes up for another
         return torch.where((found == 0).any(), torch.nan, (places * found).sum())  # one that is 0 shows nothing
 
     while number < windows.ranks.largest(windows.most_tried)[0]:
@@ -123,7 +121,7 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDic
             check.check_first_batch(checked, list(kwargs.values())[:1])
         if number == 0 and is_long and windows.is_free_of_steps is None and not checked.on_any(accumulation.checked_rows is None):
             before, after = (replace(checked, step=partial(sum_of_losses, moves=moves)) for moves in (False, True))
-            windows.is_free_of_steps = check.have_one_loss(before, after)
+            windows.is_free_of_steps = have_one_loss(before, after)
         number += 1
 
 
