@@ -10,7 +10,7 @@ on with that: clipping, ``step``, ``zero_grad``, in its order. Before the bounda
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from zlib import crc32
@@ -26,7 +26,7 @@ from lightning_accum.errors import UsageError
 from lightning_accum.failures import have_all_left
 from lightning_accum.from_lightning import Strategy, rank_zero_info
 from lightning_accum.main_gradients import as_number
-from lightning_accum.manual_calls import Call, CheckedCall, ManualMicroBatch
+from lightning_accum.manual_calls import Call, CheckedCall, ManualMicroBatch, listed_steps, times_called
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import samples_of
@@ -272,8 +272,8 @@ class ManualWindows(Windows):
         stepped, calls = self._of_first
         if current.stepped != stepped and current.next_call:
             self.warn_once(
-                f"training_step stepped {_listed(current.stepped)} in a micro-batch of a window, and"
-                f" {_listed(stepped)} in the first. Only what the last one steps is stepped; does it depend on"
+                f"training_step stepped {listed_steps(current.stepped)} in a micro-batch of a window, and"
+                f" {listed_steps(stepped)} in the first. Only what the last one steps is stepped; does it depend on"
                 " batch_idx, on what the loss is, or does the module accumulate by itself?"
             )
         if current.next_call != calls:
@@ -342,10 +342,10 @@ class ManualWindows(Windows):
         if self.ranks.size == 1:
             return
         calls, stepped = self.current.next_call, self.current.stepped
-        called = f"has called {_times(calls)}"
+        called = f"has called {times_called(calls)}"
         if not is_end:
             called += f" ({users_line()})"
-        where = f"{called}, stepped {_listed(stepped)}" + (", and left training_step" if is_end else "")
+        where = f"{called}, stepped {listed_steps(stepped)}" + (", and left training_step" if is_end else "")
         code = crc32(f"{calls} {stepped} {is_end}".encode()) & 0xFFFFFF  # exact in any type
         most, fewest = self.ranks.largest(code, -code)
         if most != -fewest:
@@ -367,7 +367,7 @@ class ManualWindows(Windows):
         self._most_calls = max(self._most_calls, calls)
         if not have_all_left(may_be_early, PATIENCE + 10 * (time.monotonic() - begun)):
             raise UsageError(
-                f"Rank {self.ranks.rank} has called {_times(calls)} and left training_step, and"
+                f"Rank {self.ranks.rank} has called {times_called(calls)} and left training_step, and"
                 f" another rank is still in it, where it waits for this one.{_SAME_CALLS}"
             )
 
@@ -426,11 +426,3 @@ class ManualWindows(Windows):
                 " and optimizer state stay as they are."
             )
         return not is_empty
-
-
-def _listed(stepped: Sequence[str]) -> str:
-    return ", ".join(stepped) or "nothing"
-
-
-def _times(calls: int) -> str:
-    return f"manual_backward {calls} time{'s' * (calls != 1)}"

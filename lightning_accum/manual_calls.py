@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,3 +66,13 @@ class ManualMicroBatch:
     versions: list[int] = field(default_factory=list)
     before: dict[nn.Parameter, Tensor] | None = None
     begun: float = field(default_factory=time.monotonic)
+
+
+def listed_steps(stepped: Sequence[str]) -> str:
+    """The optimizers that were stepped."""
+    return ", ".join(stepped) or "nothing"
+
+
+def times_called(calls: int) -> str:
+    """How often ``manual_backward`` was called."""
+    return f"manual_backward {calls} time{'s' * (calls != 1)}"
