@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -91,8 +91,6 @@ class Accumulation(Windows):
         self.verdict: Verdict | None = None
         self.checked_rows: Any = None
         """A few rows of the last loader batch that was checked."""
-        self.fitting: Mapping[int, Mapping[Any, float]] = {}
-        """What each term weighed by each mode, in the whole of the rows that were checked last."""
         self.doubted: list[tuple[Denominator, Any, bool]] = []
         """Micro-batches of the window whose loss is to be looked at, if the number is not 0; whether for terms that are new."""
         self.doubts_left = 8

@@ -40,10 +40,10 @@ from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
-from lightning_accum.weighing.adoption import Adopted, adopted, counts_of
-from lightning_accum.weighing.modes import MODES, ONCE, SUM, Mode, oddities
+from lightning_accum.weighing.counts import Adopted, adopted, counts_of, name_of
+from lightning_accum.weighing.modes import MODES, ONCE, SUM, Mode, oddities, words_of
 from lightning_accum.weighing.terms import Term
-from lightning_accum.weighing.weight import Weigher, name_of, words_of
+from lightning_accum.weighing.weight import Weigher
 from lightning_accum.whole.row_proof import moved
 
 MOST_BATCHES = 8  # loader batches that are looked at until there were enough rows
@@ -171,8 +171,7 @@ class Check:
     def _adopt(self, found: _Found, before: Verdict | None) -> None:
         checked, accumulation, rows = self._checked, self._accumulation, self._rows
         weigher, own = accumulation.weigher, found.weigher
-        self._keep_units(weigher, found)
-        weigher.learn(own, found.fitting)
+        weigher.learn(own, found.fitting, has_begun=accumulation.window.micro_batches > 0)
         if own.tells_heads:
             weigher.know(checked.module.parameters())
         constant = 0.0 if own.counts_first or len(found.terms) > 1 else next(iter(found.constants.values()), 0.0)
@@ -207,19 +206,6 @@ class Check:
             if verdict.deviation is None:
                 accumulation.warn_once(advice.of_unchecked(verdict, checked.is_manual))
             _end(checked)
-
-    def _keep_units(self, weigher: Weigher, found: _Found) -> None:
-        """A term may be weighed in another way than before, which rows of now have shown: in the unit of then."""
-        for key, mode in found.weigher.modes.items():
-            before = self._accumulation.fitting.get(key, {})
-            known = weigher.modes.get(key, mode)
-            if known == mode or (isinstance(known, Adopted) and isinstance(mode, Adopted)):  # which is in the unit of before
-                continue
-            if mode in before and known in before:
-                weigher.units[key] = before[known] / before[mode] * weigher.units.get(key, 1.0)
-            elif self._accumulation.window.micro_batches:
-                raise DoesNotAddUpError(advice.OF_ANOTHER_MODE)
-        self._accumulation.fitting = found.fitting
 
     # --- measuring ------------------------------------------------------------------------------------------------------
 

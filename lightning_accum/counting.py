@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from itertools import chain
@@ -18,13 +18,10 @@ from lightning_accum.step import CountsAhead
 from lightning_accum.sync import GradientSync
 from lightning_accum.undo import Undo
 from lightning_accum.weighing.counted import TermValues
-from lightning_accum.weighing.weight import checked
+from lightning_accum.weighing.counts import count_by
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
-
-Forward = Callable[[Any, int], "Tensor | None"]
-"""Runs a micro-batch of a loader batch, which is so many after the one under way, and logs nothing."""
 
 
 def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync: GradientSync, undo: Undo) -> None:
@@ -33,18 +30,17 @@ def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync
     assert counted is not None
     if counted.is_agreed or accumulation.is_passthrough() or (splitting is None and boundary.size == 1):
         return
-    plan, is_listed = accumulation.plan, accumulation.weigher.counts_first is False
-    snapshot = None if is_listed else undo.take(watches_parameters=False)
+    plan, weights = accumulation.plan, accumulation.policy.weight
+    snapshot = None if isinstance(weights, tuple) else undo.take(watches_parameters=False)
     counted.loader_batches_left = 0
     rest = iter(()) if accumulation.rest_of_window is None or boundary.size == 1 else accumulation.rest_of_window()
     try:
         for number, (own, is_shadow_batch) in enumerate(chain([(batch, accumulation.is_shadow_batch)], rest)):
             counted.loader_batches_left += 1
-            if is_listed:
-                if own is not None and not is_shadow_batch:
-                    _count_batch(accumulation, own)
-            else:
+            if not isinstance(weights, tuple):
                 _count_by_running(accumulation, step, own, is_shadow_batch, number, sync)
+            elif own is not None and not is_shadow_batch:
+                counted.add({place: count_by(weight, own) for place, weight in enumerate(weights)})
             if boundary.size == math.inf and accumulation.comes_to_tokens(counted.first()):
                 break
     finally:
@@ -73,46 +69,30 @@ def _count_by_running(
         if splitting is not None:
             splitting.plan = None
             step.plan_ahead(batch)
-    plan = accumulation.plan
-    micro_batches = [batch] if plan is None else plan
-    own = 1 if plan is None else len(plan.pieces)
-    rounds = own
-    if sync.is_waited_for_in_forward and splitting is not None:  # ranks may have more micro-batches than others
-        rounds = int(accumulation.ranks.largest(own)[0])
+    micro_batches = [batch] if accumulation.plan is None else accumulation.plan
+    own, rounds = len(accumulation.plan.pieces) if accumulation.plan is not None else 1, 0
+    if sync.is_waited_for_in_forward:  # ranks may have more micro-batches than others
+        rounds = own if splitting is None else int(accumulation.ranks.largest(own)[0])
     with sync.blocked(MicroBatch(batch)):
-        if not is_shadow_batch:
-            _count_micro_batches(accumulation, micro_batches, ahead, step.run_ahead)
-        if sync.is_waited_for_in_forward:
-            for _ in range(0 if is_shadow_batch else own, rounds):
-                step.run_ahead(_copy(next(iter(micro_batches))), ahead)
+        for micro_batch in () if is_shadow_batch else micro_batches:
+            _count_micro_batch(accumulation, micro_batch, lambda own_batch: step.run_ahead(own_batch, ahead))
+        for _ in range(0 if is_shadow_batch else own, rounds):
+            step.run_ahead(_copy(next(iter(micro_batches))), ahead)
 
 
-def _count_micro_batches(accumulation: Accumulation, micro_batches: Iterable[Any], ahead: int, forward: Forward) -> None:
-    """Run the micro-batches of a loader batch forward, without a backward, and count what the terms of their losses weigh.
+def _count_micro_batch(accumulation: Accumulation, micro_batch: Any, forward: Callable[[Any], Tensor | None]) -> None:
+    """Run a micro-batch forward, without a backward, and count what the terms of its loss weigh.
 
-    Random numbers are those of their real run, if everything is put back after the last of the window.
+    Random numbers are those of its real run, if everything is put back after the last of the window.
     """
-    counted, weigher = accumulation.window.counted, accumulation.weigher
+    counted, values = accumulation.window.counted, TermValues()
     assert counted is not None
-    for micro_batch in micro_batches:
-        values = TermValues()
-        with in_eager_mode(), values:  # what is compiled shows no additions
-            loss = forward(_copy(micro_batch), ahead)
-        if loss is None or not loss.requires_grad or loss.grad_fn is None:
-            continue
-        contribution = weigher(loss, micro_batch)
-        terms = weigher.take_terms()
+    with in_eager_mode(), values:  # what is compiled shows no additions
+        loss = forward(_copy(micro_batch))
+    if loss is not None and loss.grad_fn is not None:
+        contribution = accumulation.weigher(loss, micro_batch)
         counted.add(contribution.of_terms or {})
-        counted.values.append(values.of(loss, terms))
-        del loss
-
-
-def _count_batch(accumulation: Accumulation, batch: Any) -> None:
-    """Count a loader batch by the weights that are listed."""
-    counted, weights = accumulation.window.counted, accumulation.policy.weight
-    assert counted is not None
-    assert isinstance(weights, tuple)
-    counted.add({place: checked(weight(batch), weight) for place, weight in enumerate(weights)})
+        counted.values.append(values.of(loss, accumulation.weigher.take_terms()))
 
 
 def _copy(batch: Any) -> Any:

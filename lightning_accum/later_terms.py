@@ -10,8 +10,8 @@ from lightning_accum.looks import Checked, Rows
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
-from lightning_accum.weighing.adoption import Adopted
 from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LATER_WEIGHTS
+from lightning_accum.weighing.counts import Adopted
 
 
 def check_doubted(checked: Checked) -> None:

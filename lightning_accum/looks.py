@@ -260,10 +260,14 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
     whole = found.whole if isinstance(found, SplitRows) else partial(found.take, range(min(found.number, MOST_ROWS)))
     with suppress(CannotCheckError):
         of_buffers, of_attributes = trial.changed_state(whole)
-        if of_buffers:
-            checked.accumulation.warn_once(advice.of_buffers(of_buffers))
-        if of_attributes:
-            checked.accumulation.warn_once(advice.of_attributes(of_attributes))
+        buffers = f"the buffer{'s' * (len(of_buffers) > 1)} {' and '.join(map(repr, of_buffers))}"
+        sizes = {
+            buffers: max(of_buffers.values(), default=0.0),
+            "what it keeps in an attribute (a counter, an output)": of_attributes,
+        }
+        for what, size in sizes.items():
+            if size:
+                checked.accumulation.warn_once(advice.of_state(what, size))
 
 
 def has_several_terms(checked: Checked, batches: Sequence[Any]) -> bool:

@@ -13,8 +13,8 @@ from lightning_accum.looks import Checked, Rows
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.verdict import MOST_ROWS, Verdict
 from lightning_accum.weighing import advice
+from lightning_accum.weighing.counts import name_of
 from lightning_accum.weighing.terms import Term
-from lightning_accum.weighing.weight import name_of
 from lightning_accum.whole.row_proof import prove_row_wise
 from lightning_accum.whole.row_wise import RowWise
 

@@ -275,11 +275,11 @@ class Trial:
         return measured
 
     def _gradients_of_terms(self, loss: Tensor, terms: Sequence[Term], scale: float) -> dict[int, dict[int, Tensor]]:
-        set_factors = scale_terms(terms, [1.0] * len(terms)) if len(terms) > 1 else None
+        factors: list[Any] = [1.0] * len(terms)
+        scale_terms(terms if len(terms) > 1 else (), factors)
         found: dict[int, dict[int, Tensor]] = {}
         for place, term in enumerate(terms):
-            if set_factors is not None:
-                set_factors([float(at == place) for at in range(len(terms))])
+            factors[:] = [float(at == place) for at in range(len(terms))]
             found[term.key] = self.gradients(loss, scale, scale, keeps_graph=place < len(terms) - 1)
         return found
 

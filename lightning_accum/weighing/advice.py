@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning_accum.verdict import Verdict
@@ -113,24 +112,13 @@ def of_unchecked(verdict: Verdict, is_manual: bool = False) -> str:
     )
 
 
-def of_buffers(changed: Mapping[str, float]) -> str:
-    """The warning of buffers that a step changes, by name; and by how much its loss changes with them."""
-    names, size = " and ".join(map(repr, changed)), max(changed.values())
+def of_state(what: str, size: float) -> str:
+    """The warning of what a step changes, by how much its loss changes with that."""
     return (
-        f"training_step changes the buffer{'s' * (len(changed) > 1)} {names}, and its loss depends on that (the loss of the same"
-        f" rows, or its gradient, is {size:.1g} of its size off afterwards): micro-batches of a window see others than its full"
-        " batch would. Change it once a window: in the module's optimizer_step, after super().optimizer_step(...); or have"
-        ' training_step see the full batch: micro_batch="offload", or micro_batch= with row_wise=, and a window of 1.'
-    )
-
-
-def of_attributes(difference: float) -> str:
-    """The warning of what a step keeps in attributes for the next; and by how much its loss or gradient changes with that."""
-    return (
-        "training_step keeps something in an attribute (a statistic, a counter, an output) that its loss depends on: that of the"
-        f" same rows, or its gradient, is {difference:.1g} of its size off the second time. Micro-batches of a window see another"
-        " than their full batch would. Change it once a window: in the module's optimizer_step, after super().optimizer_step(...);"
-        ' or have training_step see the full batch: micro_batch="offload", or micro_batch= with row_wise=, and a window of 1.'
+        f"training_step changes {what}, and its loss depends on that (the loss of the same rows, or its gradient, is {size:.1g} of"
+        " its size off afterwards): micro-batches of a window see others than its full batch would. Change it once a window: in the"
+        " module's optimizer_step, after super().optimizer_step(...); or have training_step see the full batch:"
+        ' micro_batch="offload", or micro_batch= with row_wise=, and a window of 1.'
     )
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import nll_loss
 from torch.overrides import TorchFunctionMode
 
 from lightning_accum.weighing.nodes import ignored_of
-from lightning_accum.weighing.terms import Denominator, Term
+from lightning_accum.weighing.terms import Denominator, Term, quotient
 
 
 class Counted:
@@ -140,17 +140,8 @@ class Counted:
     def factors(self, weights: OfTerms) -> dict[int, Denominator]:
         """What the gradient of each term of a micro-batch with these weights is multiplied by."""
         assert self._totals is not None
-        found: dict[int, Denominator] = {}
-        for key, weight in weights.items():
-            total = self._totals.get(key, 0.0) + self.constants.get(key, 0.0)
-            if weight is None:
-                found[key] = 1.0
-            elif isinstance(total, Tensor) or isinstance(weight, Tensor):
-                total = torch.as_tensor(total, dtype=self._dtype, device=self._device)
-                found[key] = torch.where(total > 0, weight / total, torch.zeros_like(total))
-            else:
-                found[key] = weight / total if total > 0 else 0.0
-        return found
+        of_all = {key: self._totals.get(key, 0.0) + self.constants.get(key, 0.0) for key in weights}
+        return {key: 1.0 if weight is None else quotient(weight, of_all[key]) for key, weight in weights.items()}
 
     def shown(self, loss: Tensor, factors: Mapping[int, Denominator]) -> Tensor:
         """What a micro-batch adds to the loss of its window: that of the first term's weight if the values are not known."""
@@ -189,13 +180,13 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         self._results: dict[Any, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        numbers: list[Tensor | None] | None = None
+        operands: Sequence[Any] = ()
         if func.__name__.strip("_") in _ADDITIONS:
             operands = args[0] if args and isinstance(args[0], (list, tuple)) else args
-            numbers = [o.detach().clone() if isinstance(o, Tensor) and o.numel() == 1 else None for o in operands[:_MOST_ADDED]]
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        numbers = [o.detach().clone() if isinstance(o, Tensor) and o.numel() == 1 else None for o in operands[:_MOST_ADDED]]
+        result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.numel() <= _MOST_ADDED and (node := result.grad_fn) is not None:
-            if numbers is not None:
+            if numbers:
                 self._operands[node] = numbers
             if result.numel() == 1:
                 self._results[node] = result.detach().clone()
@@ -208,21 +199,19 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         for term in terms:
             for (node, place), above in zip(term.edges, term.above, strict=True):
                 operands = self._operands.get(node, [])
-                value = operands[place] if place is not None and place < len(operands) else None
-                if place is None:
-                    found.append(({term.key}, loss.detach()))
-                elif value is not None:
-                    found.append(({term.key}, above * value))
-                elif node in self._results:  # added up inside of a criterion
-                    keys, left = inside.get(node, (set(), above * self._results[node]))
-                    if term.leaf is not None:
-                        own = term.losses * _sum_of(term.leaf)
-                        found.append(({term.key}, own))
-                        inside[node] = (keys, left - own)
-                    else:
-                        inside[node] = ({*keys, term.key}, left)
-                else:
+                value = loss.detach() if place is None else operands[place] if place < len(operands) else None
+                if value is not None:
+                    found.append(({term.key}, value if place is None else above * value))
+                    continue
+                if node not in self._results:
                     return None
+                keys, left = inside.get(node, (set(), above * self._results[node]))  # added up inside of a criterion
+                if term.leaf is None:
+                    inside[node] = ({*keys, term.key}, left)
+                else:
+                    own = term.losses * _sum_of(term.leaf)
+                    found.append(({term.key}, own))
+                    inside[node] = (keys, left - own)
         return [*found, *((keys, value) for keys, value in inside.values() if keys)]
 
 

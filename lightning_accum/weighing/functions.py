@@ -21,29 +21,31 @@ from torch import Tensor
 
 from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import exact
-from lightning_accum.weighing.nodes import CRITERIA, SUMS, Node, constant_operand, inputs_of, is_number, kind_of
+from lightning_accum.weighing.nodes import (
+    CRITERIA,
+    SUMS,
+    THROUGH,
+    Node,
+    constant_operand,
+    factor_in_sum,
+    inputs_of,
+    kind_of,
+    number_of,
+)
 from lightning_accum.weighing.terms import Denominator, on_host
 
 _Number: TypeAlias = "float | None"
 
 # By the kind of a node: the function of torch, and the attributes of the node that it takes too, which are Python numbers or None.
 _FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
-    "Sqrt": (torch.sqrt, ()),
-    "Rsqrt": (torch.rsqrt, ()),
-    "Reciprocal": (torch.reciprocal, ()),
-    "Exp": (torch.exp, ()),
-    "Expm1": (torch.expm1, ()),
-    "Log": (torch.log, ()),
-    "Log1P": (torch.log1p, ()),
-    "Log2": (torch.log2, ()),
-    "Log10": (torch.log10, ()),
     "Pow": (torch.pow, ("_saved_exponent",)),
-    "Abs": (torch.abs, ()),
     "Clamp": (torch.clamp, ("_saved_min", "_saved_max")),
     "ClampMin": (torch.clamp_min, ("_saved_min",)),
     "ClampMax": (torch.clamp_max, ("_saved_max",)),
-    "Mul": (torch.mul, ()),
-    "Div": (torch.div, ()),
+    **{
+        name.title(): (getattr(torch, name), ())
+        for name in ("sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log", "log1p", "log2", "log10", "abs", "mul", "div")
+    },
 }
 # Of those that save their result, and not what it was computed from.
 _INVERSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -53,9 +55,7 @@ _INVERSES: dict[str, Callable[[Tensor], Tensor]] = {
     "Exp": torch.log,
     "Expm1": torch.log1p,
 }
-_UNCHANGED = {
-    "Alias", "Clone", "Contiguous", "Copy", "Reshape", "ReshapeAlias", "Squeeze", "ToCopy", "Unsqueeze", "UnsafeView", "View",
-}  # fmt: skip
+_UNCHANGED = {*THROUGH, "_DDPSink"} - {"Expand", "MaskedFill", "NanToNum", "Neg", "Where"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
             break
         if kind in ("Mul", "Div"):
             try:
-                number = _number_of(node._saved_other if kind == "Div" else constant_operand(node))
+                number = number_of(node._saved_other if kind == "Div" else constant_operand(node))
             except RuntimeError:  # after a backward the graph has freed what it had saved
                 return None
             if number is None or (kind == "Div" and node.next_functions[0][0] is None):
@@ -215,11 +215,11 @@ def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
             steps.append((kind, numbers))
             found = (len(steps), below[0], node)
         elif kind in ("Add", "Sub", "Rsub"):
-            steps.append(("Mul", (_factor_in_sum(node, kind),)))
+            steps.append(("Mul", (factor_in_sum(node, kind, int(node.next_functions[0][0] is None)),)))
             adds_constant, adds_inside = adds_constant or found is None, found is not None
         elif kind == "Neg":
             steps.append(("Mul", (-1.0,)))
-        elif kind not in _UNCHANGED and kind != "_DDPSink" and not (kind in ("Mean", *SUMS) and _is_of_one_number(node)):
+        elif kind not in _UNCHANGED and not (kind in ("Mean", *SUMS) and getattr(node, "_saved_self_sym_sizes", None) == ()):
             break
         node, index = below[0]
     if found is None:
@@ -227,25 +227,3 @@ def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
     length, mean, first = found
     kept = (step for step in reversed(steps[:length]) if step != ("Mul", (1.0,)))
     return FoundFunction(FunctionOfMean(tuple(kept), adds_constant), mean, first)
-
-
-def _number_of(operand: Any) -> float | None:
-    """A Python number that was multiplied or divided by; None for a tensor."""
-    if isinstance(operand, Tensor):
-        return float(operand) if is_number(operand) else None
-    return None if operand is None else float(operand)
-
-
-def _factor_in_sum(node: Node, kind: str) -> float:
-    """What the operand that needs a gradient is multiplied by in a sum or a difference: ``other - alpha * self`` in ``Rsub``."""
-    is_second = node.next_functions[0][0] is None
-    if is_second == (kind == "Rsub"):
-        return 1.0
-    alpha = float(node._saved_alpha)
-    return alpha if kind == "Add" else -alpha
-
-
-def _is_of_one_number(node: Node) -> bool:
-    """``loss.mean()`` of a loss without dimensions."""
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
-    return sizes is not None and len(sizes) == 0

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from lightning_accum.exact import exact_dtype
+from lightning_accum.weighing.counts import name_of
 from lightning_accum.weighing.functions import OfMean
-from lightning_accum.weighing.terms import Denominator, Term, on_host, size_of, tensor_of
+from lightning_accum.weighing.terms import Denominator, Term, is_nan, on_host, quotient, size_of, tensor_of
 
 Mode: TypeAlias = "str | Callable[[Any], Any]"
 """One of :data:`MODES`, or a count of the batch."""
@@ -38,58 +38,60 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
         return None if isinstance(term.total, Tensor) or term.total != 0 else 0.0  # nothing at all
     if mode == ONCE:
         return 1.0
+    number = size_of(term.number) if term.is_mean else 1.0
     if mode == COUNT:
-        number = size_of(term.number) if term.is_mean else 1.0
-        share = term.losses if isinstance(term.total, float) and math.isnan(term.total) else term.total
-        left = share if term.is_mean else term.losses  # a mean counts what a mask leaves out of it
-        if isinstance(left, Tensor) or isinstance(share, Tensor):
-            device = next(one.device for one in (share, left) if isinstance(one, Tensor))
-            empty = tensor_of(left, device) == 0
-            return torch.where(empty, torch.zeros((), dtype=exact_dtype(empty.device), device=empty.device), _over(number, share))
-        return 0.0 if left == 0 else _over(number, share)
+        weight = quotient(number, term.losses if isinstance(term.total, float) and math.isnan(term.total) else term.total)
+        are_none = not term.is_mean and term.losses == 0  # a mean counts what a mask leaves out of it
+        if isinstance(are_none, Tensor):
+            return tensor_of(weight, are_none.device, exact_dtype(are_none.device)).masked_fill(are_none, 0.0)
+        return 0.0 if are_none else weight
     if mode == NUMBER:
-        is_known = term.is_mean and not isinstance(term.number, Tensor)
-        return _over(1.0, size_of(term.number) if is_known else math.nan)
+        return quotient(1.0, number if term.is_mean and not isinstance(number, Tensor) else math.nan)
     if mode == TOTAL:
-        return _over(1.0, term.total)
-    return _over(size_of(term.number) if mode == MEAN and term.is_mean else 1.0, term.losses)
-
-
-def may_be_raised(term: Term, mode: Mode, weight: Denominator | None) -> Denominator:
-    """Not 0 where a count of 0 may have been raised to 1 to divide by it: no mask leaves out a loss of its sum."""
-    if weight is None or not term.is_divided or mode not in (COUNT, MEAN, LOSSES, TOTAL):
-        return 0.0
-    is_one: Denominator = (weight - 1).abs() < _ROUNDING if isinstance(weight, Tensor) else abs(weight - 1) < _ROUNDING
-    for share in term.shares:
-        if isinstance(share, Tensor) and (isinstance(is_one, Tensor) or is_one):
-            is_one = on_host((share != 0).all() & (share.numel() > 1 or not share.dim()) & is_one)
-    return is_one
+        return quotient(1.0, term.total)
+    return quotient(number if mode == MEAN else 1.0, term.losses)
 
 
 def oddities(term: Term, mode: Mode) -> dict[str, Denominator]:
     """What a check must have seen of a term to trust its mode: not 0 where all its losses are masked, or have several weights."""
     losses, total = term.losses, term.total
     goes_by_losses = mode in (MEAN, LOSSES) or (mode == COUNT and not term.is_mean)
-    if not (isinstance(losses, Tensor) or isinstance(total, Tensor)):
-        is_masked = goes_by_losses and losses == 0 and total != 0 and not math.isnan(total)
-        return {"masked": float(is_masked), "uneven": float(math.isnan(losses))}
-    found: dict[str, Denominator] = {}
-    device = next(one.device for one in (losses, total) if isinstance(one, Tensor))
-    losses, total = tensor_of(losses, device), tensor_of(total, device)
-    if goes_by_losses:
-        found["masked"] = (losses == 0) & (total != 0) & ~total.isnan()
-    if len(term.shares) > 1 or any(isinstance(share, Tensor) and share.numel() > 1 for share in term.shares):
-        found["uneven"] = losses.isnan()
-    return found
+    is_masked: Any = (losses == 0) & (total != 0) & (total == total)  # and not nan
+    are_several = len(term.shares) != 1 or (isinstance(term.shares[0], Tensor) and term.shares[0].numel() > 1)
+    return {"masked": is_masked if goes_by_losses else 0.0, "uneven": is_nan(losses) if are_several else 0.0}
+
+
+def may_be_raised(term: Term, mode: Mode, weight: Denominator | None) -> Denominator:
+    """Not 0 where a count of 0 may have been raised to 1 to divide by it: no mask leaves out a loss of its sum."""
+    if weight is None or not term.is_divided or mode not in (COUNT, MEAN, LOSSES, TOTAL):
+        return 0.0
+    is_one: Denominator = size_of(weight - 1) < _ROUNDING
+    for share in term.shares:
+        if isinstance(share, Tensor) and (isinstance(is_one, Tensor) or is_one):
+            is_one = on_host((share != 0).all() & (share.numel() > 1 or not share.dim()) & is_one)
+    return is_one
 
 
 _ROUNDING = 1e-6
 
 
-def _over(number: Denominator, share: Denominator) -> Denominator:
-    if isinstance(share, Tensor):
-        return torch.where(share == 0, torch.zeros_like(share), number / share)
-    return number / share if share else 0.0 * number
+def is_lost(loss: Tensor, weight: Denominator, terms: Sequence[Term]) -> Denominator:
+    """Not 0 where a count is 0 of a loss that is not: its gradient is in no window."""
+    if any(term.is_penalty for term in terms) or (not isinstance(weight, Tensor) and weight):
+        return 0.0
+    loss = loss.detach()
+    return on_host(loss.isfinite() & (loss != 0) & (weight == 0))
+
+
+def factor_of(term: Term, mode: Mode) -> Denominator:
+    """What is the same in all micro-batches of a window."""
+    if mode == ONCE:
+        return float(len(term.edges))
+    if mode in (SUM, COUNT, MEAN):
+        own = term.total + 1.0 if mode == SUM else term.number if term.is_mean else 1.0
+        is_unknown = not isinstance(own, Tensor) and math.isnan(own)
+        return own * term.kink if not is_unknown else 0.0 if mode == SUM else term.kink
+    return 0.0 if isinstance(term.kink, float) and term.kink == 1.0 else term.kink
 
 
 def default_mode(term: Term) -> Mode:
@@ -97,6 +99,15 @@ def default_mode(term: Term) -> Mode:
     if term.is_penalty:
         return ONCE
     return COUNT if term.is_mean or term.is_divided else SUM
+
+
+def words_of(term: Term, mode: Mode) -> str:
+    """How a term is weighed, in words."""
+    if mode == SUM:
+        return f"{term.words or 'a sum'}: added up, divided by nothing"
+    if callable(mode):
+        return f"adopted by the check: {name_of(mode)}"
+    return f"{term.words or 'a mean'}, each micro-batch weighed by what its loss was divided by"
 
 
 class Contribution(NamedTuple):

@@ -71,6 +71,14 @@ def constant_operand(node: Node) -> Any:
     return operand if operand is not None else getattr(node, "_saved_self", None)
 
 
+def factor_in_sum(node: Node, kind: str, place: int) -> float:
+    """What an operand is multiplied by in a sum or a difference: ``other - alpha * self`` in ``Rsub``."""
+    if place == (1 if kind == "Rsub" else 0):
+        return 1.0
+    alpha = float(getattr(node, "_saved_alpha", 1.0))  # of a number there is none
+    return alpha if kind == "Add" else -alpha
+
+
 def kinds_below(node: Node) -> tuple[str, ...]:
     """The kinds of ``node`` and of a few below it, along first operands."""
     kinds: list[str] = []
@@ -128,11 +136,14 @@ def reduced_numel(node: Node) -> int:
     return int(math.prod(sizes[dim - 2**64 if dim >= 2**63 else dim] for dim in dims))
 
 
-def is_number(tensor: Tensor) -> bool:
-    """Whether a saved operand was an int or a float of Python's: unlike a tensor, it takes part in no type promotion."""
-    if tensor.dim() != 0 or tensor.dtype in (torch.bool, torch.uint8):
-        return False
-    return torch.result_type(tensor, _NARROW_FLOAT if tensor.is_floating_point() else _NARROW_INTEGER) != tensor.dtype
+def number_of(operand: Any) -> float | None:
+    """A saved operand that was an int or a float of Python's: unlike a tensor, it takes part in no type promotion. None if not."""
+    if not isinstance(operand, Tensor):
+        return None if operand is None else float(operand)
+    if operand.dim() != 0 or operand.dtype in (torch.bool, torch.uint8):
+        return None
+    narrow = _NARROW_FLOAT if operand.is_floating_point() else _NARROW_INTEGER
+    return None if torch.result_type(operand, narrow) == operand.dtype else float(operand)
 
 
 _NARROW_FLOAT, _NARROW_INTEGER = torch.zeros((), dtype=torch.float16), torch.zeros((), dtype=torch.int8)
@@ -151,19 +162,13 @@ def _numel(node: Node) -> float:
 
 
 def _rows(node: Node) -> float:
-    logits = node._saved_self
-    return int(logits.shape[0]) if logits.dim() > 1 else 1
-
-
-def _total_weight(node: Node) -> Tensor:
-    weight: Tensor = node._saved_total_weight
-    return weight
+    return int(node._saved_self.shape[0]) if node._saved_self.dim() > 1 else 1
 
 
 # criterion in words, and where its node keeps the denominator of its mean
 CRITERIA: dict[str, tuple[str, Callable[[Node], Tensor | float]]] = {
-    "NllLoss": ("cross entropy", _total_weight),
-    "NllLoss2D": ("cross entropy", _total_weight),
+    "NllLoss": ("cross entropy", lambda node: node._saved_total_weight),
+    "NllLoss2D": ("cross entropy", lambda node: node._saved_total_weight),
     "MseLoss": ("mean squared error", _numel),
     "SmoothL1Loss": ("smooth L1 loss", _numel),
     "HuberLoss": ("Huber loss", _numel),
@@ -180,14 +185,11 @@ LINEAR = {
     *THROUGH, *SUMS, *SELECTIONS, *CONTRACTIONS, *PRODUCTS_ADDED, "Add", "Cat", "Cumsum", "Div", "IndexAdd", "IndexCopy", "Lerp",
     "Mean", "Mul", "Rsub", "ScatterAdd", "Sort", "Stack", "Sub", "Topk", "Trace", "_DDPSink",
 }  # fmt: skip
-
-
 _OF_PARAMETERS = {
     "Abs", "Add", "Amax", "Amin", "Cat", "Clamp", "ClampMin", "Clone", "Diagonal", "Dot", "Exp", "Expand", "Expm1",
     "LinalgVectorNorm", "Log", "Log1P", "Max", "Mean", "Min", "Neg", "Norm", "Permute", "Pow", "Reciprocal", "Relu", "Reshape",
     "Rsqrt", "Rsub", "Select", "Sigmoid", "Slice", "Softmax", "Softplus", "Split", "SplitWithSizes", "Sqrt", "Square", "Squeeze",
-    "Stack", "Sub", "Sum", "T",
-    "Tanh", "ToCopy", "Transpose", "Unbind", "Unsqueeze", "View", *CONTRACTIONS,
+    "Stack", "Sub", "Sum", "T", "Tanh", "ToCopy", "Transpose", "Unbind", "Unsqueeze", "View", *CONTRACTIONS,
 }  # fmt: skip
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_accum.user_warnings import listed
-from lightning_accum.weighing.nodes import nodes_below
+from lightning_accum.weighing.nodes import Node, nodes_below
 from lightning_accum.weighing.terms import Term
 
 
@@ -41,34 +41,32 @@ def gradients_of_zero(loss: Tensor) -> Iterator[None]:
 
     For a loss without weight, which may be NaN: NaN * 0 is NaN. The backward itself runs, with the collectives that are in it.
     """
-    nodes = () if loss.grad_fn is None else nodes_below(loss.grad_fn)
-    handles = [node.variable.register_hook(torch.zeros_like) for node in nodes if node.name().endswith("AccumulateGrad")]
-    try:
+    with ExitStack() as stack:
+        for leaf in _leaves_of(loss):
+            stack.callback(leaf.variable.register_hook(torch.zeros_like).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def no_gradients(loss: Tensor) -> Iterator[None]:
     """A backward of ``loss`` in here runs as always, but gives its parameters no gradient, not even zeros.
 
-    For a loss that is in no window. An optimizer moves a parameter by a gradient of zeros: by its momentum and weight decay.
+    For a loss that is in no window. An optimizer moves a parameter by a gradient of zeros: by its momentum and weight decay. Of a
+    sparse gradient zeros are left, since DistributedDataParallel raises an error where there is none.
     """
-    nodes = () if loss.grad_fn is None else nodes_below(loss.grad_fn)
-    leaves = [node for node in nodes if node.name().endswith("AccumulateGrad")]
-    handles = [leaf.register_prehook(lambda gradients: tuple(map(_nothing, gradients))) for leaf in leaves]
-    try:
+
+    def left(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(None if g is None or g.layout == torch.strided else torch.zeros_like(g) for g in gradients)
+
+    with ExitStack() as stack:
+        for leaf in _leaves_of(loss):
+            stack.callback(leaf.register_prehook(left).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _nothing(gradient: Tensor | None) -> Tensor | None:
-    """No gradient; of a sparse one nothing, since DistributedDataParallel raises an error where there is none."""
-    return None if gradient is None or gradient.layout == torch.strided else torch.zeros_like(gradient)
+def _leaves_of(loss: Tensor) -> list[Node]:
+    nodes = () if loss.grad_fn is None else nodes_below(loss.grad_fn)
+    return [node for node in nodes if node.name().endswith("AccumulateGrad")]
 
 
 class _Zero(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -71,6 +71,18 @@ def size_of(share: Denominator) -> Denominator:
     return on_host(share.abs()) if isinstance(share, Tensor) else abs(share)
 
 
+def quotient(number: Denominator, divisor: Denominator) -> Denominator:
+    """Of a division; 0 where it is by 0."""
+    if isinstance(divisor, Tensor):
+        return torch.where(divisor == 0, torch.zeros_like(divisor), number / divisor)
+    return number / divisor if divisor else 0.0 * number
+
+
+def is_nan(value: Denominator) -> Denominator:
+    """Whether it is, a tensor on a device."""
+    return value.isnan() if isinstance(value, Tensor) else math.isnan(value)
+
+
 def same(numbers: Sequence[Denominator]) -> Denominator:
     """The one number that all are; nan if they are not."""
     if any(isinstance(number, Tensor) for number in numbers):
@@ -119,25 +131,19 @@ def _joined(key: int, terms: Sequence[Term]) -> Term:
 
 def one_of(shares: Sequence[Denominator]) -> Denominator:
     """The one size that all have which are not 0; 0 if all are 0, nan if there are several."""
-    if all(not isinstance(share, Tensor) for share in shares):
-        sizes = {abs(float(share)) for share in shares if share}
-        return 0.0 if not sizes else max(sizes) if max(sizes) - min(sizes) <= 1e-12 * max(sizes) else float("nan")
-    device = next(share.device for share in shares if isinstance(share, Tensor))
-    dtype = exact_dtype(device)
-    eps = max(torch.finfo(share.dtype).eps for share in shares if isinstance(share, Tensor) and share.is_floating_point())
-    ends = []
-    for share in shares:
-        own = _without_copies(tensor_of(share, device).detach()).abs()
-        if own.numel() == 0:
-            continue
-        most = own.amax()
-        ends += [most, torch.where(own == 0, most, own).amin()]
-    if not ends:
+    tensors = [_without_copies(share.detach()).abs() for share in shares if isinstance(share, Tensor)]
+    if not tensors:
+        sizes = {abs(float(share)) for share in shares if share} or {0.0}
+        return max(sizes) if max(sizes) - min(sizes) <= 1e-12 * max(sizes) else float("nan")
+    device, dtype = tensors[0].device, exact_dtype(tensors[0].device)
+    eps = max(torch.finfo(share.dtype).eps for share in tensors if share.is_floating_point())
+    tensors += [torch.tensor(abs(share), dtype=dtype, device=device) for share in shares if not isinstance(share, Tensor)]
+    most = [share.amax().to(device, dtype) for share in tensors if share.numel()]
+    least = [share.masked_fill(share == 0, torch.inf).amin().to(device, dtype) for share in tensors if share.numel()]
+    if not most:
         return 0.0
-    ends_of_all = torch.stack([end.to(dtype) for end in ends])
-    high = ends_of_all.amax()
-    low = torch.where(ends_of_all == 0, high, ends_of_all).amin()
-    return on_host(torch.where(high - low <= 64 * eps * high, high, torch.full_like(high, torch.nan)))
+    high, low = torch.stack(most).amax(), torch.stack(least).amin()
+    return on_host(torch.where((high - low <= 64 * eps * high) | (high == 0), high, torch.full_like(high, torch.nan)))
 
 
 def _without_copies(gradient: Tensor) -> Tensor:
@@ -148,38 +154,32 @@ def _without_copies(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def scale_terms(terms: Sequence[Term], factors: Sequence[Denominator]) -> Callable[[Sequence[Denominator]], None]:
-    """Multiply the gradient of each term by its factor, in the backward to come. Returns what sets other factors.
+def scale_terms(terms: Sequence[Term], factors: list[Denominator]) -> None:
+    """Multiply the gradient of each term by its factor, as it is at the time of the backward to come.
 
     Example:
         >>> from lightning_accum.weighing.shares import terms_of
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> loss = x.square().mean() + x.sum()
-        >>> _ = scale_terms(terms_of(loss), [10.0, 3.0])
+        >>> scale_terms(terms_of(loss), [10.0, 3.0])
         >>> loss.backward()
         >>> x.grad
         tensor([13., 23.])
     """
-    now = list(factors)
     for number, term in enumerate(terms):
         for node, place in term.edges:
 
             def hook(gradients: tuple[Tensor | None, ...], *_: Any, number: int = number, place: int | None = place) -> Any:
-                is_learned = terms[number].is_learned
-                scaled = (g if g is None else _times(g, now[number], is_learned) for g in gradients)
+                factor, is_learned = factors[number], terms[number].is_learned
                 return tuple(
-                    new if place in (None, at) else old for at, (old, new) in enumerate(zip(gradients, scaled, strict=True))
+                    _times(gradient, factor, is_learned) if gradient is not None and place in (None, at) else gradient
+                    for at, gradient in enumerate(gradients)
                 )
 
             if place is None:
                 node.register_prehook(hook)
             else:
                 node.register_hook(hook)
-
-    def set_factors(others: Sequence[Denominator]) -> None:
-        now[:] = others
-
-    return set_factors
 
 
 def _times(gradient: Tensor, factor: Denominator, is_learned: bool) -> Tensor | None:

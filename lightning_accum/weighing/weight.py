@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Number
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_accum.errors import AccumulationError, ArgumentError, UnreadableLossError, WrongTypeError
-from lightning_accum.weighing.advice import how_to_mend
-from lightning_accum.weighing.counts import SampleCount, Weight
+from lightning_accum.errors import ArgumentError, DoesNotAddUpError, UnreadableLossError, WrongTypeError
+from lightning_accum.weighing.advice import OF_ANOTHER_MODE, how_to_mend
+from lightning_accum.weighing.counts import Adopted, Weight, count_by, count_samples, name_of
 from lightning_accum.weighing.functions import FoundFunction, function_of_mean
 from lightning_accum.weighing.modes import (
     COUNT,
     MEAN,
     ONCE,
-    SUM,
     TOTAL,
     Contribution,
     Mode,
     default_mode,
+    factor_of,
+    is_lost,
     may_be_raised,
     oddities,
     weight_of,
+    words_of,
 )
 from lightning_accum.weighing.nodes import CRITERIA, MEAN_REDUCTION, Node, kind_of
 from lightning_accum.weighing.safeguards import guard_against_zero
@@ -62,10 +63,9 @@ class Weigher:
         tells_heads: the losses of several heads are terms of their own.
         looped: see :func:`lightning_accum.weighing.terms.alike`.
         aliases: keys that are taken for others.
-        units: what weights are multiplied by, of a term whose mode was another before.
+        units: of each term the modes that add up in the rows that were checked last, and what they weigh for one of the first.
         of_samples: terms that weigh as many as there are rows, in all that was checked.
         seen: what the check has seen of terms, by key, see :func:`lightning_accum.weighing.modes.oddities`.
-        others: another mode that adds up, and its unit, where a term has several.
         counts_first: terms have weights of their own: those of a window are counted before it runs.
         takes_functions: a loss may be a function of a mean.
         hidden: a count by which the loss adds up, if its graph is hidden in training, as where it is compiled.
@@ -78,8 +78,7 @@ class Weigher:
         self.ratios: dict[int, float] = {}
         self.looped: frozenset[int] = frozenset()
         self.aliases: dict[int, int] = {}
-        self.units: dict[int, float] = {}
-        self.others: dict[int, tuple[Mode, float]] = {}
+        self.units: dict[int, dict[Mode, float]] = {}
         self.of_samples: frozenset[int] = frozenset()
         self.seen: frozenset[tuple[int, str]] = frozenset()
         self.counts_first = False
@@ -128,9 +127,9 @@ class Weigher:
         of_mean = None if reading.function is None else reading.function.of_mean(loss)
         if isinstance(self._weight, tuple):
             return self._listed(reading, batch, rows)
-        weight = checked(count(self._weight, batch, rows), self._weight)
+        weight = count_by(self._weight, batch, rows)
         self.criterion = self.criterion or name_of(self._weight)
-        return Contribution(weight, of_mean=of_mean, doubt=_is_lost(loss, weight, reading.terms))
+        return Contribution(weight, of_mean=of_mean, doubt=is_lost(loss, weight, reading.terms))
 
     def know(self, parameters: Iterable[Tensor]) -> None:
         """Take the losses of several heads, which have these parameters, for terms of their own."""
@@ -147,18 +146,27 @@ class Weigher:
         other.looped, other.aliases, other.takes_functions = self.looped, dict(self.aliases), self.takes_functions
         return other
 
-    def learn(self, other: Weigher, fitting: Mapping[int, Mapping[Mode, float]]) -> None:
+    def learn(self, other: Weigher, fitting: Mapping[int, Mapping[Mode, float]], has_begun: bool) -> None:
         """Weigh as ``other``, which was found to add up.
 
         Args:
             other: a weigher of some rows.
             fitting: what each term weighs in them, by each mode that adds up.
+            has_begun: there are weights of this one already, in a window.
+
+        Raises:
+            DoesNotAddUpError: a term goes by another mode in them, and nobody knows its unit.
         """
         for key, mode in other.modes.items():
-            fits = fitting.get(key, {})
-            more = next((more for more in (TOTAL, COUNT, MEAN) if more in fits and more != mode and mode in fits), None)
-            if more is not None:
-                self.others[key] = (more, fits[mode] / fits[more] * self.units.get(key, 1.0))
+            known, fits = self.units.get(key, {}), fitting.get(key, {})
+            is_adopted = isinstance(mode, Adopted) and any(isinstance(one, Adopted) for one in known)  # in the unit of before
+            if has_begun and known and mode not in known and not is_adopted:
+                raise DoesNotAddUpError(OF_ANOTHER_MODE)
+            if mode in fits:
+                unit = known.get(mode, 1.0)
+                self.units[key] = {one: unit * weight / fits[mode] for one, weight in fits.items()}
+            elif mode not in known:
+                self.units[key] = {mode: 1.0}
         self.seen |= other.seen
         self.modes, self.ratios = {**self.modes, **other.modes}, {**self.ratios, **other.ratios}
         self.looped, self.aliases, self.of_samples = other.looped, other.aliases, other.of_samples
@@ -191,7 +199,9 @@ class Weigher:
     def _weigh(self, reading: Reading, loss: Tensor, batch: Any, rows: int | None) -> Contribution:
         terms, modes = reading.terms, [self.mode_of(term) for term in reading.terms]
         weights = [weight_of(term, mode, batch, rows) for term, mode in zip(terms, modes, strict=True)]
-        doubt = self._doubt(reading, modes, weights, loss, batch, rows)
+        doubt = self._doubt(terms, modes, weights, batch, rows)
+        if len(terms) == 1 and callable(modes[0]) and weights[0] is not None:
+            doubt = doubt + is_lost(loss, weights[0], terms)
         weights = [self._in_units(term, weight) for term, weight in zip(terms, weights, strict=True)]
         of_mean = None if reading.function is None else reading.function.of_mean(loss)
         structure = frozenset(term.key for term in terms)
@@ -203,35 +213,27 @@ class Weigher:
                 names = ", ".join(term.words or "a term" for term in terms if not term.is_penalty)
                 self.criterion = f"each term by its own ({names}), counted first by one more forward, which weight=[...] saves"
             of_terms = {term.key: weight for term, weight in zip(terms, weights, strict=True)}
-            factors_of = {term.key: _factor(term, mode) for term, mode in zip(terms, modes, strict=True)}
+            factors_of = {term.key: factor_of(term, mode) for term, mode in zip(terms, modes, strict=True)}
             return Contribution(None, structure=structure, of_terms=of_terms, of_factors=factors_of, doubt=doubt)
-        main = self._main(terms, modes)
+        of_batch = [place for place, mode in enumerate(modes) if mode != ONCE]
+        # the term whose weight is shown: a cross entropy if there is one
+        main = next((place for place in of_batch if terms[place].words == "cross entropy"), next(iter(of_batch), None))
         if main is None:
             raise UnreadableLossError(how_to_mend("nothing that depends on the batch" if not terms else terms[0].words or "a node"))
-        term, mode, weight = terms[main], modes[main], weights[main]
+        term, mode = terms[main], modes[main]
         if not term.words and term.key not in self.modes:
             if self.hidden is None or len(terms) > 1:
                 raise UnreadableLossError(how_to_mend("a node that hides its sum"))
-            weight, mode, structure = weight_of(term, self.hidden, batch, rows), self.hidden, frozenset()
-        others: list[Denominator] = []
-        for place, own in enumerate(weights):
-            if place == main or modes[place] == ONCE or own is None:
-                continue
-            ratio = self.ratios.get(terms[place].key, 1.0)
-            others.append(own / ratio)
-            if weight is not None and not isinstance(own, Tensor) and not isinstance(weight, Tensor) and weight == 0:
-                weight = own / ratio
-        if weight is not None and ONCE in self.modes.values():  # what counts once goes with the weights only if all have it
-            others.append(weight * sum(len(term.edges) for term, mode in zip(terms, modes, strict=True) if mode == ONCE))
-        factors, kinks = _factor(term, mode), math.prod(one.kink for place, one in enumerate(terms) if place != main)
-        factors = factors * kinks if isinstance(factors, Tensor) or factors else kinks - 1.0
-        if isinstance(weight, float) and math.isnan(weight) and not loss.isfinite():
-            weight = 1.0  # whatever it weighs, its gradient is not finite
+            structure = frozenset()
+        weight, others = self._of_all(terms, modes, weights, main)
         if isinstance(weight, float) and math.isnan(weight):
-            raise UnreadableLossError(how_to_mend("a sum of losses with several factors"))
-        if self.criterion is None:
-            self.criterion = words_of(term, mode)
-        contribution = Contribution(weight, tuple(others), factors, of_mean, structure, doubt=doubt)
+            if loss.isfinite():
+                raise UnreadableLossError(how_to_mend("a sum of losses with several factors"))
+            weight = 1.0  # whatever it weighs, its gradient is not finite
+        factors, kinks = factor_of(term, mode), math.prod(one.kink for place, one in enumerate(terms) if place != main)
+        factors = factors * kinks if isinstance(factors, Tensor) or factors else kinks - 1.0
+        self.criterion = self.criterion or words_of(term, mode)
+        contribution = Contribution(weight, others, factors, of_mean, structure, doubt=doubt)
         root: Node = loss.grad_fn
         kind = kind_of(root)
         is_criterion = len(terms) == 1 and mode in (COUNT, MEAN) and kind in CRITERIA and of_mean is None
@@ -239,49 +241,53 @@ class Weigher:
             self._plain = (type(root), CRITERIA[kind][1], contribution)
         return contribution
 
-    def _doubt(
-        self,
-        reading: Reading,
-        modes: Sequence[Mode],
-        weights: Sequence[Denominator | None],
-        loss: Tensor,
-        batch: Any,
-        rows: int | None,
-    ) -> Denominator:
+    def _of_all(
+        self, terms: Sequence[Term], modes: Sequence[Mode], weights: Sequence[Denominator | None], main: int
+    ) -> tuple[Denominator | None, tuple[Denominator, ...]]:
+        """The weight that all terms share, and what those of the others are in its unit."""
+        weight, others = weights[main], list[Denominator]()
+        for place, own in enumerate(weights):
+            if place == main or modes[place] == ONCE or own is None:
+                continue
+            others.append(own / self.ratios.get(terms[place].key, 1.0))
+            if not isinstance(own, Tensor) and not isinstance(weight, Tensor) and weight == 0:
+                weight = others[-1]
+        if weight is not None and ONCE in self.modes.values():  # what counts once goes with the weights only if all have it
+            others.append(weight * sum(len(term.edges) for term, mode in zip(terms, modes, strict=True) if mode == ONCE))
+        return weight, tuple(others)
+
+    def _doubt(self, terms: Sequence[Term], modes: Sequence[Mode], weights: Sequence[Any], batch: Any, rows: int | None) -> Any:
         """Not 0 where a weight may be none."""
         doubts: list[Denominator] = []
-        for term, mode, weight in zip(reading.terms, modes, weights, strict=True):
-            if callable(mode) and weight is not None and len(reading.terms) == 1:
-                doubts.append(_is_lost(loss, weight, reading.terms))
+        for term, mode, weight in zip(terms, modes, weights, strict=True):
             if term.key in self.modes and mode != ONCE:
                 doubts += [doubt for name, doubt in oddities(term, mode).items() if (term.key, name) not in self.seen]
             doubt = may_be_raised(term, mode, weight)
-            if isinstance(doubt, Tensor) or (doubt and not (term.key in self.of_samples and _samples(batch, rows) == 1)):
+            if isinstance(doubt, Tensor) or (doubt and not (term.key in self.of_samples and self._is_one(batch, rows))):
                 doubts.append(doubt)
         return sum(doubts)
 
+    @staticmethod
+    def _is_one(batch: Any, rows: int | None) -> bool:
+        """A micro-batch is one sample, as far as that is known."""
+        return (count_samples(batch) if rows is None else rows) in (1, None)
+
     def _in_units(self, term: Term, weight: Denominator | None) -> Denominator | None:
-        """In the unit of the first; by another mode that added up, too, where it cannot be read by this one."""
-        if weight is None:
-            return None
-        weight = weight * self.units.get(term.key, 1.0)
-        if term.key in self.others and (isinstance(weight, Tensor) or math.isnan(weight)):
-            mode, unit = self.others[term.key]
-            other = weight_of(term, mode)
-            assert other is not None
-            return torch.where(weight.isnan(), other * unit, weight) if isinstance(weight, Tensor) else other * unit
-        return weight
+        """In the unit of the first mode; by another that added up, too, where it cannot be read by this one."""
+        if weight is None or (units := self.units.get(term.key)) is None:
+            return weight
+        mode = self.modes[term.key]
+        weight = weight / units[mode]
+        more = next((one for one in (TOTAL, COUNT, MEAN) if one in units and one != mode), None)
+        if more is None or (not isinstance(weight, Tensor) and not math.isnan(weight)):
+            return weight
+        other: Any = weight_of(term, more)
+        return torch.where(weight.isnan(), other / units[more], weight) if isinstance(weight, Tensor) else other / units[more]
 
     def mode_of(self, term: Term) -> Mode:
         """How a term is weighed."""
-        return self.modes.get(term.key) or default_mode(term)
-
-    @staticmethod
-    def _main(terms: Sequence[Term], modes: Sequence[Mode]) -> int | None:
-        """The term whose weight is shown: a cross entropy if there is one, else the first that depends on the batch."""
-        of_batch = [place for place, mode in enumerate(modes) if mode != ONCE]
-        named = [place for place in of_batch if terms[place].words == "cross entropy"]
-        return next(iter((*named, *of_batch)), None)
+        hidden = None if term.words else self.hidden
+        return self.modes.get(term.key) or hidden or default_mode(term)
 
     def _listed(self, reading: Reading, batch: Any, rows: int | None) -> Contribution:
         """A weight for each term."""
@@ -297,7 +303,7 @@ class Weigher:
                 f" has {len(varying)} terms that depend on the batch ({found}). List one for each, in the order in which they are"
                 " added up."
             )
-        counts = [checked(count(weight, batch, rows), weight) for weight in self._weight]
+        counts = [count_by(weight, batch, rows) for weight in self._weight]
         penalties = [term._replace(key=0) for term in reading.terms if term.is_penalty]  # which go with the first
         self._terms = [*(term._replace(key=place) for place, term in enumerate(varying)), *penalties]
         self.criterion = "each term of the loss by its own, " + ", ".join(
@@ -323,41 +329,6 @@ class Weigher:
         self._terms, self._found = [], None
 
 
-def _is_lost(loss: Tensor, weight: Denominator, terms: Sequence[Term]) -> Denominator:
-    """Not 0 where a count is 0 of a loss that is not: its gradient is in no window."""
-    if any(term.is_penalty for term in terms):
-        return 0.0
-    if isinstance(weight, Tensor):
-        return (weight == 0) & (loss.detach() != 0) & loss.detach().isfinite()
-    return float(weight == 0 and bool(loss.detach() != 0) and bool(loss.detach().isfinite()))
-
-
-def _samples(batch: Any, rows: int | None) -> int:
-    """Of a micro-batch; 1 if that is not known."""
-    if rows is not None:
-        return rows
-    try:
-        return int(SampleCount()(batch))
-    except AccumulationError:
-        return 1
-
-
-def _factor(term: Term, mode: Mode) -> Denominator:
-    """What is the same in all micro-batches of a window."""
-    if mode == SUM:
-        is_unknown = isinstance(term.total, float) and math.isnan(term.total)
-        return 0.0 if is_unknown else (term.total + 1.0) * term.kink
-    if mode == ONCE:
-        return float(len(term.edges))
-    if mode not in (COUNT, MEAN):
-        return 0.0 if isinstance(term.kink, float) and term.kink == 1.0 else term.kink
-    return (term.number if term.is_mean and not _is_nan(term.number) else 1.0) * term.kink
-
-
-def _is_nan(number: Denominator) -> bool:
-    return not isinstance(number, Tensor) and math.isnan(number)
-
-
 def weight_alone(loss: Tensor) -> tuple[Denominator | None, FoundFunction | None]:
     """The weight of a value that is looked at by itself, as one that is logged; and the function of a mean that it is.
 
@@ -372,40 +343,3 @@ def weight_alone(loss: Tensor) -> tuple[Denominator | None, FoundFunction | None
     if isinstance(weight, float) and math.isnan(weight):
         raise UnreadableLossError("a sum of losses with several factors")
     return weight, reading.function
-
-
-def words_of(term: Term, mode: Mode) -> str:
-    """How a term is weighed, in words."""
-    if mode == SUM:
-        return f"{term.words or 'a sum'}: added up, divided by nothing"
-    if callable(mode):
-        return f"adopted by the check: {name_of(mode)}"
-    return f"{term.words or 'a mean'}, each micro-batch weighed by what its loss was divided by"
-
-
-def name_of(weight: Any) -> str:
-    """A weight, in words."""
-    return str(getattr(weight, "__name__", weight))
-
-
-def count(weight: Any, batch: Any, rows: int | None) -> Any:
-    """What a weight counts; the samples of a part of a batch are known, where its list of two images could be an input and its
-    target too.
-    """
-    return rows if rows is not None and weight == SampleCount() else weight(batch)
-
-
-def checked(weight: Any, source: Any) -> Denominator:
-    """A weight, if it can be one."""
-    if isinstance(weight, Tensor):
-        if weight.numel() != 1:
-            raise ArgumentError(f"weight={source} must return one number per batch, but returned a tensor of {tuple(weight.shape)}")
-        if weight.device.type != "cpu":
-            return weight.detach().reshape(())  # elsewhere its value is checked at the end of the window
-        weight = weight.item()
-    if isinstance(weight, (bool, complex)) or not isinstance(weight, Number):
-        raise WrongTypeError(f"weight={source} must return a scalar tensor or a number, but returned {type(weight).__name__}")
-    number = float(weight)  # type: ignore[arg-type]  # of a Fraction, a Decimal, a number of numpy
-    if not (number >= 0 and math.isfinite(number)):
-        raise ArgumentError(f"weight={source} must be a count, finite and not negative, but returned {weight}")
-    return number
