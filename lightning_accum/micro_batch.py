@@ -1,11 +1,16 @@
-"""What is true of one micro-batch, as a value that is passed."""
+"""What is true of one micro-batch, as a value that is passed; and of several: what came of the batch that they are of."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from numbers import Number
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from lightning_accum.exact import exact_dtype, moved
 from lightning_accum.weighing.functions import OfMean
 from lightning_accum.weighing.terms import Denominator
 
@@ -57,3 +62,96 @@ class Weighed(NamedTuple):
 
 
 EMPTY = Weighed()
+
+
+# --- what training_step returned for several, and what of it is that of their batch -----------------------------------
+
+
+class Output(NamedTuple):
+    """What came of one micro-batch of a batch."""
+
+    loss: Tensor | None
+    """Without its graph; None where there was none."""
+    extra: Mapping[str, Any]
+    """What else ``training_step`` returned, by name, without its graph."""
+    weighed: Weighed
+    rows: int
+    is_left_out: bool = False
+    """It is as if it had never been in the batch."""
+
+
+def joined_loss(outputs: Sequence[Output], of_window: Tensor | None = None) -> Tensor | None:
+    """The loss of a batch, and of a window that is this batch and nothing else: the weighted mean, or the sum of sums."""
+    losses = [output.loss.reshape(()) for output in outputs if output.loss is not None]
+    if not losses:
+        return None
+    if of_window is not None:
+        return of_window.to(losses[-1].dtype)
+    return loss_of_parts(torch.stack(losses), [output.weighed for output in outputs if output.loss is not None])
+
+
+def joined_extra(outputs: Sequence[Output], order: Sequence[int] | None = None) -> dict[str, Any]:
+    """What else was returned for a batch.
+
+    Tensors with one entry a sample are put together, in the order of the batch. Numbers are weighted means. Of anything else there
+    is a list, with one entry a micro-batch.
+    """
+    if order is not None:
+        rows = iter(order)
+        order = [row for output in outputs for row in islice(rows, output.rows) if not output.is_left_out]
+    kept = [output for output in outputs if not output.is_left_out]
+    names = dict.fromkeys(name for output in kept for name in output.extra)
+    return {name: _join([output for output in kept if name in output.extra], name, order) for name in names}
+
+
+def _join(outputs: Sequence[Output], name: str, order: Sequence[int] | None) -> Any:
+    values, rows = [output.extra[name] for output in outputs], [output.rows for output in outputs]
+    if all(isinstance(value, Tensor) and value.dim() > 0 for value in values):
+        has_rows = [len(value) for value in values] == rows
+        if has_rows and len({value.shape[1:] for value in values}) == 1:
+            joined = torch.cat(values)
+            if order is None or len(order) != len(joined):
+                return joined
+            return joined[torch.tensor(order).argsort().to(joined.device)]
+    elif not any(isinstance(v, bool) or (isinstance(v, Tensor) and v.dim()) or not isinstance(v, (Tensor, Number)) for v in values):
+        numbers = torch.stack([torch.as_tensor(value) for value in values])
+        weights = [output.weighed.weight for output in outputs if output.weighed.weight is not None]
+        return weighted_mean(numbers, weights if len(weights) == len(values) else rows)
+    return values
+
+
+def loss_of_parts(values: Tensor, parts: Sequence[Weighed]) -> Tensor:
+    """What is a mean, a sum, or a function of one of these, of the whole of several parts."""
+    weights = [part.weight for part in parts if part.weight is not None]
+    of_means = [part.of_mean for part in parts if part.of_mean is not None]
+    are_sums = len(weights) < len(parts)
+    if len(of_means) < len(parts) or len({of_mean.function for of_mean in of_means}) > 1:
+        return values.sum(0) if are_sums else weighted_mean(values, weights)
+    means, constants = (
+        torch.stack([torch.as_tensor(getattr(of_mean, name), device=values.device) for of_mean in of_means])
+        for name in ("mean", "constant")
+    )
+    mean = means.sum() if are_sums else weighted_mean(means, weights)
+    constant = constants.mean() if are_sums else weighted_mean(constants, weights)
+    return (of_means[0].function(mean) + constant).to(values.dtype)
+
+
+def weighted_mean(values: Tensor, weights: Sequence[Denominator]) -> Tensor:
+    """The mean of ``values`` (along dimension 0), each with its weight; values without weight may be NaN.
+
+    Example:
+        >>> weighted_mean(torch.tensor([1.0, 4.0, float("nan")]), [1.0, 2.0, 0.0])
+        tensor(3.)
+    """
+    for weight in weights:  # to where they are: from the host to a device nobody waits
+        if isinstance(weight, Tensor) and weight.device.type != "cpu":
+            values = moved(values, weight.device)
+    exact = exact_dtype(values.device)
+    if any(isinstance(weight, Tensor) for weight in weights):
+        n = torch.stack([torch.as_tensor(weight, device=values.device).detach().to(exact) for weight in weights])
+    else:
+        n = torch.tensor(weights, dtype=exact, device=values.device)
+    n = n.reshape(-1, *[1] * (values.dim() - 1))
+    n = torch.where(n.sum(0) == 0, torch.ones_like(n), n)
+    parts = torch.where(n == 0, torch.zeros_like(n), values.to(exact) * n)
+    return (parts.sum(0) / n.sum(0)).to(values.dtype if values.is_floating_point() else torch.get_default_dtype())

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.counting import count_window
 from lightning_accum.errors import UsageError
-from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
+from lightning_accum.micro_batch import EMPTY, MicroBatch, Output, Weighed, joined_extra, joined_loss
 from lightning_accum.nonfinite import Guard
-from lightning_accum.splitting.logs import BatchLog, Output, joined_extra, joined_loss
+from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.plan import Mark, Plan
 from lightning_accum.step import Backward, CountsAhead, Outcome, SessionEngine, Step, ZeroGrad
 from lightning_accum.sync import GradientSync
@@ -159,7 +159,7 @@ class Session:
                 if is_boundary:
                     window_loss = self.end_window(seen)
                 if guard is not None and guard.has_left_out:
-                    outputs.append(Output(None, None, {}, EMPTY, count, is_left_out=True))
+                    outputs.append(Output(None, {}, EMPTY, count, is_left_out=True))
                     if not (index == own - 1 and self._has_ranks and not kept):  # others may wait for what it logs
                         log.forget_micro_batch()
                 else:
@@ -347,9 +347,7 @@ class Session:
 def _output_of(loss: Tensor | None, extra: dict[str, Any], weighed: Weighed, rows: int) -> Output:
     """What is kept of a micro-batch: a part of the graph would keep what it saved for a backward that never comes."""
     extra = apply_to_collection(extra, Tensor, Tensor.detach) if extra else extra
-    if loss is None:
-        return Output(None, None, extra, weighed, rows)
-    return Output(loss.item() if loss.is_cpu else loss.detach(), loss.dtype, extra, weighed, rows)
+    return Output(None if loss is None else loss.detach(), extra, weighed, rows)
 
 
 def parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:

@@ -1,11 +1,9 @@
-"""What micro-batches log and return, put together to what the whole batch would have logged and returned."""
+"""What micro-batches log, put together to what the whole batch would have logged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
-from numbers import Number
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,11 +14,8 @@ from torchmetrics.wrappers import MinMaxMetric, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_accum.errors import UnreadableLossError
-from lightning_accum.exact import exact_dtype, moved
-from lightning_accum.micro_batch import Weighed
+from lightning_accum.micro_batch import Weighed, loss_of_parts
 from lightning_accum.user_warnings import warn
-from lightning_accum.weighing.functions import OfMean
-from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import weight_alone
 
 Arguments: TypeAlias = Mapping[str, Any]
@@ -33,11 +28,7 @@ _CANNOT_MERGE = (
     "{!r} shows a {}, and what that holds cannot be put together from parts: where GradientAccumulation splits a batch, each"
     " micro-batch is an update to it, and its value of the step a mean over them. Log the metric itself with on_step=False."
 )
-_FOLDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "max": lambda values: values.amax(0),
-    "min": lambda values: values.amin(0),
-    "sum": lambda values: values.sum(0),
-}
+_FOLDS: dict[str, Callable[[Tensor], Tensor]] = {"max": dim_zero_max, "min": dim_zero_min, "sum": dim_zero_sum}
 
 
 class Logged(NamedTuple):
@@ -55,15 +46,13 @@ class Logged(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """One call of ``log``: its value, None of a metric that was only updated, and how that is weighted."""
+    """One call of ``log``: its value, None of a metric that was only updated, and how that is weighed; None as the loss is."""
 
     arguments: Arguments
     value: Tensor | None = None
     metric: Metric | None = None
     value_of: _ValueOfMetric | None = None
-    weight: Denominator | None = None
-    of_mean: OfMean | None = None
-    is_sum: bool = False
+    weighed: Weighed | None = None
     is_loss: bool = False
 
 
@@ -85,17 +74,13 @@ class BatchLog:
         """The ids of the metrics whose value of the step is shown: found out in the first batch, kept by the caller."""
         self.micro_batch = 0
         """The micro-batch that is running."""
-        self._metrics = metrics
         self.entries: dict[_Key, dict[int, _Call]] = {}
         """What was logged, by micro-batch."""
         self._micro_batches: Sequence[tuple[Weighed, int]] = ()
         self.may_be_loss: list[tuple[Tensor, dict[int, _Call]]] = []
         """Values without a graph. They are kept until the loss is known: no other tensor can have their memory."""
-        self._caches_before = [vars(metric).get("_forward_cache") for metric in metrics]
-        for metric in metrics:
-            metric._forward_cache = None  # what is there when something is logged is of this batch
-        of_batch = (metric for metric in metrics if id(metric) in self.shown or not metric.update_called)
-        self._of_batch = {id(metric): _MetricOfBatch(metric) for metric in of_batch}
+        self._metrics = metrics
+        self._of_batch = {id(metric): _MetricOfBatch(metric, id(metric) in self.shown) for metric in metrics}
 
     def collect(self, hook: str, name: str, value: Tensor | Metric, arguments: Arguments) -> None:
         """Take in one call of ``log``."""
@@ -107,23 +92,23 @@ class BatchLog:
             shown = computed if isinstance(computed, Tensor) else None
             calls[self.micro_batch] = _Call(arguments, shown, value, _ValueOfMetric(value))
             return
-        weight, of_mean, value_of, is_sum = arguments.get("batch_size"), None, _metric_behind(value, self._metrics), False
+        size, value_of = arguments.get("batch_size"), _metric_behind(value, self._metrics)
+        weighed = None if size is None else Weighed(size)
         if value_of is None and value.grad_fn is None:
             self.may_be_loss.append((value, calls))
         elif value_of is None:
             with suppress(UnreadableLossError):
-                own, found = weight_alone(value)
-                of_mean, is_sum = None if found is None else found.of_mean(value), own is None
-                weight = weight if own is None else own
+                weight, function = weight_alone(value)
+                weighed = Weighed(weight, None if function is None else function.of_mean(value))
         logged = value.detach().clone()
         logged = logged.squeeze() if logged.numel() == 1 else logged
-        calls[self.micro_batch] = _Call(arguments, logged, None, value_of, weight, of_mean, is_sum)
+        calls[self.micro_batch] = _Call(arguments, logged, None, value_of, weighed)
 
     def note_loss(self, loss: Tensor | None) -> None:
         """The micro-batch has this loss: what was logged of it without its graph, ``loss.detach()``, is weighed as it is."""
         for value, calls in self.may_be_loss:
             if loss is not None and value.numel() == 1 and value.data_ptr() == loss.data_ptr():
-                calls[self.micro_batch] = calls[self.micro_batch]._replace(weight=None, is_loss=True)
+                calls[self.micro_batch] = calls[self.micro_batch]._replace(is_loss=True)
         self.may_be_loss.clear()
 
     def forget_micro_batch(self) -> None:
@@ -152,12 +137,14 @@ class BatchLog:
             sizes = [call.arguments.get("batch_size") for call in calls.values()]
             if any(size is not None for size in sizes):
                 arguments = {**arguments, "batch_size": sum(size for size in sizes if size is not None)}
-            value: Tensor | Metric | None = last.metric
+            of_step: Tensor | None = None
             if any(call.value is not None for call in calls.values()):
-                of_step = self._of_step(last)
-                value = self._fold(calls) if of_step is None else of_step
-            if last.metric is not None and isinstance(value, Tensor):
-                last.metric._forward_cache, value = value, last.metric  # type: ignore[assignment]  # its type is None there
+                if last.value_of is not None and (of_batch := self._of_batch.get(id(last.value_of.metric))) is not None:
+                    of_step = last.value_of.find(of_batch.value)
+                of_step = self._fold(calls) if of_step is None else of_step
+            if last.metric is not None and of_step is not None:
+                last.metric._forward_cache = of_step  # type: ignore[assignment]  # its type is None there
+            value = of_step if last.metric is None else last.metric
             assert value is not None
             yield Logged(hook, name, value, arguments)
 
@@ -177,31 +164,22 @@ class BatchLog:
                 self._of_batch[id(metric)].compute(self.micro_batch + 1)
         for of_batch in self._of_batch.values():
             of_batch.close()
-        for metric, before in zip(self._metrics, self._caches_before, strict=True):
-            if metric._forward_cache is None:
-                metric._forward_cache = before
-
-    def _of_step(self, call: _Call) -> Tensor | None:
-        if call.value_of is None or id(call.value_of.metric) not in self._of_batch:
-            return None
-        return call.value_of.find(self._of_batch[id(call.value_of.metric)].value)
 
     def _fold(self, calls: Mapping[int, _Call]) -> Tensor:
-        shown = {index: call for index, call in calls.items() if call.value is not None}
-        found = [call.value for call in shown.values() if call.value is not None]
+        last, found = _last(calls), {index: call.value for index, call in calls.items() if call.value is not None}
+        device = next(iter(found.values())).device
+        values = torch.stack([value.to(device) for value in found.values()])
         if len(found) == 1:
-            return found[0]
-        last, values = _last(calls), torch.stack([value.to(found[0].device) for value in found])
+            return values[0]
         if last.metric is None and (fold := _FOLDS.get(name_of_reduction(last.arguments))) is not None:
             return fold(values)
-        is_sum, is_loss = (any(getattr(call, name) for call in shown.values()) for name in ("is_sum", "is_loss"))
-        weights: list[Denominator | None] = []
-        for index, call in shown.items():
-            weighed, rows = self._micro_batches[index]
-            own = weighed.weight if call.weight is None else call.weight
-            weights.append(None if is_sum or (is_loss and weighed.weight is None) else rows if own is None else own)
-        of_means = [self._micro_batches[index][0].of_mean if is_loss else call.of_mean for index, call in shown.items()]
-        return loss_of_parts(values, weights, of_means)
+        return loss_of_parts(values, [self._weighed(index, calls[index]) for index in found])
+
+    def _weighed(self, index: int, call: _Call) -> Weighed:
+        of_loss, rows = self._micro_batches[index]
+        if call.is_loss:
+            return of_loss
+        return call.weighed or Weighed(rows if of_loss.weight is None else of_loss.weight)
 
 
 def _last(calls: Mapping[int, _Call]) -> _Call:
@@ -218,19 +196,18 @@ def name_of_reduction(arguments: Arguments) -> str:
 
 
 class _MetricOfBatch:
-    """A metric that holds the batch alone until it is closed, and everything again from then on."""
+    """A metric that, if it is shown, holds the batch alone until it is closed, and everything again from then on."""
 
-    def __init__(self, metric: Metric) -> None:
-        self._metric = metric
-        self._before: dict[str, Any] | None = None
-        self._updates_before = metric.update_count
-        self._holds_batch_alone = not metric.update_called
+    def __init__(self, metric: Metric, is_shown: bool) -> None:
+        self._metric, self._updates_before, self._cache_before = metric, metric.update_count, vars(metric).get("_forward_cache")
+        metric._forward_cache = None  # what is there when something is logged is of this batch
+        self._before: dict[str, Any] = {}
         self.value: Any = None
         """Its value for the batch, on this rank; None where it cannot be computed."""
-        if metric.update_called and _can_merge(metric):
+        if is_shown and metric.update_called and _can_merge(metric):
             self._before = {name: list(s) if isinstance(s, list) else s for name, s in metric.metric_state.items()}
             metric.reset()
-            self._holds_batch_alone = True
+        self._holds_batch_alone = not metric.update_called
 
     def compute(self, micro_batches: int) -> None:
         """Compute :attr:`value`, if there was at most one update in each of so many micro-batches."""
@@ -247,7 +224,9 @@ class _MetricOfBatch:
     def close(self) -> None:
         """Give the metric back what it held before the batch."""
         metric = self._metric
-        if self._before is None:
+        if metric._forward_cache is None:
+            metric._forward_cache = self._cache_before
+        if not self._before:
             return
         if metric.update_called:
             metric._reduce_states(self._before)  # merge_state refuses metrics that do not say whether an update reads the state
@@ -292,101 +271,3 @@ def _metric_behind(value: Tensor, metrics: Sequence[Metric]) -> _ValueOfMetric |
             if value._base is (cached if cached._base is None else cached._base) and 0 <= index < len(cached):
                 return _ValueOfMetric(metric, index)
     return None
-
-
-# --- what training_step returned ------------------------------------------------------------------------------------
-
-
-class Output(NamedTuple):
-    """What came of one micro-batch of a batch."""
-
-    loss: Tensor | float | None
-    """Without its graph; a number where it is on the host, where these are quicker than tensors; None where there was none."""
-    dtype: torch.dtype | None
-    extra: Mapping[str, Any]
-    """What else ``training_step`` returned, by name, without its graph."""
-    weighed: Weighed
-    rows: int
-    is_left_out: bool = False
-    """It is as if it had never been in the batch."""
-
-
-def joined_loss(outputs: Sequence[Output], of_window: Tensor | None = None) -> Tensor | None:
-    """The loss of a batch, and of a window that is this batch and nothing else: the weighted mean, or the sum of sums."""
-    found = [output for output in outputs if output.loss is not None]
-    if not found:
-        return None
-    dtype = found[-1].dtype
-    if of_window is not None:
-        return of_window.to(dtype)
-    tensors = [output.loss.reshape(()) for output in found if isinstance(output.loss, Tensor)]
-    losses = torch.stack(tensors) if tensors else torch.tensor([output.loss for output in found], dtype=torch.float64)
-    weights, of_means = [output.weighed.weight for output in found], [output.weighed.of_mean for output in found]
-    return loss_of_parts(losses, weights, of_means).to(dtype)
-
-
-def joined_extra(outputs: Sequence[Output], order: Sequence[int] | None = None) -> dict[str, Any]:
-    """What else was returned for a batch.
-
-    Tensors with one entry a sample are put together, in the order of the batch. Numbers are weighted means. Of anything else there
-    is a list, with one entry a micro-batch.
-    """
-    if order is not None:
-        rows = iter(order)
-        order = [row for output in outputs for row in islice(rows, output.rows) if not output.is_left_out]
-    kept = [output for output in outputs if not output.is_left_out]
-    names = dict.fromkeys(name for output in kept for name in output.extra)
-    return {name: _join([output for output in kept if name in output.extra], name, order) for name in names}
-
-
-def _join(outputs: Sequence[Output], name: str, order: Sequence[int] | None) -> Any:
-    values, rows = [output.extra[name] for output in outputs], [output.rows for output in outputs]
-    if all(isinstance(value, Tensor) and value.dim() > 0 for value in values):
-        has_rows = [len(value) for value in values] == rows
-        if has_rows and len({value.shape[1:] for value in values}) == 1:
-            joined = torch.cat(values)
-            if order is None or len(order) != len(joined):
-                return joined
-            return joined[torch.tensor(order).argsort().to(joined.device)]
-    elif not any(isinstance(v, bool) or (isinstance(v, Tensor) and v.dim()) or not isinstance(v, (Tensor, Number)) for v in values):
-        numbers = torch.stack([torch.as_tensor(value) for value in values])
-        weights = [output.weighed.weight for output in outputs if output.weighed.weight is not None]
-        return weighted_mean(numbers, weights if len(weights) == len(values) else rows)
-    return values
-
-
-def loss_of_parts(values: Tensor, weights: Sequence[Denominator | None], of_means: Sequence[OfMean | None]) -> Tensor:
-    """What is a mean, a sum, or a function of one of these, of the whole of several parts."""
-    counts = [weight for weight in weights if weight is not None]
-    counted = [of_mean for of_mean in of_means if of_mean is not None]
-    are_sums = len(counts) < len(weights)
-    if len(counted) < len(of_means) or len({of_mean.function for of_mean in counted}) > 1:
-        return values.sum(0) if are_sums else weighted_mean(values, counts)
-    means, constants = (
-        torch.stack([torch.as_tensor(getattr(of_mean, name), device=values.device) for of_mean in counted])
-        for name in ("mean", "constant")
-    )
-    if are_sums:
-        return (counted[0].function(means.sum()) + constants.mean()).to(values.dtype)
-    return (counted[0].function(weighted_mean(means, counts)) + weighted_mean(constants, counts)).to(values.dtype)
-
-
-def weighted_mean(values: Tensor, weights: Sequence[Denominator]) -> Tensor:
-    """The mean of ``values`` (along dimension 0), each with its weight; values without weight may be NaN.
-
-    Example:
-        >>> weighted_mean(torch.tensor([1.0, 4.0, float("nan")]), [1.0, 2.0, 0.0])
-        tensor(3.)
-    """
-    for weight in weights:  # to where they are: from the host to a device nobody waits
-        if isinstance(weight, Tensor) and weight.device.type != "cpu":
-            values = moved(values, weight.device)
-    exact = exact_dtype(values.device)
-    if any(isinstance(weight, Tensor) for weight in weights):
-        n = torch.stack([torch.as_tensor(weight, device=values.device).detach().to(exact) for weight in weights])
-    else:
-        n = torch.tensor(weights, dtype=exact, device=values.device)
-    n = n.reshape(-1, *[1] * (values.dim() - 1))
-    n = torch.where(n.sum(0) == 0, torch.ones_like(n), n)
-    parts = torch.where(n == 0, torch.zeros_like(n), values.to(exact) * n)
-    return (parts.sum(0) / n.sum(0)).to(values.dtype if values.is_floating_point() else torch.get_default_dtype())
