@@ -116,13 +116,10 @@ class MicroBatchSizes:
         self._tries_more, self.has_changed = False, True
         return max(1, self._limit // _rounded(cost))
 
-    def end_batch(self, micro_batches: Sequence[tuple[int, int]]) -> None:
-        """A loader batch went well in the end, in micro-batches of these costs and rows."""
+    def end_batch(self) -> None:
+        """A loader batch went well in the end."""
         if self._is_bound and self._tries_more and self._limit is not None:
-            largest = max((_rounded(cost) * rows for cost, rows in micro_batches if rows > 1), default=0)
-            self._tries_more = False
-            if largest > self._limit:
-                self._limit, self.has_changed = largest, True
+            self._limit, self._tries_more, self.has_changed = 2 * self._limit, False, True
         self._is_bound = False
 
     def agree(self, ranks: Ranks) -> None:
@@ -196,7 +193,7 @@ class RetriedSplitting(Splitting):
                     raise
                 seen = str(error).strip().partition("\n")[0]
             else:
-                self.sizes.end_batch([(piece.cost, piece.count) for piece in self.pieces])
+                self.sizes.end_batch()
                 self.largest = max((piece.count for piece in self.pieces), default=None)
                 return result
             # out of the handler: its traceback held on to what the attempt had allocated
