@@ -13,14 +13,7 @@ from torch import Tensor
 
 from lightning_accum.errors import AccumulationError, UnsplittableBatchError
 from lightning_accum.splitting.lengths import IGNORE_INDEX, is_whole
-from lightning_accum.splitting.micro_batch import (
-    Layout,
-    layout_of_samples,
-    may_be_one_sample,
-    may_belong_to_rows,
-    rebuilt,
-    with_entries,
-)
+from lightning_accum.splitting.micro_batch import Layout, doubt_about, layout_of_samples, rebuilt, with_entries
 from lightning_accum.splitting.rows import Part, read_parts
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 
@@ -45,10 +38,8 @@ class FewRows:
         self._batch, self._own, self.of_batch, self.of_others = batch, layout, layout.size, list[int]()
         if not layout.size:
             raise CannotCheckError("the first batch has no rows")
-        if may_be_one_sample(layout):
-            raise CannotCheckError("the rows of the batch may be parts of one sample")
-        if (shared := may_belong_to_rows(layout, known or {})) is not None:
-            raise CannotCheckError(f"{shared} has no entry for each of the {layout.size} rows, and may have several")
+        if (doubt := doubt_about(layout, known or {})) is not None:
+            raise CannotCheckError(doubt)
         self.kept = layout.take(list(range(min(layout.size, MOST_ROWS))))
         if before and layout.size < MOST_ROWS:
             with suppress(CannotCheckError):
@@ -187,18 +178,15 @@ def join(batches: Sequence[Any], known: Mapping[str, str] | None = None) -> tupl
     if len(batches) == 1:
         return batches[0], ""
     by_path, roots = list[dict[str, Part]](), list[Part]()
-    try:
-        for batch in batches:
+    for number, batch in enumerate(batches):
+        try:
             root, _, parts = read_parts(batch, known or {})
-            known = known or {part.path: part.kind for part in parts}
-            by_path.append({part.path: part for part in parts if part is not root or part.kind in ("tensor", "rows")})
-            roots.append(root)
-    except UnsplittableBatchError as error:
-        found = str(error).partition(": ")[2].partition(". Say how")[0]
-        raise JoiningError(found) from error
-    for number, other in enumerate(by_path[1:], 1):
-        if other.keys() != by_path[0].keys():
-            others = sorted(other.keys() ^ by_path[0].keys())
+        except UnsplittableBatchError as error:
+            raise JoiningError(str(error).partition(": ")[2].partition(". Say how")[0]) from error
+        known = known or {part.path: part.kind for part in parts}
+        by_path.append({part.path: part for part in parts if part is not root or part.kind in ("tensor", "rows")})
+        roots.append(root)
+        if others := sorted(by_path[-1].keys() ^ by_path[0].keys()):
             raise JoiningError(f"batch {number} has other parts than batch 0 ({', '.join(others[:5])})")
     values = {path: [parts[path].value for parts in by_path] for path in by_path[0]}
     padded, description = _padded({path: values[path] for path, part in by_path[0].items() if part.kind == "tensor"})
@@ -224,7 +212,8 @@ def join(batches: Sequence[Any], known: Mapping[str, str] | None = None) -> tupl
 
 def _padded(tensors: Mapping[str, Sequence[Tensor]]) -> tuple[dict[str, list[Tensor]], str]:
     """Those whose columns differ in number, with padding that makes them equal, by path; and what was padded, in words."""
-    uneven = {path: [v.shape[1] for v in values] for path, values in tensors.items() if _is_uneven(values)}
+    lengths = {path: [v.shape[1] for v in values] for path, values in tensors.items() if all(v.dim() > 1 for v in values)}
+    uneven = {path: found for path, found in lengths.items() if len(set(found)) > 1}
     if not uneven:
         return {}, ""
     masks = {path: tensors[path] for path in uneven if "mask" in path.lower()}
@@ -234,10 +223,10 @@ def _padded(tensors: Mapping[str, Sequence[Tensor]]) -> tuple[dict[str, list[Ten
     of_tokens = [mask for path, values in masks.items() if not path.endswith("key_padding_mask") for mask in values]
     is_left = any(bool((mask[:, 0] == 0).any()) for mask in of_tokens) and all(bool((m[:, -1] != 0).all()) for m in of_tokens)
     padded: dict[str, list[Tensor]] = {}
-    for path, lengths in uneven.items():
+    for path, found in uneven.items():
         fill = _fill(path, tensors[path], masks)
         for value in tensors[path]:
-            missing = max(lengths) - value.shape[1]
+            missing = max(found) - value.shape[1]
             ends = (0, 0) * (value.dim() - 2) + ((missing, 0) if is_left else (0, missing))
             padded.setdefault(path, []).append(torch.nn.functional.pad(value, ends, value=fill))
     most, side = max(map(max, uneven.values())), "left" if is_left else "right"
@@ -257,11 +246,3 @@ def _fill(path: str, values: Sequence[Tensor], masks: Mapping[str, Sequence[Tens
             if value.shape == mask.shape and bool(is_padding.any()):
                 return float(value[is_padding][0])
     return 0
-
-
-def _is_uneven(values: Sequence[Tensor]) -> bool:
-    """Whether dimension 1 is all that differs beside the rows."""
-    shapes = {tuple(value.shape) for value in values}
-    if any(len(shape) < 2 for shape in shapes):
-        return False
-    return len({shape[1] for shape in shapes}) > 1 and len({shape[2:] for shape in shapes}) == 1

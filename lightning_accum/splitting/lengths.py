@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import accumulate
@@ -116,32 +116,11 @@ def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[in
         spans = _join((path, _explicit(path, tensor, tensors)) for path, tensor in found.items())
     else:
         masks = _join((path, _is_token(path, mask)) for path, mask in tensors.items() if mask.dim() == 2 and _is_mask(path))
-        spans = {length: span for length, span in masks.items() if _agrees(span, tensors, masks)}
-        spans |= _from_labels(tensors, but=masks)
+        labels = _join(_from_labels(tensors, but=masks))
+        # an end of sequence that no label asks for looks like one column of padding; positions count from the left
+        behind = {length: span.keep_padding(left=True, right=min(span.stops) >= length - 1) for length, span in labels.items()}
+        spans = {length: span for length, span in {**masks, **behind}.items() if _agrees(span, tensors, masks)}
     return {length: span for length, span in spans.items() if span.is_padded}
-
-
-class AmbiguousDims:
-    """Remembers which dimensions are no padded columns but may have as many by chance: batches where their sizes differ show it.
-
-    Twenty classes next to texts of up to twenty tokens; a source and a target that are padded to the same length.
-    """
-
-    def __init__(self) -> None:
-        self._others: set[tuple[str, tuple[str, int]]] = set()
-        """Dimensions, as (path, number), that once had another size than the columns that a tensor shows, with its path."""
-
-    def without(self, spans: Mapping[int, Spans], tensors: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> dict[int, Spans]:
-        """Take in one batch. Returns its spans without those of a size that another dimension has by chance."""
-        sizes = {(path, number): size for path, tensor in tensors.items() for number, size in enumerate(tensor.shape) if number}
-        sizes.update(((path, number), size) for path, tensor in shared.items() for number, size in enumerate(tensor.shape))
-        for span in spans.values():
-            self._others |= {(path, at) for path in span.read_from for at, size in sizes.items() if size != span.length}
-
-        def is_by_chance(at: tuple[str, int], span: Spans) -> bool:
-            return sizes[at] == span.length and all((path, at) in self._others for path in span.read_from)
-
-        return {length: span for length, span in spans.items() if not any(is_by_chance(at, span) for at in sizes)}
 
 
 def _name(path: str) -> str:
@@ -208,7 +187,8 @@ def _agrees(span: Spans, tensors: Mapping[str, Tensor], lengths: Collection[int]
         if is_other or not set(lengths).isdisjoint(tensor.shape[2:]):
             continue
         columns, (start, stop) = torch.arange(span.length, device=tensor.device), bounds.to(tensor.device)
-        if not _is_constant(tensor[(columns < start) | (columns >= stop)]) and not _counts(tensor):
+        padding = tensor[(columns < start) | (columns >= stop)]
+        if bool((padding != padding[:1]).any()) and not _counts(tensor):
             return False
     return True
 
@@ -221,33 +201,25 @@ def _counts(tensor: Tensor) -> bool:
     return int(lowest) >= 0 and int(highest) <= 1
 
 
-def _from_labels(tensors: Mapping[str, Tensor], but: Collection[int]) -> dict[int, Spans]:
-    """What is no padding behind a row, by labels of -100 and inputs that repeat one value, the same in all rows.
+def _from_labels(tensors: Mapping[str, Tensor], but: Collection[int]) -> Iterator[tuple[str, Tensor]]:
+    """Where rows have a label, or an input that is not repeated up to their end, which has to be the same in all rows.
 
     Of labels with other lengths than ``but``.
     """
-    found: dict[int, Spans] = {}
     for path, labels in tensors.items():
-        if labels.dim() != 2 or not is_whole(labels) or labels.shape[1] in (0, *but, *found):
+        if labels.dim() != 2 or not is_whole(labels) or labels.shape[1] in (0, *but):
             continue
-        length, is_token, is_ignored = labels.shape[1], labels != IGNORE_INDEX, labels[:, -1] == IGNORE_INDEX
-        others = (other for other in tensors.values() if other is not labels and other.shape[1:2] == (length,))
+        is_token, is_ignored = labels != IGNORE_INDEX, labels[:, -1] == IGNORE_INDEX
+        others = (other for other in tensors.values() if other is not labels and other.shape[1:2] == labels.shape[1:])
         inputs = [other for other in others if not _counts(other)]
-        if not bool(is_ignored.any()) or not all(_is_constant(other[:, -1][is_ignored]) for other in inputs):
+        last = [other[:, -1][is_ignored] for other in inputs]
+        if not bool(is_ignored.any()) or any(bool((values != values[:1]).any()) for values in last):
             continue
         for other in inputs:
             is_token = is_token | (other != other[:, -1:]).reshape(*other.shape[:2], -1).any(-1)
-        span = _spans(is_token, (path,)).keep_padding(left=True, right=False)  # positions count from the left
-        if min(span.stops) < length - 1:  # an end of sequence that no label asks for looks like one column of padding
-            found[length] = span
-    return found
+        yield path, is_token
 
 
 def is_whole(tensor: Tensor) -> bool:
     """Whether it holds whole numbers or bools."""
     return not tensor.is_floating_point() and not tensor.is_complex()
-
-
-def _is_constant(values: Tensor) -> bool:
-    """Whether all entries along dimension 0 are the same."""
-    return bool((values == values[:1]).all())

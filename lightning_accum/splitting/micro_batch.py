@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import UserDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,6 +107,11 @@ class Layout:
                     raise UnsplittableBatchError.because(f"{part}, and cannot be made anew ({error})") from error
         return cls(size, tensors, shared, {**known, **{part.path: part.kind for part in parts}}, partial(_taken, root))
 
+    @property
+    def columns(self) -> set[int]:
+        """The sizes of the dimensions of its rows."""
+        return {size for tensor in self.tensors.values() for size in tensor.shape[1:]}
+
     def take(self, rows: slice | Sequence[int] | Tensor, columns: Mapping[int, slice] | None = None) -> Any:
         """A batch of the same types with some of the rows: of a slice tensors are views, of row numbers they are copies.
 
@@ -177,20 +181,17 @@ def _taken(part: Part, selector: RowSelector) -> Any:
 
 def rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:
     """A container made anew, with what is taken of the parts inside of it in their places."""
-    value = part.value
-    inside = {inner.key: taken(inner) for inner in part.parts if inner.is_cut}
+    value, inside = part.value, {inner.key: taken(inner) for inner in part.parts if inner.is_cut}
     if isinstance(value, (list, tuple)):
-        return with_entries(value, [inside.get(index, entry) for index, entry in enumerate(value)]) if inside else copy.copy(value)
-    made = copy.copy(value)
-    if not isinstance(value, (dict, UserDict)):
-        for name, entry in inside.items():
-            object.__setattr__(made, name, entry)  # also where the class is frozen
-        return made
+        return with_entries(value, [inside.get(index, entry) for index, entry in enumerate(value)])
+    made: Any = copy.copy(value)
     for key, entry in inside.items():
+        if not isinstance(value, Mapping):
+            object.__setattr__(made, key, entry)  # also where the class is frozen
+            continue
         made[key] = entry
-    for name in getattr(made, "__dict__", {}) if inside else ():
-        if name in value:  # `batch.labels` for `batch["labels"]`
-            made.__dict__[name] = made[name]
+        if key in getattr(made, "__dict__", {}):  # `batch.labels` for `batch["labels"]`
+            made.__dict__[key] = made[key]
     return made
 
 
@@ -218,84 +219,68 @@ def samples_of(batch: Any, samples: Collection[int]) -> int | None:
         return batch.size(0) if isinstance(batch, Tensor) and batch.dim() else None
 
 
-def layout_of_samples(
-    batch: Any, samples: Collection[int], known: Mapping[str, str] | None = None, tables: Mapping[str, int] | None = None
-) -> Layout:
+def layout_of_samples(batch: Any, samples: Collection[int], known: Mapping[str, str] | None = None) -> Layout:
     """How a batch is made of rows that are samples, of which the loader puts so many into a batch.
 
-    What it shares by all rows has to be a table: not as many entries as the loader puts samples into a batch, nor of a size that
-    changes with the batch (it is in ``tables`` for those before), nor whole numbers that nobody explains: tokens, labels or
-    indices, of which a flat batch has more than samples.
+    What it shares by all rows has to be a table: no part that had rows before, and no whole numbers that nobody explains: tokens,
+    labels or indices, of which a flat batch has more than samples.
 
     Raises:
         UnsplittableBatchError: there are no rows, or they are no samples.
     """
-    layout, known, is_first = Layout.read(batch, known, samples), known or {}, tables is None
-    found = _contradiction(layout, samples) or (_packing(layout, samples) if is_first else None)
-    for path, tensor in layout.shared_tensors.items():
-        size, missing = tensor.shape[0], f"{_shape(path, tensor)} has no entry for each of the {layout.size} rows"
-        if found is not None or size == 1 or size in _columns(layout):  # one for all rows, or for all columns
-            continue
-        if known.get(path) == "tensor" or (tables or {}).get(path, size) != size:
-            found = f"{missing}, unlike in the batch before: what changes with the batch is no table that samples share"
-        elif not samples and is_whole(tensor) and path not in known:
-            found = missing
+    layout, known = Layout.read(batch, known, samples), known or {}
+    found = _contradiction(layout, samples) or (None if known else _packing(layout, samples))
+    for path, tensor in layout.shared_tensors.items() if found is None else ():
+        is_unexplained = is_whole(tensor) and path not in known and not samples
+        if tensor.shape[0] not in (1, *layout.columns) and (is_unexplained or known.get(path) == "tensor"):
+            found = f"{_shape(path, tensor)} has no entry for each of the {layout.size} rows"
     if found is not None:
         raise UnsplittableBatchError.because(found)
     return layout
 
 
-def may_be_one_sample(layout: Layout) -> bool:
-    """Whether what was found to be rows may be the parts of the only sample: all have its number, and something is there once."""
+def doubt_about(layout: Layout, known: Mapping[str, str]) -> str | None:
+    """Why what was read as rows may be none, in words.
+
+    They may be the parts of the only sample: all have its number, and something is there once. Or what is read as shared may be
+    several entries of each row, or whole numbers, which are hardly ever a table.
+    """
     is_alone = any(tensor.dim() > 0 and tensor.shape[0] == 1 for tensor in layout.shared_tensors.values())
     numbers = (t for t in layout.tensors.values() if t.dim() == 1 and is_whole(t) and t.dtype != torch.bool)
-    return is_alone and layout.size > 1 and any(not t.any() for t in numbers)
-
-
-def may_belong_to_rows(layout: Layout, known: Mapping[str, str]) -> str | None:
-    """What is read as shared by all rows, and may be several entries of each, or whole numbers, which are hardly ever a table."""
-    columns = _columns(layout)
+    if is_alone and layout.size > 1 and any(not t.any() for t in numbers):
+        return "the rows of the batch may be parts of one sample"
     for path, tensor in layout.shared_tensors.items():
-        is_explained = path in known or tensor.shape[0] <= 1 or columns.issuperset(tensor.shape)
+        is_explained = path in known or tensor.shape[0] <= 1 or layout.columns.issuperset(tensor.shape)
         if not is_explained and (is_whole(tensor) or (layout.size > 1 and tensor.shape[0] % layout.size == 0)):
-            return _shape(path, tensor)
+            return f"{_shape(path, tensor)} has no entry for each of the {layout.size} rows, and may have several"
     return None
 
 
 def _contradiction(layout: Layout, samples: Collection[int]) -> str | None:
-    if not samples or layout.size in samples:
+    if not samples or layout.size in samples or layout.size <= max(samples):  # a collate_fn may leave samples out
         return None
-    shared = [_shape(path, tensor) for path, tensor in layout.shared_tensors.items() if tensor.shape[0] in samples]
-    if layout.size <= max(samples) and not shared:  # a collate_fn may leave samples out
-        return None
-    tensors = ", ".join([*(_shape(*found) for found in islice(layout.tensors.items(), 1)), *shared])
     hint = " (DataLoader(batch_size=None) says that the dataset makes whole batches)" if max(samples) == 1 else ""
     says = f"the loader puts {' or '.join(map(str, sorted(samples)))} into a batch"
+    tensors = ", ".join(_shape(*found) for found in islice(layout.tensors.items(), 1))
     return f"it would be {layout.size} samples, but {says}{hint}: {tensors}"
 
 
 def _packing(layout: Layout, samples: Collection[int]) -> str | None:
     """Which tensor says that samples lie end to end: offsets, lengths, or the sample of each entry. Reads values."""
-    if not layout.shared_tensors:
-        return None
-    both = {**layout.tensors, **layout.shared_tensors}
-    for path, numbers in both.items():
-        if numbers.dim() != 1 or not is_whole(numbers) or numbers.dtype == torch.bool or len(numbers) < 2:
-            continue
-        others = layout.tensors if path in layout.shared_tensors else layout.shared_tensors
+    for tensors, others in ((layout.tensors, layout.shared_tensors), (layout.shared_tensors, layout.tensors)):
         ends = {t.shape[1] if t.shape[0] == 1 and t.dim() > 1 else t.shape[0] for t in others.values()}
-        steps, first, last = numbers.long().diff(), int(numbers[0]), int(numbers[-1])
-        is_sorted = first == 0 and bool((steps >= 0).all())
-        is_index = is_sorted and bool((steps <= 1).all()) and last + 1 in ends and 0 < last + 1 < len(numbers)
-        are_lengths = int(numbers.min()) > 0 and int(numbers.sum()) in ends and len(numbers) < int(numbers.sum())
-        if (is_sorted and last in ends and last != len(numbers)) or are_lengths or (is_index and layout.size not in samples):
-            return f"{_shape(path, numbers)} says that samples lie end to end"
+        for path, numbers in tensors.items() if ends else ():
+            if numbers.dim() != 1 or not is_whole(numbers) or numbers.dtype == torch.bool or len(numbers) < 2:
+                continue
+            steps, total, last = numbers.long().diff(), int(numbers.sum()), int(numbers[-1])
+            is_sorted = int(numbers[0]) == 0 and bool((steps >= 0).all())
+            are_offsets = is_sorted and last in ends and last != len(numbers)
+            are_lengths = int(numbers.min()) > 0 and total in ends and len(numbers) < total
+            is_index = is_sorted and bool((steps <= 1).all()) and last + 1 in ends and 0 < last + 1 < len(numbers)
+            if are_offsets or are_lengths or (is_index and layout.size not in samples):
+                return f"{_shape(path, numbers)} says that samples lie end to end"
     return None
 
 
 def _shape(path: str, tensor: Tensor) -> str:
     return f"{path} of shape {tuple(tensor.shape)}"
-
-
-def _columns(layout: Layout) -> set[int]:
-    return {size for tensor in layout.tensors.values() for size in tensor.shape[1:]}

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_accum.errors import UnsplittableBatchError
 from lightning_accum.splitting.lengths import (
-    AmbiguousDims,
     Spans,
     cut_where_lengths_fall,
     kept_columns,
@@ -78,12 +77,10 @@ class Plan:
 
     def note(self, error: Exception) -> None:
         """Add to an error which micro-batch raised it (Python 3.10 shows no notes)."""
-        is_split = not self.is_whole and (self.is_read or len(self.pieces) > 1)
-        if not is_split or not hasattr(error, "add_note"):
+        if self.is_whole or not (self.is_read or len(self.pieces) > 1) or not hasattr(error, "add_note"):
             return
-        piece, found = self.pieces[self.current], ""
-        if self.is_read:
-            found = f", {piece.count} rows of the loader batch, columns {dict(piece.columns) or 'all'}"
+        piece = self.pieces[self.current]
+        found = f", {piece.count} rows of the loader batch, columns {dict(piece.columns) or 'all'}" if self.is_read else ""
         error.add_note(
             f"GradientAccumulation(micro_batch=...) has split the batch: this was micro-batch {self.current} of"
             f" {len(self.pieces)}{found}. If something in the batch belongs to all of its rows, pass split=, a function that cuts"
@@ -117,17 +114,14 @@ class Planner:
         split: Split | None = None,
         warn: Callable[[str], None] = print,
         samples: Callable[[], Collection[int]] = frozenset,
-        size_for: Callable[[int, int], int] | None = None,
+        size_for: Callable[[int, int], int] = lambda cost, rows: rows,
     ) -> None:
         self.size, self._trim, self._split = size, trim, split
         self._warn, self._samples, self._size_for = warn, samples, size_for
-        self._ambiguous = AmbiguousDims()
         self.trimming = TrimmingCheck(warn)
         """What was found out about padding."""
         self.kinds: dict[str, str] = {}
         """What each part of a batch is, by path: found in the first batch, and held to."""
-        self._tables: dict[str, int] | None = None
-        """The size of what all rows share, by path; None before the first batch."""
         self._seen: tuple[Any, dict[int, Spans]] | None = None
         self._has_warned_of_long_rows = False
         self._description = ""
@@ -177,25 +171,16 @@ class Planner:
         return self.trimming.trimmable(layout, self._read_spans(layout) if seen is None else seen, proof)
 
     def _layout_of(self, batch: Any) -> Layout:
-        layout = layout_of_samples(batch, self._samples(), self.kinds, self._tables)
-        columns = {size for tensor in layout.tensors.values() for size in tensor.shape[1:]}
-        sizes = {path: tensor.shape[0] for path, tensor in layout.shared_tensors.items()}
-        self._tables = {**{path: size for path, size in sizes.items() if size not in (1, *columns)}, **(self._tables or {})}
+        layout = layout_of_samples(batch, self._samples(), self.kinds)
         self.kinds = layout.kinds
         return layout
 
     def _read_spans(self, layout: Layout) -> dict[int, Spans]:
-        tensors = layout.tensors
-        may_be_padded = any("mask" in path or (t.dim() > 1 and not t.is_floating_point()) for path, t in tensors.items())
-        if not may_be_padded and not isinstance(self._trim, str):
-            return {}
-        spans = read_spans(tensors, self._trim if isinstance(self._trim, str) else None)
-        return self._ambiguous.without(spans, tensors, layout.shared_tensors)
+        return read_spans(layout.tensors, self._trim if isinstance(self._trim, str) else None)
 
     def _plan_by_function(self, batch: Any, split: Split) -> Plan:
         size = self.size.at(0) if isinstance(self.size, Tokens) else self.size
         if size == "auto":
-            assert self._size_for is not None
             size = self._size_for(1, len(_cut(split, batch, 1)))
         micro_batches = _cut(split, batch, size)
         self._description = self._description or f"cut by {getattr(split, '__name__', split)}"
@@ -246,7 +231,6 @@ class Planner:
         if isinstance(self.size, int):
             return self.size
         if not isinstance(self.size, Tokens):
-            assert self._size_for is not None
             return self._size_for(cost, rows)
         if width > self.size.at(0) and not self._has_warned_of_long_rows:
             self._has_warned_of_long_rows = True

@@ -273,15 +273,14 @@ def split_lists(batch: Any, size: int) -> list[Any]:
     if isinstance(batch, list) and not any(isinstance(entry, (list, Tensor)) for entry in batch):
         return [batch[start : start + size] for start in range(0, len(batch), size)]
     entries: dict[Any, Any] = dict(batch if isinstance(batch, Mapping) else enumerate(batch))
-    number = next((len(entry) for entry in entries.values() if isinstance(entry, (list, tuple))), 0)
+    sizes = {key: parse(entry).size for key, entry in entries.items()}
+    number = next((sizes[key] for key, entry in entries.items() if isinstance(entry, (list, tuple))), None)
     if not number:
         raise UnsplittableBatchError(
             f"split_lists: there is no list with one entry a sample in the batch, a {type(batch).__name__}."
         )
-    lists = {key for key, e in entries.items() if isinstance(e, (list, tuple)) and len(e) == number}
-    has_rows = lists | {key for key, e in entries.items() if isinstance(e, Tensor) and e.shape[:1] == (number,)}
     parts = []
     for start in range(0, number, size):
-        cut = {key: e[start : start + size] if key in has_rows else e for key, e in entries.items()}
+        cut = {key: e[start : start + size] if sizes[key] == number else e for key, e in entries.items()}
         parts.append(cut if isinstance(batch, Mapping) else type(batch)(cut.values()))
     return parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -47,9 +47,6 @@ _Known: TypeAlias = tuple[str, tuple[str, ...]]
 """A side of rows, and the tensors that show where they end."""
 
 
-_TRIED_AT = {1} | {2**wait + wait + 1 for wait in range(32)}
-
-
 class TrimmingCheck:
     """Which padding may be trimmed. A proof that could not be made is tried again, ever more rarely."""
 
@@ -57,6 +54,8 @@ class TrimmingCheck:
         self._answers: dict[_Known, bool] = {}
         self._seen: Counter[_Known] = Counter()
         """Batches with such padding, while there was no answer."""
+        self._others: set[tuple[str, tuple[str, int]]] = set()
+        """Dimensions, as (path, number), that once had another size than the columns that a tensor shows, with its path."""
         self._warn = warn
 
     def prove_again(self) -> None:
@@ -65,18 +64,33 @@ class TrimmingCheck:
 
     def trimmable(self, layout: Layout, spans: dict[int, Spans], proof: Proof) -> dict[int, Spans]:
         """The spans without the padding that the loss was found to depend on."""
-        kept: list[Spans] = []
+        spans, kept = self._without_others(spans, layout), list[Spans]()
         for span in spans.values():
             keeps = {}
             for side, is_there in (("right", span.is_padded_right), ("left", span.is_padded_left)):
                 known = (side, span.read_from)
                 if is_there and known not in self._answers:
                     self._seen[known] += 1
-                    if self._seen[known] in _TRIED_AT:
+                    if self._seen[known].bit_count() == 1:
                         self._note(known, _prove(side, span, spans, layout, proof))
                 keeps[side] = not self._answers.get(known, False)
             kept.append(span.keep_padding(**keeps))
         return {span.length: span for span in kept if span.is_padded}
+
+    def _without_others(self, spans: Mapping[int, Spans], layout: Layout) -> dict[int, Spans]:
+        """The spans without those of a size that another dimension has by chance, which batches where they differ have shown.
+
+        Twenty classes next to texts of up to twenty tokens; a source and a target that are padded to the same length.
+        """
+        sizes = {(path, at): size for path, tensor in layout.tensors.items() for at, size in enumerate(tensor.shape) if at}
+        sizes.update(((path, at), size) for path, tensor in layout.shared_tensors.items() for at, size in enumerate(tensor.shape))
+        for span in spans.values():
+            self._others |= {(path, at) for path in span.read_from for at, size in sizes.items() if size != span.length}
+
+        def is_by_chance(at: tuple[str, int], span: Spans) -> bool:
+            return sizes[at] == span.length and all((path, at) in self._others for path in span.read_from)
+
+        return {length: span for length, span in spans.items() if not any(is_by_chance(at, span) for at in sizes)}
 
     def _note(self, known: _Known, verdict: Verdict) -> None:
         where = f"Padding on the {known[0]} of rows is not trimmed"

@@ -97,8 +97,8 @@ class RowWise:
 
     def _planner(self, size: MicroBatchSize) -> Planner:
         # that nothing is trimmed needs no warning: outputs may be sequences; what is tried on two rows would be on one rank alone
-        size_for = None if self.sizes is None else self.sizes.size_for
-        return Planner(size, self.trim and self.largest is None, warn=lambda text: None, size_for=size_for)
+        sizes = self.sizes or MicroBatchSizes()
+        return Planner(size, self.trim and self.largest is None, warn=lambda text: None, size_for=sizes.size_for)
 
     def end_proofs(self, kinds: set[Hashable], warn: Callable[[str], None] | None) -> None:
         """It was seen for these kinds of calls, and ``warn`` takes the name of a submodule that has another; or it is given up."""

@@ -224,12 +224,6 @@ def test_more_rows_than_the_loader_puts_samples_into_a_batch_are_refused() -> No
         pieces(data, 2)
 
 
-def test_a_tensor_whose_size_changes_with_the_batch_is_not_taken_for_a_table() -> None:
-    batches = [{"x": rows(4, 2), "y": rows(4), "point": torch.rand(n, 3)} for n in (9, 7)]
-    with pytest.raises(UnsplittableBatchError, match="point"):
-        fit(Gets(), batches, GradientAccumulation(micro_batch=2, weight="equal", check=False))
-
-
 # --- a function that splits ----------------------------------------------------------------------------------------------
 
 

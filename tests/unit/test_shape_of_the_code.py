@@ -252,7 +252,6 @@ ON_THE_HOST = {
     "metrics.py": "the mean of an epoch",
     "noise.py": "numbers of a checkpoint",
     "parameter_changes.py": "the type of what is there already",
-    "splitting/logs.py": "losses that are numbers",
     "testing.py": "a comparison",
     "prove.py": "gradients that were copied there",
     "trial.py": "a precision",
