@@ -30,7 +30,7 @@ CEILINGS = {
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 1,
     "assignments to an attribute of another object": 248,
-    "lines of tests": 28_050,
+    "lines of tests": 28_000,
     "lines of tests in files that import private modules": 720,
 }
 
