@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from lightning_accum.engine import Engine
@@ -46,18 +47,13 @@ def clip_sharded_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor
     Returns:
         The norm of all gradients together, one number, the same on all ranks.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     by_mesh: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
-        by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
-    norms = [_whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(group)))) for group in by_mesh.values()]
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
-    factor = (largest / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local.mul_(factor.to(local.device))
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None, []).append(parameter)
+    norms = [get_total_norm([parameter.grad for parameter in group]) for group in by_mesh.values()]  # type: ignore[misc]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norm = torch.linalg.vector_norm(torch.stack(whole)) if whole else torch.tensor(0.0)
+    for group in by_mesh.values():
+        clip_grads_with_norm_(group, largest, norm)
     return norm
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

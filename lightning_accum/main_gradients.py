@@ -6,7 +6,7 @@ gradient is added to a sum in a wider type as soon as backward has made it, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,6 @@ from typing_extensions import override
 
 from lightning_accum.errors import UsageError
 from lightning_accum.ranks import Ranks
-
-BUCKET_BYTES = 25 * 2**20
-"""So much is reduced at a time, as DistributedDataParallel does."""
 
 
 def is_narrower(dtype: torch.dtype, wide: torch.dtype) -> bool:
@@ -95,14 +92,13 @@ class GradientSums:
                 total = sums[parameter] if sums[parameter].layout != torch.strided else sums[parameter].to_sparse()
                 sums[parameter] = total.coalesce() / ranks.size
                 dist.all_reduce(sums[parameter], group=ranks.group)
-        for bucket in _buckets(sums[parameter] for parameter in used if kinds[parameter] == dense):
-            is_in_place = len(bucket) == 1 and bucket[0].is_contiguous()
-            flat = bucket[0] if is_in_place else torch.cat([total.reshape(-1) for total in bucket])
-            dist.all_reduce(flat, group=ranks.group)
-            flat.div_(ranks.size)
-            if not is_in_place:
-                for total, part in zip(bucket, torch.split(flat, [total.numel() for total in bucket]), strict=True):
-                    total.copy_(part.view(total.shape))
+        reductions = []
+        for total in [sums[parameter] for parameter in used if kinds[parameter] == dense]:
+            flat = total.contiguous()  # ranks may have other strides
+            reductions.append((total, flat, dist.all_reduce(flat, group=ranks.group, async_op=True)))
+        for total, flat, reduction in reductions:
+            reduction.wait()
+            total.copy_(flat.div_(ranks.size))
 
     def take(self) -> dict[nn.Parameter, Tensor]:
         """The sums, which from now on are none."""
@@ -112,19 +108,6 @@ class GradientSums:
     def clear(self) -> None:
         """Forget the sums; a window has ended."""
         self._sums = {}
-
-
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one type and device together, in their order, up to a size."""
-    open_ones: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        key = (tensor.dtype, tensor.device)
-        bucket = open_ones.setdefault(key, [])
-        if bucket and sum(own.nbytes for own in (*bucket, tensor)) > BUCKET_BYTES:
-            yield open_ones.pop(key)
-            bucket = open_ones.setdefault(key, [])
-        bucket.append(tensor)
-    yield from open_ones.values()
 
 
 class MainGradients(GradientSums):
@@ -183,6 +166,14 @@ class MainGradients(GradientSums):
                 f" is {gradient.layout}. Leave accumulate_dtype out, or have the layer give dense ones."
             )
         self.add(parameter, gradient, factor)
+
+    def accumulated(self, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """The sums of these parameters, for the caller to copy before a backward."""
+        return {name: self._sums[own] for name, own in named.items() if own in self._sums}
+
+    def restore_accumulated(self, named: Mapping[str, nn.Parameter], kept: Mapping[str, Tensor]) -> None:
+        """Have the sums be ``kept``, copies of what :meth:`accumulated` gave before a backward."""
+        self._sums = {named[name]: total for name, total in kept.items()}
 
     def copies(self) -> dict[nn.Parameter, Tensor]:
         """The sums as they are now, for :meth:`restore`."""

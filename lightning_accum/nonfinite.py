@@ -32,11 +32,10 @@ class Guard:
     (:class:`Undo`).
 
     Args:
-        sync: has the gradients until they are reduced.
+        gradients: has those of the window until they are reduced.
         undo: restores what a micro-batch has changed.
         parameters_by_name: gives those that may get a gradient.
         leaves_out: whether to leave them out, or to raise an error.
-        sums: where gradients are added up, if not in ``parameter.grad``.
         where: says in words which loader batch is under way.
         inform: prints what was left out, after a warning about the first.
         warn: takes the warning, on any rank.
@@ -46,11 +45,10 @@ class Guard:
 
     def __init__(
         self,
-        sync: GradientSync,
+        gradients: GradientSync | MainGradients,
         undo: Undo,
         parameters_by_name: Callable[[], dict[str, nn.Parameter]],
         leaves_out: bool,
-        sums: MainGradients | None,
         where: Callable[[], str],
         inform: Callable[[str], None],
         warn: Callable[[str], None] = warn,
@@ -60,8 +58,8 @@ class Guard:
         self.leaves_out = leaves_out
         self.has_left_out = False
         """The last micro-batch was left out."""
-        self._sync, self._undo, self._parameters_by_name = sync, undo, parameters_by_name
-        self._sums, self._where, self._inform, self._warn = sums, where, inform, warn
+        self._gradients, self._undo, self._parameters_by_name = gradients, undo, parameters_by_name
+        self._where, self._inform, self._warn = where, inform, warn
         self._group, self._looks_at_gradients = group, looks_at_gradients
         self._micro_batch = MicroBatch(None)
         self._snapshot: Snapshot | None = None
@@ -80,20 +78,16 @@ class Guard:
         Raises:
             FloatingPointError: it is not finite, and such are not to be left out.
         """
-        named, sums, sync = self._parameters_by_name(), self._sums, self._sync
-        accumulated = sync.accumulated(named) if self.leaves_out and sums is None else {}
+        named, gradients = self._parameters_by_name(), self._gradients
+        accumulated = gradients.accumulated(named) if self.leaves_out else {}
         kept = {name: gradient.clone() for name, gradient in accumulated.items()}
-        kept_sums = sums.copies() if self.leaves_out and sums is not None else {}
         fault: str | None = "an error"
         try:
             yield
             fault = self._fault(loss, weight, named)
         finally:
             if fault is not None and self.leaves_out:
-                if sums is None:
-                    sync.restore_accumulated(named, kept)
-                else:
-                    sums.restore(kept_sums)
+                gradients.restore_accumulated(named, kept)
         if fault is not None:
             self._report(fault)
 
@@ -148,12 +142,8 @@ class Guard:
     @torch.no_grad()
     def _largest(self, named: Mapping[str, nn.Parameter]) -> tuple[list[str], list[Tensor]]:
         """The largest absolute value of each gradient: NaN or inf if it has one, and it cannot overflow as a sum could."""
-        if self._sums is None:
-            found = self._sync.accumulated(named)
-        else:
-            found = {name: total for name, own in named.items() if (total := self._sums.of(own)) is not None}
         values: dict[str, Tensor] = {}
-        for name, gradient in found.items():
+        for name, gradient in self._gradients.accumulated(named).items():
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             value = gradient if gradient.layout == torch.strided else gradient._values()
             if value.numel():

@@ -66,14 +66,11 @@ class ParameterChanges:
 
         In the full batch they are cleared after it. In a later micro-batch what it adds would stay, and what it clears is lost.
         """
-        before = [
-            (sample.name, sample.tensor, gradient, _version(gradient), _elements_of(gradient))
-            for sample in self._before
-            for gradient in (sample.tensor.grad,)
-        ]
+        before = [(sample.name, sample.tensor, sample.tensor.grad, _elements_of(sample.tensor.grad)) for sample in self._before]
+        versions = [-1 if gradient is None else gradient._version for _, _, gradient, _ in before]
         yield
-        for name, tensor, gradient, version, elements in before:
-            is_as_it_was = tensor.grad is gradient and _version(gradient) == version
+        for (name, tensor, gradient, elements), version in zip(before, versions, strict=True):
+            is_as_it_was = tensor.grad is gradient and (gradient is None or gradient._version == version)
             if not is_as_it_was and not torch.equal(_elements_of(tensor.grad), elements):  # DDP moves some into other buckets
                 raise UsageError(
                     f"training_step changes the gradient of '{name}', to which the micro-batches of a window add. A step of the"
@@ -111,10 +108,6 @@ class ParameterChanges:
 def _elements_of(gradient: Tensor | None) -> Tensor:
     is_read = gradient is not None and gradient.layout == torch.strided
     return _elements(gradient) if is_read else torch.empty(0)  # type: ignore[arg-type]
-
-
-def _version(gradient: Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
 
 
 def _message(changed: dict[str, float], once_a_window: str) -> str:

@@ -80,12 +80,8 @@ class Ranks:
 
     def agree(self, status: RankStatus) -> RankStatus:
         """What any of the ranks has. Called on all of them."""
-        if self.world_size == 1:
-            return status
-        values = torch.tensor([int(value) for value in astuple(status)], device=self._device)
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._world)
-        is_alive, batch_from, has_more, lacks_batch, is_stopped, failed = values.tolist()
-        return RankStatus(bool(is_alive), batch_from, bool(has_more), bool(lacks_batch), bool(is_stopped), failed)
+        values = astuple(status)
+        return RankStatus(*(type(own)(largest) for own, largest in zip(values, self.largest(*values), strict=True)))
 
     def sum(self, number: float) -> float:
         """The sum over those whose gradients are averaged. Called on all."""

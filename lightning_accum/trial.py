@@ -19,13 +19,12 @@ from lightning_accum.failures import have_all_left
 from lightning_accum.prove import ALL, Measured, sample
 from lightning_accum.randomness import RandomState, dropout_switched_off
 from lightning_accum.sync import GradientSync
-from lightning_accum.trial_mode import TrialMode
+from lightning_accum.trial_mode import TrialMode, is_narrow, widened, widened_batch
 from lightning_accum.undo import Snapshot
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.safeguards import freeze_batch_norm, guard_against_zero
 from lightning_accum.weighing.terms import Term, scale_terms
 from lightning_accum.weighing.weight import Reading, Weigher
-from lightning_accum.wider import is_narrow, widened, widened_batch
 
 _T = TypeVar("_T")
 

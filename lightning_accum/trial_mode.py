@@ -1,11 +1,13 @@
-"""What is watched while a module is tried out: the random numbers that it draws, what it writes into, its types."""
+"""What a module is tried out in: random numbers and what it writes into are watched, and it may have a wider type than its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -70,3 +72,55 @@ def _storage_of(tensor: Tensor) -> int:
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     return tensor.untyped_storage().data_ptr()
+
+
+# --- a module and its batches in a wider type than their own, in which rounding shows less ------------------------------------
+
+
+@contextmanager
+def widened(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Have others of a type in place of parameters and buffers that have a narrower one.
+
+    The parameters themselves stay as they are: with data of another type they would lose the hooks that DDP has at their gradients.
+    The user's hooks at their gradients are on the others too.
+
+    Example:
+        >>> module = nn.Linear(2, 1)
+        >>> with widened(module, torch.float64):
+        ...     print(module.weight.dtype)
+        torch.float64
+        >>> module.weight.dtype
+        torch.float32
+    """
+    holders: list[Any] = [held for child in module.modules() for held in (child._parameters, child._buffers)]
+    narrow = [(held, {n: own for n, own in held.items() if own is not None and is_narrow(own, dtype)}) for held in holders]
+    wide: dict[Tensor, Tensor] = {}
+    try:
+        for held, before in narrow:
+            for tensor in before.values():
+                if tensor not in wide:
+                    wide[tensor] = _in_type(tensor, dtype)
+            held.update({name: wide[tensor] for name, tensor in before.items()})
+        yield
+    finally:
+        for held, before in narrow:
+            held.update(before)
+
+
+def _in_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    wide = tensor.detach().to(dtype)
+    if isinstance(tensor, nn.Parameter):
+        wide = nn.Parameter(wide, tensor.requires_grad)
+        for hook in (tensor._backward_hooks or {}).values():
+            wide.register_hook(hook)  # type: ignore[no-untyped-call]
+    return wide
+
+
+def widened_batch(batch: Any, dtype: torch.dtype) -> Any:
+    """A batch with its tensors of narrower types in that type."""
+    return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(dtype) if is_narrow(tensor, dtype) else tensor)
+
+
+def is_narrow(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a tensor has a floating-point type of fewer bytes than ``dtype``, float32 or float64; it may be one of eight bits."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize

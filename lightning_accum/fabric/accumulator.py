@@ -140,8 +140,8 @@ class Accumulator(Loop):
         if on_nonfinite != "propagate":
             looks = training.scaler is None  # which looks at gradients by itself
             where = lambda: f"Loader batch {passes.seen} of rank {training.ranks.rank}, counted from 1,"  # noqa: E731
-            own, leaves_out = (sync, undo, training.parameters_by_name), on_nonfinite == "skip"
-            guard = Guard(*own, leaves_out, sums, where, _log.info, words.warn, looks_at_gradients=looks)
+            own, leaves_out = (sums or sync, undo, training.parameters_by_name), on_nonfinite == "skip"
+            guard = Guard(*own, leaves_out, where, _log.info, words.warn, looks_at_gradients=looks)
         session = Session(passes, training.module, accumulation, sync, undo, guard, accumulation.row_wise)
         passes.begin(accumulation, session)
         is_long, is_split = policy.may_be_longer_than_one(1), policy.micro_batch is not None  # row-wise it is not

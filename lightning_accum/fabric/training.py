@@ -24,8 +24,8 @@ from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.session import named_parameters_of, parameters_of
 from lightning_accum.sync import DDPSync, FSDP2Sync, GradientSync, WideDDPSync
+from lightning_accum.trial_mode import is_narrow
 from lightning_accum.undo import Undo
-from lightning_accum.wider import is_narrow
 
 Fabric: TypeAlias = Any
 """A ``lightning.fabric.Fabric``."""
@@ -260,6 +260,6 @@ class LoopFSDP2Sync(FSDP2Sync):
     @override
     def forward_without_batch(self) -> None:
         if self._outputs:  # the forward has run, and has no loss
-            self._shadow_loss = self._loss_without_batch()
+            self._stand_in = self._loss_without_batch()
         else:
             super().forward_without_batch()

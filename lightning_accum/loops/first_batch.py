@@ -19,9 +19,9 @@ from lightning_accum.from_lightning import HalfPrecision, MixedPrecision, call, 
 from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked, have_one_loss
 from lightning_accum.loops.results import collecting_logs
+from lightning_accum.trial_mode import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.whole.row_proof import prove_row_wise
-from lightning_accum.wider import is_narrow
 
 
 class MisconfiguredLossError(DoesNotAddUpError, MisconfiguredError):

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_accum.arguments import checked_sync
 from lightning_accum.from_lightning import DDPStrategy, ParallelStrategy
 from lightning_accum.strategies.mixin import AccumulationMixin
-from lightning_accum.sync import DDPSync, GradientSync, SyncPolicy, WideDDPSync
+from lightning_accum.sync import DDPSync, GradientSync, SyncPolicy, WideDDPSync, sync_buffers
 
 
 class ParallelMixin(AccumulationMixin, ParallelStrategy):
@@ -73,8 +73,8 @@ class DDPAccumulationStrategy(ParallelMixin, DDPStrategy):
         assert self.manual is not None
         ddp = self.model
         assert isinstance(ddp, DistributedDataParallel)
-        if self.manual.is_first and ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-            ddp._sync_buffers()  # type: ignore[no-untyped-call]  # as DistributedDataParallel does in a forward
+        if self.manual.is_first:
+            sync_buffers(ddp)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -209,8 +209,8 @@ class AccumulationMixin(Engine):
 
         is_scaled = getattr(self.precision_plugin, "scaler", None) is not None  # which looks at gradients by itself
         group, leaves_out = self.ranks_of_micro_batch(), self.policy.on_nonfinite == "skip"
-        own = self.sync, self.snapshotter, self.parameters_by_name
-        return Guard(*own, leaves_out, sums, where, _log.info, group=group, looks_at_gradients=not is_scaled)
+        own = sums or self.sync, self.snapshotter, self.parameters_by_name
+        return Guard(*own, leaves_out, where, _log.info, group=group, looks_at_gradients=not is_scaled)
 
     def _asked(self, trainer: pl.Trainer) -> Asked:
         """What this training is asked for."""

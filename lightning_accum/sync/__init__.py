@@ -1,7 +1,7 @@
 """When gradients are reduced over the ranks: one small object an engine."""
 
 from lightning_accum.sync.base import GradientSync, ShardedSyncPolicy, SyncPolicy, forward_replaced
-from lightning_accum.sync.ddp import DDPSync, WideDDPSync
+from lightning_accum.sync.ddp import DDPSync, WideDDPSync, sync_buffers
 from lightning_accum.sync.fsdp2 import FSDP2Sync, has_replicas
 from lightning_accum.sync.sharded import FSDP1Sync, ShardedSync, SharedRows
 
@@ -17,4 +17,5 @@ __all__ = [
     "WideDDPSync",
     "forward_replaced",
     "has_replicas",
+    "sync_buffers",
 ]

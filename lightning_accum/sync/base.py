@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.weighing.safeguards import gradients_of_zero
@@ -95,6 +96,42 @@ class GradientSync:
 
     def forget_forward(self) -> None:
         """There will be no backward for what ran forward."""
+
+
+class WrappedSync(GradientSync):
+    """An engine that prepares its reduction in a forward of its own, which all ranks run.
+
+    Where this rank has no loss, another stands in for it, and waits for :meth:`backward_without_loss`.
+    """
+
+    _stand_in: Tensor | None = None
+    """The loss in the place of one that is missing, as the engine returned it."""
+
+    def _run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``step`` inside the engine's forward."""
+        raise NotImplementedError
+
+    def _loss_without_batch(self) -> Tensor | None:
+        """A loss that stands in for a missing one; None where no rank waits for its backward."""
+        raise NotImplementedError
+
+    def _forward_or_stand_in(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def or_stand_in(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            if output is None:
+                output = self._stand_in = self._loss_without_batch()
+            return output
+
+        self._stand_in = None
+        output = self._run_in_engine(or_stand_in, *args, **kwargs)
+        if self._stand_in is None:
+            return output
+        self._stand_in = output
+        return None
+
+    @override
+    def forward_without_batch(self) -> None:
+        self.forward(lambda: None)
 
 
 @contextmanager

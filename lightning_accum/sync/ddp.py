@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,13 @@ from lightning_accum.errors import UsageError
 from lightning_accum.main_gradients import MainGradients, sparse_layers
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
-from lightning_accum.sync.base import GradientSync, SyncPolicy, forward_replaced
+from lightning_accum.sync.base import GradientSync, SyncPolicy, WrappedSync, forward_replaced
 from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.nodes import Node, nodes_below
 from lightning_accum.weighing.safeguards import no_gradients, zero_loss_of
 
 
-class DDPSync(GradientSync):
+class DDPSync(WrappedSync):
     """Reduction of the gradients of a DistributedDataParallel module.
 
     Reducing more often than once a window is exact too: an averaged gradient stays what it is under another average.
@@ -40,13 +41,9 @@ class DDPSync(GradientSync):
         self._policy = policy
         self.is_reduced_inside = policy == "micro_batch"
         self._trainable = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
-        self._frozen = [parameter for parameter in ddp.module.parameters() if not parameter.requires_grad]
-        self._looks_at_names = True
-        """At the end of the first window; it takes long."""
         layers = dict(ddp.module.named_modules())
         self._sparse = frozenset(p for name in sparse_layers(ddp.module) for p in layers[name].parameters())
         self._used: list[nn.Parameter] = []
-        self._stand_in: Tensor | None = None
         self._last_node: Node | None = None
 
     @override
@@ -68,29 +65,23 @@ class DDPSync(GradientSync):
 
     @override
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs) if self._finishes_after_backward else self._forward_in_wrapper(step, *args, **kwargs)
+        run = step if self._finishes_after_backward else partial(self._forward_or_stand_in, step)
+        return run(*args, **kwargs)
 
-    def _forward_in_wrapper(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``step`` inside the wrapper's forward, where it prepares its reduction.
+    @override
+    def _run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._last_node = None
+        with forward_replaced(self._ddp.module, step):
+            return self._ddp(*args, **kwargs)
 
-        Where ``step`` returns None, this rank still has to take part in the reduction of the others: a loss of 0 that depends on
-        the parameters stands in for the missing one, and waits for :meth:`backward_without_loss`.
-        """
-
-        def or_stand_in(*args: Any, **kwargs: Any) -> Any:
-            output = step(*args, **kwargs)
-            if output is None and self._ddp.require_backward_grad_sync:
-                self._stand_in = self._stand_in_loss()
-                return self._stand_in
-            return output
-
-        self._stand_in = self._last_node = None
-        with forward_replaced(self._ddp.module, or_stand_in):
-            output = self._ddp(*args, **kwargs)
-        if self._stand_in is not None:
-            self._stand_in = output  # as the wrapper returned it
+    @override
+    def _loss_without_batch(self) -> Tensor | None:
+        if not self._ddp.require_backward_grad_sync:
             return None
-        return output
+        parameters = self._trainable
+        if self._ddp.static_graph:  # it is an error to reach others than were recorded
+            parameters = [parameter for parameter in self._trainable if parameter.grad is not None] or self._used or parameters
+        return zero_loss_of(parameters, self._sparse)
 
     @override
     def begin_backward(self, micro_batch: MicroBatch, loss: Tensor) -> None:
@@ -127,16 +118,10 @@ class DDPSync(GradientSync):
             self._ddp.reducer._check_reducer_finalized()
 
     @override
-    def forward_without_batch(self) -> None:
-        """Take part in the other ranks' forward: DistributedDataParallel may rebuild its buckets and broadcast buffers there."""
-        self.forward(lambda: None)
-
-    @override
     def backward_without_loss(self) -> None:
-        """Take part in the other ranks' backward, adding nothing."""
-        if self._stand_in is not None:
-            _backward_without_gradients(self._stand_in)
-            self._stand_in = None
+        loss, self._stand_in = self._stand_in, None
+        if loss is not None:
+            _backward_without_gradients(loss)
 
     @override
     def reduce_accumulated(self) -> None:
@@ -144,7 +129,7 @@ class DDPSync(GradientSync):
 
         It leaves zeros where no rank has a gradient: there the None comes back, since weight decay would move the parameter.
         """
-        self._forward_in_wrapper(lambda: None)
+        self._forward_or_stand_in(lambda: None)
         if self._stand_in is None:
             return
         lacking = [parameter for parameter in self._trainable if parameter.grad is None]
@@ -180,9 +165,8 @@ class DDPSync(GradientSync):
         # In the forward after a reduction DistributedDataParallel sends buffers to all ranks, and after the first also the order in
         # which gradients came. That is done here, on all ranks together: their next forwards are of micro-batches, and one rank may
         # have one when another has none left in its loader batch.
-        if self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-            self._ddp._sync_buffers()  # type: ignore[no-untyped-call]
-            self._ddp.require_forward_param_sync = False
+        sync_buffers(self._ddp)
+        self._ddp.require_forward_param_sync = False
         self._ddp.reducer._rebuild_buckets()
 
     @override
@@ -192,9 +176,7 @@ class DDPSync(GradientSync):
         Raises:
             RuntimeError: there are some.
         """
-        if self._looks_at_names or any(parameter.grad is not None for parameter in self._frozen):
-            self._looks_at_names = False
-            self._refuse_unreduced()
+        self._refuse_unreduced()
         if not self._used and self._ddp.static_graph:
             self._used = [parameter for parameter in self._trainable if parameter.grad is not None]
         self._settle()
@@ -211,12 +193,6 @@ class DDPSync(GradientSync):
                 " What is to be trained later only can be frozen in on_train_start, with find_unused_parameters=True in the"
                 " strategy."
             )
-
-    def _stand_in_loss(self) -> Tensor:
-        parameters = self._trainable
-        if self._ddp.static_graph:  # it is an error to reach others than were recorded
-            parameters = [parameter for parameter in self._trainable if parameter.grad is not None] or self._used or parameters
-        return zero_loss_of(parameters, self._sparse)
 
 
 class WideDDPSync(GradientSync):
@@ -242,8 +218,13 @@ class WideDDPSync(GradientSync):
         self._sums.reduce(self._ranks, self._parameters)
         # which DistributedDataParallel does in the forward after a reduction
         self._ddp.require_forward_param_sync = True
-        if self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-            self._ddp._sync_buffers()  # type: ignore[no-untyped-call]
+        sync_buffers(self._ddp)
+
+
+def sync_buffers(ddp: DistributedDataParallel) -> None:
+    """Have the buffers of the first rank on all, as DistributedDataParallel does in the forward after a reduction."""
+    if ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+        ddp._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 def _backward_without_gradients(loss: Tensor) -> None:

@@ -86,7 +86,9 @@ class FSDP2Sync(ShardedSync):
     @override
     def reduce_accumulated(self) -> None:
         self._set_reduced(True)
-        super().reduce_accumulated()
+        known = [root for root in self._roots if root not in self._unused_roots]
+        if self.policy != "micro_batch" and not _reduce_accumulated(known):
+            super().reduce_accumulated()
 
     @override
     def reduce_for_checkpoint(self) -> None:
@@ -119,10 +121,6 @@ class FSDP2Sync(ShardedSync):
     def close(self) -> None:
         super().close()
         self.reached.close()
-
-    @override
-    def _reduce_without_forward(self) -> bool:
-        return _reduce_accumulated([root for root in self._roots if root not in self._unused_roots])
 
     @override
     def reshard(self) -> None:
@@ -204,9 +202,9 @@ class ReachedParameters:
         self._ranks = ranks
         self._trained = [sharded for group in groups for sharded in _trained_of(group)]
         self._reached: set[Any] = set()
-        """Parameters that a micro-batch of this window has given a gradient to."""
-        self._filled: set[Any] = set()
-        """Those that were given zeros."""
+        """Parameters that had a gradient when this window began, or that one of its micro-batches has given one to."""
+        self._is_begun = False
+        """This window has run a backward."""
         self._is_of_window = False
         """The backward under way is that of a micro-batch of the window, and none that only takes part."""
         self._is_called = False
@@ -223,22 +221,15 @@ class ReachedParameters:
         holds_sum = group.all_reduce_grads and _partial_sum_of(group) is not None
         if lacking and group.reduce_grads and (holds_sum or len(lacking) < len(trained)):
             for sharded in lacking:
-                self._fill(sharded)
+                if (whole := _whole_parameter(sharded)) is not None:  # else torch passes over it
+                    whole.grad = torch.zeros_like(whole)
         post_backward(*args)
-
-    def _fill(self, sharded: Any) -> None:
-        whole = _whole_parameter(sharded)
-        if whole is None:  # torch passes over it
-            return
-        if sharded not in self._filled:
-            self._filled.add(sharded)
-            if sharded.sharded_param.grad is not None:  # from a checkpoint inside the window, or a zero_grad that leaves zeros
-                self._reached.add(sharded)
-        whole.grad = torch.zeros_like(whole)
 
     def begin_backward(self, is_of_window: bool) -> None:
         """A backward is next."""
-        self._is_of_window = is_of_window
+        if not self._is_begun:  # a checkpoint inside the window has left gradients, or a zero_grad zeros
+            self._reached = {sharded for sharded in self._trained if sharded.sharded_param.grad is not None}
+        self._is_of_window, self._is_begun = is_of_window, True
 
     def end_backward(self) -> None:
         """It is done.
@@ -263,12 +254,11 @@ class ReachedParameters:
         for sharded, is_one in zip(self._trained, is_reached, strict=True):
             if not is_one:
                 sharded.sharded_param.grad = None
-                self._filled.discard(sharded)
 
     def forget(self) -> None:
         """The window has ended, or what was reached is of none."""
         self._reached.clear()
-        self._filled.clear()
+        self._is_begun = False
 
     def close(self) -> None:
         """Let go of the groups."""

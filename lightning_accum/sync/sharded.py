@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
-from lightning_accum.sync.base import GradientSync, ShardedSyncPolicy, SyncPolicy
+from lightning_accum.sync.base import ShardedSyncPolicy, SyncPolicy, WrappedSync
 from lightning_accum.undo import Snapshot, Undo
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
@@ -81,7 +81,7 @@ class SharedRows:
             )
 
 
-class ShardedSync(GradientSync):
+class ShardedSync(WrappedSync):
     """What FSDP1 and FSDP2 have in common: each forward and backward gathers parameters, and waits for the other ranks.
 
     Without reduction, gradients of all parameters are held whole on every rank until the window ends. ``"micro_batch"`` reduces,
@@ -108,7 +108,6 @@ class ShardedSync(GradientSync):
         self._engine = engine
         self._last: tuple[Any, bool] | None = None
         """The batch that had a loss last, or the last part of one, and whether it is on the device."""
-        self._shadow_loss: Tensor | None = None
         self._snapshot: Snapshot | None = None
         below = {child for unit in units for child in unit.modules() if child is not unit}
         self._roots = [unit for unit in units if unit not in below]
@@ -128,20 +127,14 @@ class ShardedSync(GradientSync):
 
     @override
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def step_or_shadow(*args: Any, **kwargs: Any) -> Any:
-            self._outputs.clear()
-            output = step(*args, **kwargs)
-            if output is None:
-                output = self._shadow_loss = self._loss_without_batch()
-            return output
+        self._outputs.clear()
+        return self._forward_or_stand_in(step, *args, **kwargs)
 
-        self._shadow_loss = None
-        output = self._engine.run_in_engine(step_or_shadow, *args, **kwargs)
-        if self._shadow_loss is None:
-            return output
-        self._shadow_loss = output  # as the engine returned it
-        return None
+    @override
+    def _run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._engine.run_in_engine(step, *args, **kwargs)
 
+    @override
     def _loss_without_batch(self) -> Tensor:
         """A loss that depends on all that the other ranks' losses do."""
         if not self.may_lack_loss:
@@ -162,12 +155,8 @@ class ShardedSync(GradientSync):
         return self._engine.loss_again(*self._last)
 
     @override
-    def forward_without_batch(self) -> None:
-        self.forward(lambda: None)
-
-    @override
     def backward_without_loss(self) -> None:
-        loss, self._shadow_loss = self._shadow_loss, None
+        loss, self._stand_in = self._stand_in, None
         snapshot, self._snapshot = self._snapshot, None
         if loss is None:
             return
@@ -189,8 +178,7 @@ class ShardedSync(GradientSync):
 
     @override
     def reduce_accumulated(self) -> None:
-        # sharded modules give out what they have not reduced yet only when they reduce it
-        if self.policy != "micro_batch" and not self._reduce_without_forward():
+        if self.policy != "micro_batch":
             self.forward_without_batch()
             self.backward_without_loss()
 
@@ -234,10 +222,6 @@ class ShardedSync(GradientSync):
             self._outputs.clear()
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
-
-    def _reduce_without_forward(self) -> bool:
-        """Reduce what was accumulated without reduction. Returns whether that is possible without another forward and backward."""
-        return False
 
     def close(self) -> None:
         """Let go of the modules."""
