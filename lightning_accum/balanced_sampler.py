@@ -6,6 +6,7 @@ import math
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from heapq import heapify, heapreplace
 from itertools import islice
 from typing import Any
@@ -195,18 +196,15 @@ def _costs_of(lengths: Sequence[float], cost: Callable[[Any], float]) -> list[fl
 
 def _cost(name: str, value: Any) -> float:
     """A number that is none of Python's own, such as a tensor with one element, as one that is."""
-    if type(value) not in (int, float) and hasattr(value, "item"):
-        try:
-            value = value.item()
-        except (RuntimeError, ValueError) as error:
-            raise WrongTypeError(
-                f"BalancedBatchSampler: expected one number, found {name} of shape {tuple(value.shape)}"
-            ) from error
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise WrongTypeError(f"BalancedBatchSampler: expected a number, found {name} = {value!r}")
-    if not 0 <= value < math.inf:
-        raise ArgumentError(f"BalancedBatchSampler: expected a finite number from 0, found {name} = {value}")
-    return value
+    number = value
+    if hasattr(value, "item"):
+        with suppress(RuntimeError, ValueError):  # of a tensor with several elements
+            number = value.item()
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise WrongTypeError(f"BalancedBatchSampler: expected one number, found {name} = {value!r}")
+    if not 0 <= number < math.inf:
+        raise ArgumentError(f"BalancedBatchSampler: expected a finite number from 0, found {name} = {number}")
+    return number
 
 
 def share_evenly(costs: Sequence[float], shares: int, at_least: int = 0) -> list[list[int]]:

@@ -121,9 +121,8 @@ def gather_loss(loss: WindowLoss, named: Mapping[str, nn.Parameter], ranks: Rank
         dist.all_gather_object(of_all, of_all[0], group=ranks.group)
     weighed = [micro_batch for of_rank in of_all for micro_batch in of_rank]
     gradients, terms = _summed_gradients(named, ranks, is_reduced, loss.sums), loss.window.counted
-    if terms is None:
-        return PartialLoss(loss.window.weight_scale, weighed, gradients)
-    return PartialLoss(loss.window.weight_scale, weighed, gradients, terms.totals, terms.loader_batches_left)
+    counted = () if terms is None else (terms.totals, terms.loader_batches_left)
+    return PartialLoss(loss.window.weight_scale, weighed, gradients, *counted)
 
 
 def _summed_gradients(

@@ -58,12 +58,9 @@ class GradientSums:
         """What was accumulated for a parameter; None for nothing."""
         return self._sums.get(parameter)
 
-    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """Go on from a gradient that was accumulated before; None for nothing."""
-        if gradient is None:
-            self._sums.pop(parameter, None)
-        else:
-            self._sums[parameter] = gradient
+    def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Go on from a gradient that was accumulated before."""
+        self._sums[parameter] = gradient
 
     def gradients(self) -> list[Tensor]:
         """All sums, to be scaled in place."""

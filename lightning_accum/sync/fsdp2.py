@@ -52,15 +52,13 @@ class FSDP2Sync(ShardedSync):
 
     def _set_blocked(self, is_blocked: bool, kept: list[Any]) -> None:
         self._set_reduced(not is_blocked)
-        units: list[Any] = self.units
-        for unit in units:
+        for unit in self.units:
             unit.set_is_last_backward(not is_blocked)
         for unit in kept:
             unit.set_reshard_after_backward(not is_blocked, recurse=False)
 
     def _set_reduced(self, is_reduced: bool) -> None:
-        units: list[Any] = self.units
-        for unit in units:
+        for unit in self.units:
             if self.policy == "window":
                 unit.set_requires_gradient_sync(is_reduced, recurse=False)
             elif self.policy == "shard":
@@ -124,19 +122,18 @@ class FSDP2Sync(ShardedSync):
 
     @override
     def reshard(self) -> None:
-        units: list[Any] = self.units
-        for unit in units:
+        for unit in self.units:
             unit.reshard()  # validation leaves some of them gathered
 
     @override
     def forget_forward(self) -> None:
         self._outputs.clear()
         for root in self._roots:
-            if root._get_fsdp_state()._is_root is None:  # type: ignore[operator]  # it has never run
+            if root._get_fsdp_state()._is_root is None:  # it has never run
                 continue
             if not self.can_forget_forward:
                 raise UsageError(NO_WAY_BACK)
-            root.reset_iter_state()  # type: ignore[operator]
+            root.reset_iter_state()
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +215,7 @@ class ReachedParameters:
         lacking = [sharded for sharded in trained if _whole_gradient(sharded) is None]
         if self._is_of_window:
             self._reached.update(set(trained).difference(lacking))
-        holds_sum = group.all_reduce_grads and _partial_sum_of(group) is not None
+        holds_sum = group.all_reduce_grads and _has_partial_sum(group)
         if lacking and group.reduce_grads and (holds_sum or len(lacking) < len(trained)):
             for sharded in lacking:
                 if (whole := _whole_parameter(sharded)) is not None:  # else torch passes over it
@@ -243,8 +240,7 @@ class ReachedParameters:
 
     def are_any_left(self) -> bool:
         """Whether something was accumulated, and not reduced over all ranks."""
-        has_sum = any(_partial_sum_of(group) is not None for group in self._groups)
-        return has_sum or any(_whole_gradient(sharded) is not None for sharded in self._trained)
+        return any(map(_has_partial_sum, self._groups)) or any(_whole_gradient(sharded) is not None for sharded in self._trained)
 
     def leave_out_others(self) -> None:
         """Have no gradient of what no rank has reached so far. Called on all ranks."""
@@ -285,10 +281,9 @@ def _trained_of(group: Any) -> list[Any]:
     return [sharded for sharded in group.fsdp_params if sharded.sharded_param.requires_grad]
 
 
-def _partial_sum_of(group: Any) -> Tensor | None:
-    """What was scattered, and not all-reduced over replicas yet."""
-    partial_sum: Tensor | None = getattr(group, "_partial_reduce_output", None)
-    return partial_sum
+def _has_partial_sum(group: Any) -> bool:
+    """Something was scattered, and not all-reduced over replicas yet."""
+    return getattr(group, "_partial_reduce_output", None) is not None
 
 
 def _whole_parameter(sharded: Any) -> nn.Parameter | None:
@@ -324,10 +319,9 @@ def _stays_gathered(unit: nn.Module) -> bool:
     )
 
 
-def _reduce_accumulated(roots: Iterable[nn.Module]) -> bool:
+def _reduce_accumulated(roots: Iterable[Any]) -> bool:
     """Have these modules reduce what no backward has, as they do at the end of each. Returns whether torch has what it takes."""
-    states: list[Any] = [root._get_fsdp_state() for root in roots]  # type: ignore[operator]
-    queue_ends = [getattr(state, "_register_root_post_backward_final_callback", None) for state in states]
+    queue_ends = [getattr(root._get_fsdp_state(), "_register_root_post_backward_final_callback", None) for root in roots]
     if None in queue_ends or torch.__version__ < "2.9":  # 2.6 leaves out modules that are not gathered
         return False
 

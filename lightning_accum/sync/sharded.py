@@ -100,7 +100,7 @@ class ShardedSync(WrappedSync):
     is_waited_for_in_forward = True
     is_reduced_inside = True
 
-    def __init__(self, units: list[nn.Module], policy: ShardedSyncPolicy, engine: ShardedEngine) -> None:
+    def __init__(self, units: list[Any], policy: ShardedSyncPolicy, engine: ShardedEngine) -> None:
         self.units = units
         self.policy = policy
         self.batch_on_host: Any = None
@@ -242,8 +242,7 @@ class FSDP1Sync(ShardedSync):
     can_forget_forward = False
 
     def __init__(self, module: nn.Module, policy: SyncPolicy, engine: ShardedEngine) -> None:
-        units = [unit for unit in module.modules() if isinstance(unit, FullyShardedDataParallel)]
-        super().__init__(list(units), policy, engine)
+        super().__init__([unit for unit in module.modules() if isinstance(unit, FullyShardedDataParallel)], policy, engine)
 
     @override
     def forget_forward(self) -> None:
@@ -257,5 +256,5 @@ class FSDP1Sync(ShardedSync):
             return nullcontext()
         stack = ExitStack()
         for root in self._roots:
-            stack.enter_context(root.no_sync())  # type: ignore[operator]
+            stack.enter_context(root.no_sync())
         return stack
