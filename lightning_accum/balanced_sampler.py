@@ -7,7 +7,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from itertools import islice
 from typing import Any
 
@@ -217,13 +217,12 @@ def share_evenly(costs: Sequence[float], shares: int, at_least: int = 0) -> list
         [[0, 4], [1, 2, 3]]
     """
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
-    groups = [order[share : share + 1] for share in range(shares)]
-    heap = [(costs[group[0]] if group else 0.0, share) for share, group in enumerate(groups)]
-    heapify(heap)
-    for position in order[shares:]:
-        load, share = heap[0]
+    groups: list[list[int]] = [[] for _ in range(shares)]
+    heap = [(0.0, 0, share) for share in range(shares)]  # the cost and the number of what each has
+    for position in order:
+        load, number, share = heap[0]
         groups[share].append(position)
-        heapreplace(heap, (load + costs[position], share))
+        heapreplace(heap, (load + costs[position], number + 1, share))
     for group in groups:
         while len(group) < at_least:  # the cheapest of the share that has the most
             group.append(max(groups, key=len).pop())
