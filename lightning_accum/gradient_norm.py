@@ -51,9 +51,9 @@ def clip_sharded_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor
     for parameter in parameters:
         if parameter.grad is not None:
             by_mesh.setdefault(parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None, []).append(parameter)
-    norms = [get_total_norm([parameter.grad for parameter in group]) for group in by_mesh.values()]  # type: ignore[misc]
+    norms = [get_total_norm([p.grad for p in group], foreach=True) for group in by_mesh.values()]  # type: ignore[misc]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     norm = torch.linalg.vector_norm(torch.stack(whole)) if whole else torch.tensor(0.0)
     for group in by_mesh.values():
-        clip_grads_with_norm_(group, largest, norm)
+        clip_grads_with_norm_(group, largest, norm, foreach=True)
     return norm
