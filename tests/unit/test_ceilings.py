@@ -23,7 +23,7 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 15_920,
+    "lines of code": 15_450,
     "lines of the package": 23_380,
     "files of the package": 128,
     "width of the package": 152,
