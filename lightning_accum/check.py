@@ -118,6 +118,7 @@ class _Found(NamedTuple):
         constants: what the weights of a term have in them beside what adds up.
         mend: what makes it add up, if that was found.
         fitting: what each term weighs in the whole, by each mode that adds up.
+        are_alike: single rows all have the same loss.
     """
 
     verdict: Verdict
@@ -127,6 +128,7 @@ class _Found(NamedTuple):
     terms: dict[int, Term]
     mend: str | None = None
     fitting: Mapping[int, Mapping[Mode, float]] = {}
+    are_alike: bool = False
 
 
 class Check:
@@ -148,8 +150,8 @@ class Check:
         if accumulation.row_wise is not None and before is None and takes_rows_of_other_ranks(checked, self._trial, rows):
             return  # parts of a batch say nothing
         found = self._find(rows)
-        if found.adds_up and before is None and has_layers_of_zeros(checked):
-            with suppress(CannotCheckError), moved(checked.module):  # whatever depends on their outputs does not show yet
+        if found.adds_up and before is None and (found.are_alike or has_layers_of_zeros(checked)):
+            with suppress(CannotCheckError), moved(checked.module):  # what depends on outputs or statistics of 0 does not show yet
                 again = self._find(rows)
                 found = again if not again.adds_up or found.verdict.deviation is None else found
         if not found.adds_up and rows.are_single:
@@ -312,7 +314,9 @@ class Check:
         fitting = {}
         if weight == "auto" and not wrong and not checked.sync.is_waited_for_in_forward:
             fitting = {key: self._weights(looks, key, terms[key], eps) for key in terms}
-        return _Found(verdict, not wrong, weigher, constants, terms, mend, fitting)
+        losses = [part.loss for part in looks[0].parts]
+        are_alike = checked.on_any(max(losses) - min(losses) <= trial.tolerance * abs(max(losses)))
+        return _Found(verdict, not wrong, weigher, constants, terms, mend, fitting, are_alike)
 
     def _weights(self, looks: Sequence[Look], key: int, term: Term, eps: float) -> dict[Mode, float]:
         """What it weighs in the whole, by each mode that adds up."""

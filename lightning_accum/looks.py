@@ -25,6 +25,7 @@ from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsE
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.terms import Term
 from lightning_accum.weighing.weight import Weigher
+from lightning_accum.whole.row_proof import moved
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
@@ -258,7 +259,8 @@ def _emptied(found: FewRows, rows: Sequence[int]) -> Any:
 def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) -> None:
     """Buffers and attributes that change with each micro-batch, such as running statistics, change the loss of the next."""
     whole = found.whole if isinstance(found, SplitRows) else partial(found.take, range(min(found.number, MOST_ROWS)))
-    with suppress(CannotCheckError):
+    is_moved = not checked.sync.is_waited_for_in_forward  # what has converged, as a spectral norm, changes with its parameters
+    with suppress(CannotCheckError), moved(checked.module) if is_moved else nullcontext():
         of_buffers, of_attributes = trial.changed_state(whole)
         buffers = f"the buffer{'s' * (len(of_buffers) > 1)} {' and '.join(map(repr, of_buffers))}"
         sizes = {

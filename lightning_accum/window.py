@@ -271,8 +271,9 @@ class Window:
             raise UsageError(
                 "The terms of the loss have other weights in training_step than when they were counted before the window: it draws"
                 " random numbers that cannot be repeated, goes by something that changes, or has two terms that look alike of which"
-                " one may be absent. Pass a weight for each term,"
-                " weight=[...], which are counted in the batch."
+                " one may be absent. Divide the sum of a term that may be absent by max(count, 1): then it is there in all"
+                " micro-batches. What is random or changes goes with a weight for each term, weight=[...], which are counted in the"
+                " batch."
             )
         disagree = totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
         if (totals.weight == 0 and not is_sum) or (of_terms is not None and is_sum and is_counted_empty):

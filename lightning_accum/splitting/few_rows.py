@@ -19,9 +19,9 @@ from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 
 
 class FewRows:
-    """The first rows of a batch, as ``training_step`` gets it, and after them those that were kept of the batch before.
+    """Rows of a batch, as ``training_step`` gets it, and after them those that were kept of the batch before.
 
-    There are ``number`` rows, ``of_batch`` of them in the batch, and ``at_once`` in the larger of both. ``of_others`` are those of
+    The first are from all over the batch: where it is sorted, rows beside each other are alike. There are ``number`` rows, ``of_batch`` of them in the batch, and ``at_once`` in the larger of both. ``of_others`` are those of
     another batch that were brought in by turns. ``kept`` are the first rows of the batch, a copy.
 
     Raises:
@@ -40,7 +40,8 @@ class FewRows:
             raise CannotCheckError("the first batch has no rows")
         if (doubt := doubt_about(layout, known or {})) is not None:
             raise CannotCheckError(doubt)
-        self.kept = layout.take(list(range(min(layout.size, MOST_ROWS))))
+        self._order = _all_over(layout.size)
+        self.kept = layout.take(self._order[:MOST_ROWS])
         if before and layout.size < MOST_ROWS:
             with suppress(CannotCheckError):
                 layout = _joined([self.kept, *reversed(before)], layout)
@@ -75,7 +76,9 @@ class FewRows:
 
     def take(self, rows: Sequence[int]) -> Any:
         """Some of them, as a new batch."""
-        return self._layout.take([row % self._layout.size for row in rows])
+        size = self._layout.size
+        order = self._order if self._layout is self._own else range(size)
+        return self._layout.take([order[row % size] for row in rows])
 
     def emptied(self, rows: Sequence[int], without_labels: Collection[int]) -> Any:
         """Some of them, of which some have no label; None where no label is ignored anywhere."""
@@ -93,6 +96,19 @@ class FewRows:
         half = min(number // 2, 4)
         first, second = ([*range(half)], [*range(half, 2 * half)]) if half > 1 else ([0, 1], [1, 1])
         return partial(self.take, first), partial(self.take, second)
+
+
+def _all_over(size: int) -> list[int]:
+    """The places of the rows of a batch: the first rows, and the first of them, are spread over it.
+
+    Example:
+        >>> _all_over(12)
+        [0, 11, 6, 3, 9, 1, 7, 4, 2, 5, 8, 10]
+    """
+    if size <= MOST_ROWS:
+        return [*range(size)]
+    first = [place * (size - 1) // (MOST_ROWS - 1) for place in (0, 7, 4, 2, 6, 1, 5, 3)]
+    return [*first, *(row for row in range(size) if row not in first)]
 
 
 def _joined(batches: Sequence[Any], layout: Layout) -> Layout:

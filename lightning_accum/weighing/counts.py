@@ -127,7 +127,9 @@ def _look_up(batch: Any, key: str | int) -> Any:
 
 
 def name_of(weight: Any) -> str:
-    """A weight, in words."""
+    """A weight, or one for each term, in words."""
+    if isinstance(weight, tuple):
+        return f"[{', '.join(map(name_of, weight))}]"
     return str(getattr(weight, "__name__", weight))
 
 

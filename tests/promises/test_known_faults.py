@@ -262,6 +262,29 @@ def test_a_backward_that_writes_into_its_gradient_changes_no_other_micro_batch()
     assert relative_error(found.parameters(), expected.parameters()) < EXACT
 
 
+@pytest.mark.parametrize("policy", [{"window": 4}, {"micro_batch": 2}])
+def test_a_statistic_of_the_batch_that_is_0_before_the_first_step_is_refused(policy: dict[str, Any]) -> None:  # as KTO's: 0.01
+    def from_reference(nets: Any, batch: Any) -> Tensor:
+        gained = (nets[0](batch[0]) - nets[1](batch[0])).sum(1)
+        return (1 - torch.sigmoid(gained - gained.detach().mean().clamp(min=0))).mean()
+
+    module = Toy(from_reference, net=lambda: nn.ModuleList([new := nn.Linear(4, 4), copy.deepcopy(new).requires_grad_(False)]))
+    with pytest.raises(AccumulationError, match="do not add up"):
+        fit(module, labelled(8, 8, 8, 8), GradientAccumulation(**policy))
+    assert module.trainer.global_step == 0
+
+
+def test_a_spectral_norm_that_has_converged_is_warned_of() -> None:  # 5e-5
+    def converged() -> nn.Module:
+        net = nn.Linear(4, 4).double()
+        net.weight.data = torch.outer(net.bias.data, net.bias.data) + 1e-9 * net.weight.data
+        return nn.utils.parametrizations.spectral_norm(net)
+
+    with warned() as messages:
+        fit(Toy(classified, net=converged), labelled(8, 8), GradientAccumulation(micro_batch=4))
+    assert any("training_step changes the buffer" in message for message in messages)
+
+
 # --- 11: teachers ---
 @open_until(22, "a change below 2e-6 is taken for rounding: the teacher goes 4 times as far")
 def test_a_teacher_that_follows_at_each_micro_batch_is_warned_of_early_in_training_too() -> None:

@@ -250,20 +250,41 @@ LATE: dict[str, tuple[Function, Any]] = {  # a loss, and what is otherwise in th
 }  # fmt: skip
 
 
-@pytest.mark.some_cases(3)
-@pytest.mark.parametrize("policy", ["windows", "split in 3"])
+def of_late(late: str) -> Any:
+    sizes, changed = (8, 3, 5, 2, 2, 4, 1, 3, 4, 2, 6, 3), LATE[late][1]
+    return [[{**row, **changed(seed, row)} for row in rows(size, seed)] for seed, size in enumerate(sizes)]
+
+
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("late", LATE)
-def test_a_window_of_what_the_check_has_not_seen_is_left_out(late: str, policy: str) -> None:
-    sizes, (loss, changed) = (8, 3, 5, 2, 2, 4, 1, 3, 4, 2, 6, 3), LATE[late]
-    batches = [[{**row, **changed(seed, row)} for row in rows(size, seed)] for seed, size in enumerate(sizes)]
-    first, *others = windows_of([batches], 4)
-    own = [first, *others] if "micro_batch" in POLICIES[policy] else batches
+def test_a_window_of_what_the_check_has_not_seen_is_left_out(late: str) -> None:
+    batches = of_late(late)
     with pytest.warns(AccumulationWarning, match="That window is left out"):
         found = compare_window_with_batch(
-            *(partial(OfTerms, loss), own, GradientAccumulation(**POLICIES[policy])), optimizer=adamw, windows=others
+            *(partial(OfTerms, LATE[late][0]), batches, GradientAccumulation(4)),
+            **{"optimizer": adamw, "windows": windows_of([batches], 4)[1:]},
         )
     assert found.steps == (2, 2)
     assert max(found.parameters, found.losses) <= EXACT
+
+
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize("late", LATE)
+def test_what_the_first_rows_of_a_split_batch_do_not_show_others_do(late: str) -> None:
+    assert_exact(LATE[late][0], POLICIES["split in 3"], of_late(late))
+
+
+def by_their_mean(o: Any, b: Any, m: Any) -> Tensor:
+    return ((o.values - b.y).square().sum(1) * (b.w / b.w.mean())).mean()
+
+
+def weighted(place: int, size: int, weight: float) -> list[dict[str, Tensor]]:
+    return [{**row, "w": torch.tensor(weight, dtype=torch.float64)} for row in rows(size, place)]
+
+
+def test_rows_are_looked_at_all_over_a_batch_that_is_sorted() -> None:  # 0.4 before
+    batches = [weighted(place, 4, (1.0, 1.0, 2.0, 3.0)[place % 4]) for place in range(12)]
+    assert_exact(by_their_mean, {"micro_batch": 4}, batches)
 
 
 def focal(o: Any, b: Any, m: Any) -> Tensor:
