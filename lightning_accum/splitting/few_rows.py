@@ -21,8 +21,9 @@ from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 class FewRows:
     """Rows of a batch, as ``training_step`` gets it, and after them those that were kept of the batch before.
 
-    The first are from all over the batch: where it is sorted, rows beside each other are alike. There are ``number`` rows, ``of_batch`` of them in the batch, and ``at_once`` in the larger of both. ``of_others`` are those of
-    another batch that were brought in by turns. ``kept`` are the first rows of the batch, a copy.
+    The first are from all over the batch: where it is sorted, rows beside each other are alike. There are ``number`` rows,
+    ``of_batch`` of them in the batch, and ``at_once`` in the larger of both. ``of_others`` are those of another batch that were
+    brought in by turns. ``kept`` are the first rows of the batch, a copy.
 
     Raises:
         CannotCheckError: there are none in it, or none that can be found.

@@ -27,7 +27,7 @@ def cases(of: list[tuple[Row, How]], *, fail: bool = False) -> list[Any]:
 
 
 def test_each_module_is_named_once() -> None:
-    assert len({row.name for row in rows()}) == len(rows()) >= 25
+    assert len({row.name for row in rows()}) == len(rows()) >= 70
 
 
 @pytest.mark.parametrize(("row", "how"), cases(CASES, fail=True))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import NONE_LOSS, Scalar, ddp, fit, fp16_on_cpu, x
+from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation
 
@@ -69,10 +70,20 @@ def test_a_rank_with_nothing_at_all_adds_nothing(kind: type[Scalar]) -> None:
 
 
 class Scheduled(Scalar):
+    frequency = 1
+
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10**6)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": self.frequency}]
+
+
+@pytest.mark.parametrize(("frequency", "steps"), [(1, 4), (2, 2), (4, 1)])
+def test_scheduler_frequency_counts_optimizer_steps_17544_12894(frequency: int, steps: int) -> None:
+    module = Scheduled([x(i) for i in range(16)])
+    module.frequency = frequency
+    run = fit(module, None, GradientAccumulation(4))
+    assert run.lr_scheduler_configs[0].scheduler.last_epoch == steps  # Lightning: 4 with each frequency
 
 
 def test_the_scheduler_waits_if_the_scaler_skips_a_step_16228_18828() -> None:
@@ -93,6 +104,17 @@ def test_the_scheduler_waits_if_the_scaler_skips_a_step_16228_18828() -> None:
     assert module.scheduler_seen == (0, 1, 1, 1, 1, 2)  # Lightning: (0, 1, 1, 2, 2, 3)
     assert module.total == 2.0 + 10.0
     assert run.callback_metrics["window/optimizer_steps"] == 2
+
+
+def test_estimated_stepping_batches_of_an_epoch_schedule() -> None:
+    class Asks(Scalar):
+        def configure_optimizers(self) -> Any:
+            self.estimate = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    module = Asks([x(i) for i in range(8)])
+    run = fit(module, None, GradientAccumulation({0: 1, 1: 8}), max_epochs=3)
+    assert module.estimate == run.global_step == 10  # Lightning: 24
 
 
 # --- what callbacks see -----------------------------------------------------------------------------------------------
@@ -141,3 +163,47 @@ def test_static_graph_works_19354_20704(sync: str) -> None:
     fit(module, None, strategy=ddp(static_graph=True, sync=sync), devices=2, accumulate_grad_batches=4)
     expected = sum(torch.cat([*(x(i) for i in w), *(x(i, 2 * i) for i in w)]).mean().item() for w in (range(4), range(4, 8)))
     assert module.total == pytest.approx(expected, rel=1e-14)  # Lightning: SystemError
+
+
+def test_labels_shifted_in_the_model_are_counted_as_the_model_counts() -> None:
+    """A naive count of ``labels != -100`` takes in position 0 of every row, which predicts nothing."""
+
+    class Shifts(Scalar):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = torch.stack([self.w.expand_as(batch), torch.zeros_like(batch)], -1)
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), (batch[:, 1:] > 0).long().flatten())
+
+    module = Shifts([torch.ones(1, 9, dtype=torch.float64), torch.tensor([[1.0, -1.0]], dtype=torch.float64)])
+    fit(module, None, GradientAccumulation(2))
+    # 8 predictions of class 1 pull by +1/2 each, one of class 0 by -1/2
+    assert module.gradients == pytest.approx([(8 * 0.5 - 1 * 0.5) / 9], rel=1e-15)
+
+
+def test_manual_optimization_in_windows_5054() -> None:
+    """Lightning refuses it; Accelerate's wrapped optimizer lets the gradients of one optimizer's loss leak into the other's."""
+
+    class TwoOptimizers(Scalar):
+        def __init__(self, batches: Any) -> None:
+            super().__init__(batches)
+            self.automatic_optimization = False
+            self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([parameter], lr=1.0) for parameter in (self.w, self.v)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer, parameter in zip(self.optimizers(), (self.w, self.v), strict=True):
+                optimizer.zero_grad()  # clears what the other's loss has left there
+                self.manual_backward(((self.w + self.v) * batch).mean() * (1 if parameter is self.w else 2))
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            pass
+
+    batches = WINDOWS["micro-batches of 1 and 9 tokens, 20350"][0]
+    with pytest.raises(Exception, match="not supported for manual optimization"):
+        fit(TwoOptimizers(batches), None, strategy="auto", accumulate_grad_batches=2)
+    module = TwoOptimizers(batches)
+    fit(module, None, accumulate_grad_batches=2)
+    assert (-module.w.item(), -module.v.item()) == pytest.approx((3 * 4.6, 2 * 4.6), rel=1e-15)

@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from real_modules.expected import OFFLOAD, ONE
-from real_modules.table import dealt, padded, randint, real_module
+from real_modules.table import Warned, dealt, padded, randint, real_module
 
 
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
@@ -114,6 +114,21 @@ class DoubleQ(LightningModule):
             self.target.load_state_dict(self.q.state_dict())
 
 
+@real_module("returns scaled by running statistics", dealt(transition), windows=Warned("spread"), split=Warned("spread"))
+class RunningScale(LightningModule):
+    """Rewards are divided by a running spread, which each step moves by what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = mlp(4, 1)
+        self.register_buffer("spread", torch.ones(()))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.critic(batch["state"])[:, 0], batch["reward"] / self.spread)
+        self.spread.lerp_(batch["reward"].square().mean().sqrt(), 0.2)
+        return loss
+
+
 @real_module("soft actor-critic", dealt(transition), optimizers=(None,), windows=ONE, split=OFFLOAD)
 class SoftActorCritic(LightningModule):
     """Three optimizers in manual optimization; the actor's loss uses the critic that has just stepped."""
@@ -151,3 +166,27 @@ class SoftActorCritic(LightningModule):
         self.manual_backward(loss)
         optimizer.step()
         self.untoggle_optimizer(optimizer)
+
+
+@real_module("world model", dealt(episode), collate=padded())
+class WorldModel(LightningModule):
+    """States over elements, divergences of at least 0.1 over steps, rewards where the policy acted, success over episodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posterior, self.prior = nn.Linear(4, 3), nn.Linear(3, 3)
+        self.decoder, self.reward, self.success = mlp(3, 4), nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        mask, acts = batch["mask"], batch["acts"]
+        z = self.posterior(batch["state"])
+        prior = self.prior(F.pad(z, (0, 0, 1, 0))[:, :-1])
+        divergence = 0.5 * (z - prior).square().sum(-1).clamp(min=0.1)
+        pooled = (z * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        losses = {
+            "state": F.mse_loss(self.decoder(z)[mask.bool()], batch["state"][mask.bool()]),
+            "divergence": (divergence * mask).sum() / mask.sum(),
+            "reward": ((self.reward(z)[..., 0] - batch["reward"]).square() * acts).sum() / acts.sum(),
+            "success": F.binary_cross_entropy_with_logits(self.success(pooled)[:, 0], batch["success"]),
+        }
+        return {"loss": sum(losses.values()), **{name: loss.detach() for name, loss in losses.items()}}
