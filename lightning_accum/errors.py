@@ -34,6 +34,11 @@ class UnsplittableBatchError(AccumulationError, ValueError):
 class RowWiseError(AccumulationError, RuntimeError):
     """A submodule cannot run in micro-batches."""
 
+    @classmethod
+    def of(cls, name: str, problem: str) -> RowWiseError:
+        """The error of the submodule with this name."""
+        return cls(f"row_wise={name!r}: {problem}")
+
 
 class SeamError(AccumulationError, RuntimeError):
     """Another library does not do what the versions did that were read."""

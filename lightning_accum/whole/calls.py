@@ -113,9 +113,10 @@ class Call:
             del parts[len(self.pieces) :]
         for name, buffer, version in buffers:
             if buffer._version != version:
-                raise self.layer.error(
+                raise RowWiseError.of(
+                    self.layer.name,
                     f"a call changes the buffer {self.layer.name}.{name}, as if each micro-batch were a batch. Have another"
-                    ' submodule run row-wise, or use micro_batch="offload".'
+                    ' submodule run row-wise, or use micro_batch="offload".',
                 )
         of_parts = [*zip(*(part.values for part in parts), strict=True)]
         joined = [self._joined(values, dim) for values, dim in zip(of_parts, self.form.dims, strict=True)]
@@ -162,9 +163,10 @@ class Call:
     def run_again(self, gradients: Gradients) -> list[Tensor]:
         """Run it again with a graph, and give the gradients of its outputs to its parameters. Returns those of its inputs."""
         if any(tensor._version != version for tensor, version in self._unchanged):
-            raise self.layer.error(
+            raise RowWiseError.of(
+                self.layer.name,
                 "the parameters or inputs of a call were changed before its backward, in which it runs again (by the call itself,"
-                ' or an optimizer step in between). Change a copy, run the backward first, or use micro_batch="offload".'
+                ' or an optimizer step in between). Change a copy, run the backward first, or use micro_batch="offload".',
             )
         gradients_of = list(map(self._parts, gradients, self._trained))
         # what was written into since cannot be compared
@@ -198,11 +200,12 @@ class Call:
                     piece.selector.shared(total).add_(leaf.grad)
             del output, roots, seeds, inputs
         if is_equal and not bool(torch.stack([flag.to(is_equal[0].device) for flag in is_equal]).all()):
-            raise self.layer.error(
+            raise RowWiseError.of(
+                self.layer.name,
                 f"run again for its backward, a call of {self.layer.name!r} has other outputs than before. It depends on something"
                 " beside its arguments, its parameters and the global random numbers, such as an attribute that is set between"
                 " calls, a generator of its own, or parameters that were exchanged for the call (functional_call). Pass it as an"
-                f" argument. {INSTEAD}"
+                f" argument. {INSTEAD}",
             )
         return of_inputs
 

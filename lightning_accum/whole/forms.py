@@ -54,10 +54,6 @@ class Layer:
         place, inside = by_position.groups()
         return "".join([*self.argument_names[int(place) :][:1], inside]) or path
 
-    def error(self, problem: str) -> RowWiseError:
-        """That it cannot run in micro-batches."""
-        return RowWiseError(f"row_wise={self.name!r}: {problem}")
-
 
 class Tree(NamedTuple):
     """Nested arguments or outputs, taken apart: the leaves are tensors, and lists of texts or numbers."""
@@ -94,9 +90,10 @@ def read(value: Any, layer: Layer) -> Tree:
             part.kind = "rows"
             leaves.append(part)
         elif part.problem and holds_tensors(part.value, depth=3):
-            raise layer.error(
+            raise RowWiseError.of(
+                layer.name,
                 f"an argument or output of {layer.name!r} is a {type(part.value).__name__}, which holds tensors. Have it take and"
-                " return tensors: of a model of Hugging Face, pass use_cache=False."
+                " return tensors: of a model of Hugging Face, pass use_cache=False.",
             )
     return Tree(root, leaves)
 
@@ -159,7 +156,7 @@ def number_of_rows(layer: Layer, arguments: Tree, of_batch: int | None) -> int:
     """
     sizes = [leaf.size for leaf in arguments.leaves if leaf.size is not None and not is_list_of_numbers(leaf.value)]
     if not sizes:
-        raise layer.error(f"{layer.name!r} is called without a tensor whose dimension 0 could be the rows.")
+        raise RowWiseError.of(layer.name, f"{layer.name!r} is called without a tensor whose dimension 0 could be the rows.")
     if of_batch:
         sizes.sort(key=lambda size: 0 if size == of_batch else 1 if size and size % of_batch == 0 else 2)
     return sizes[0]
@@ -180,9 +177,10 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
     """
     for name, inner in layer.module.named_modules(prefix=layer.name):
         if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
-            raise layer.error(
+            raise RowWiseError.of(
+                layer.name,
                 f"{name} ({type(inner).__name__}) normalises by the statistics of the rows beside it, so that the whole batch has"
-                f" other outputs. {INSTEAD}"
+                f" other outputs. {INSTEAD}",
             )
     tries, places = [fitting], [place for place, fits in enumerate(fitting) if fits]
     if len(places) > 1 and not layer.is_sharded:
@@ -228,9 +226,10 @@ def _dim_of_rows(layer: Layer, more: Any, less: Any) -> int | None:
         return None if more == less else 0
     differing = [dim for dim, (a, b) in enumerate(zip(more.shape, less.shape, strict=False)) if a != b]
     if more.dim() != less.dim() or len(differing) > 1:
-        raise layer.error(
+        raise RowWiseError.of(
+            layer.name,
             f"{layer.name!r} returns outputs whose shapes do not tell where their rows are, {tuple(more.shape)} and"
-            f" {tuple(less.shape)} for one row fewer. {INSTEAD}"
+            f" {tuple(less.shape)} for one row fewer. {INSTEAD}",
         )
     return differing[0] if differing else None
 
@@ -243,9 +242,10 @@ def check_outputs(layer: Layer, found: Tree, first: Tree, dims: Sequence[int | N
         pairs.append((value, other) if dim is None else (_shape_beside(value, dim), _shape_beside(other, dim)))
     for one, other in pairs:
         if not is_same(one, other):
-            raise layer.error(
+            raise RowWiseError.of(
+                layer.name,
                 f"{layer.name!r} returns {one!r} for some rows and {other!r} for others, which cannot be joined: have it return"
-                f" tensors, with one entry a row and of one shape. {INSTEAD}"
+                f" tensors, with one entry a row and of one shape. {INSTEAD}",
             )
 
 

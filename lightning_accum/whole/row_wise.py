@@ -209,9 +209,10 @@ class RowWise:
         if self.largest is not None:
             is_needed, fewest = self.largest(float(form is None), float(-rows))
             if fewest >= -1:
-                raise layer.error(
+                raise RowWiseError.of(
+                    layer.name,
                     f"{layer.name!r} is called with one row on a rank, where others have more. Sharded, it runs on all ranks"
-                    " together: have the loader yield at least two rows."
+                    " together: have the loader yield at least two rows.",
                 )
             form = None if is_needed else form
         if form is None:
@@ -237,9 +238,10 @@ class RowWise:
     def _run_again(self, call: Call, gradients: Gradients) -> Gradients:
         """Run a call again in its backward. Returns the gradients of its inputs."""
         if torch.is_grad_enabled() or not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
-            raise call.layer.error(
+            raise RowWiseError.of(
+                call.layer.name,
                 f"training_step differentiates through a call of {call.layer.name!r} by itself (a gradient penalty, an inner"
-                ' step), and what ran in micro-batches has no graph for that. Leave row_wise out, and use micro_batch="offload".'
+                ' step), and what ran in micro-batches has no graph for that. Leave row_wise out, and use micro_batch="offload".',
             )
         self._check_is_next(1 + self._calls.index(call))
         if self._drops:
