@@ -22,7 +22,6 @@ class DeferredSteps:
         strategy: of the fit.
         may_step: whether an optimizer, by its name, whose step is called, makes it.
         are_deferred: whether steps of schedulers do nothing at the moment.
-        defers_schedulers: they are put off, too.
     """
 
     def __init__(
@@ -30,15 +29,14 @@ class DeferredSteps:
         strategy: Strategy,
         may_step: Callable[[str, Optimizer], bool],
         are_deferred: Callable[[], bool],
-        defers_schedulers: bool,
     ) -> None:
         self._strategy, self._may_step, self._are_deferred = strategy, may_step, are_deferred
-        self._defers_schedulers, self._is_stepping = defers_schedulers, False
+        self._is_stepping = False
         self._undo, self._known = ExitStack(), set[int]()
         self._defer(strategy.optimizers, [config.scheduler for config in strategy.lr_scheduler_configs])
 
     def _defer(self, optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> None:
-        for one in (*optimizers, *(schedulers if self._defers_schedulers else ())):
+        for one in (*optimizers, *schedulers):
             if id(one) not in self._known:
                 self._known.add(id(one))
                 self._undo.callback(self._intercept(one) if isinstance(one, Optimizer) else self._defer_scheduler(one))

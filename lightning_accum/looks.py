@@ -199,9 +199,11 @@ def looks_at(checked: Checked, trial: Trial, rows: Rows, weigher: Weigher) -> li
     looks = _looks_at(checked, trial, found, weigher, base, by_row=True)
     if checked.on_any(trial.draws_unlike_numbers):  # not for each row: then all rows draw the same
         looks = _looks_at(checked, trial, found, weigher, base, by_row=False)
-    for row in range(number, min(rows.number, MOST_ROWS)):  # one by one: whether terms are in proportion
-        one = trial.measure(partial(found.take, [row]), weigher, None, 0, is_part=True)
-        looks.append(Look(one, [one], [1]))
+    for first in range(number, min(rows.number, MOST_ROWS), number):  # the others, as many at once
+        others = [*range(first, min(first + number, rows.number, MOST_ROWS))]
+        alone = [trial.measure(partial(found.take, [row]), weigher, None, 0, is_part=True) for row in others]
+        whole = trial.measure(partial(found.take, others), weigher, None, 0) if len(others) > 1 else alone[0]
+        looks.append(Look(whole, alone, [1] * len(others)))
     of_training = int(-checked.largest(-min(found.of_batch, rows.size)))
     if of_training > number:  # what few rows cannot show
         halves = [[*range(of_training // 2)], [*range(of_training // 2, of_training)]]

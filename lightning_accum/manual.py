@@ -26,7 +26,7 @@ from lightning_accum.errors import UsageError
 from lightning_accum.failures import have_all_left
 from lightning_accum.from_lightning import Strategy, rank_zero_info
 from lightning_accum.main_gradients import as_number
-from lightning_accum.manual_calls import Call, CheckedCall, ManualMicroBatch, listed_steps, times_called
+from lightning_accum.manual_calls import SAME_CALLS, Call, CheckedCall, ManualMicroBatch, listed_steps, times_called
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import samples_of
@@ -41,11 +41,6 @@ from lightning_accum.windows import Windows
 
 PATIENCE = 10.0
 """Seconds that a rank which has left training_step early waits for the others to leave it, beside ten times what it took."""
-_SAME_CALLS = (
-    " Over ranks, all of them make the same calls of manual_backward and step, where gradients are reduced or sharded: a rank that"
-    " has nothing to add takes part with a loss of 0 that depends on the parameters. With automatic optimization a rank may return"
-    " None."
-)
 
 
 class ManualWindows(Windows):
@@ -98,7 +93,9 @@ class ManualWindows(Windows):
         """What the first micro-batch of the window stepped, and how many backward calls it made."""
         self._is_announced = False
         counts_steps = policy.scheduler_counts == "optimizer_steps"
-        self.steps = DeferredSteps(strategy, self.may_step, lambda: self.current.defers_steps, counts_steps)
+        # in what is tried out no scheduler steps, whatever it counts
+        are_deferred = lambda: self.tried is not None or (counts_steps and self.current.defers_steps)  # noqa: E731
+        self.steps = DeferredSteps(strategy, self.may_step, are_deferred)
 
     @property
     @override
@@ -115,6 +112,11 @@ class ManualWindows(Windows):
     def begin_loader_batch(self) -> None:
         """Hooks before training_step are next. A window has one that may step, that of its first loader batch."""
         self.current = ManualMicroBatch(defers_steps=not self.is_first)
+
+    def takes_check(self) -> bool:
+        """Whether the loader batch that is next is checked: on all ranks or on none."""
+        self.checks -= 1
+        return self.checks >= 0
 
     def check_batch(self, has_batch: bool, is_boundary: bool) -> None:
         """A loader batch is next. Called on all ranks.
@@ -312,7 +314,7 @@ class ManualWindows(Windows):
         if index == len(self.calls):
             # not from the first weights: other ranks may be at other calls, since they may have other numbers of micro-batches
             weight_scale = 1.0 if self.ranks.size > 1 and not self._reduces_by_itself else None
-            check = CheckedCall(self, weight_scale, self.checks, self.row_wise)
+            check = CheckedCall(self, weight_scale, max(0, self.checks), self.row_wise)
             self.calls.append(Call(check.window, check.weigher, check=check))
         return self.calls[index]
 
@@ -351,7 +353,7 @@ class ManualWindows(Windows):
         if most != -fewest:
             places = [f"rank {rank} {self.ranks.share(where, rank)}" for rank in range(self.ranks.world_size)]
             raise UsageError(
-                f"The ranks are at different places in the training_step that ends a window: {'; '.join(places)}.{_SAME_CALLS}"
+                f"The ranks are at different places in the training_step that ends a window: {'; '.join(places)}.{SAME_CALLS}"
             )
 
     def _wait_for_others(self) -> None:
@@ -368,7 +370,7 @@ class ManualWindows(Windows):
         if not have_all_left(may_be_early, PATIENCE + 10 * (time.monotonic() - begun)):
             raise UsageError(
                 f"Rank {self.ranks.rank} has called {times_called(calls)} and left training_step, and"
-                f" another rank is still in it, where it waits for this one.{_SAME_CALLS}"
+                f" another rank is still in it, where it waits for this one.{SAME_CALLS}"
             )
 
     # --- checkpoints ------------------------------------------------------------------------------------------------

@@ -17,6 +17,12 @@ from lightning_accum.window import Window
 from lightning_accum.window_loss import WindowLoss
 from lightning_accum.windows import Windows
 
+SAME_CALLS = (
+    " Over ranks, all of them make the same calls of manual_backward and step, where gradients are reduced or sharded: a rank that"
+    " has nothing to add takes part with a loss of 0 that depends on the parameters. With automatic optimization a rank may return"
+    " None."
+)
+
 
 class CheckedCall(Accumulation):
     """What the check goes by, and what it finds, of the losses of one backward call."""

@@ -86,7 +86,7 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDic
     """As ``check_first_batch``, where the module optimizes by itself: the loss of each ``manual_backward`` alone. Nothing steps."""
     windows = strategy.manual
     assert windows is not None
-    if not windows.checks:
+    if not windows.takes_check():
         return
     run, number = unlogged_step(trainer, kwargs), 0
     is_long = windows.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)

@@ -21,7 +21,7 @@ from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 class FewRows:
     """Rows of a batch, as ``training_step`` gets it, and after them those that were kept of the batch before.
 
-    The first are from all over the batch: where it is sorted, rows beside each other are alike. There are ``number`` rows,
+    The first are those that show the most, see :func:`_telling_first`. There are ``number`` rows,
     ``of_batch`` of them in the batch, and ``at_once`` in the larger of both. ``of_others`` are those of another batch that were
     brought in by turns. ``kept`` are the first rows of the batch, a copy.
 
@@ -41,7 +41,7 @@ class FewRows:
             raise CannotCheckError("the first batch has no rows")
         if (doubt := doubt_about(layout, known or {})) is not None:
             raise CannotCheckError(doubt)
-        self._order = _all_over(layout.size)
+        self._order = _telling_first(layout)
         self.kept = layout.take(self._order[:MOST_ROWS])
         if before and layout.size < MOST_ROWS:
             with suppress(CannotCheckError):
@@ -99,16 +99,25 @@ class FewRows:
         return partial(self.take, first), partial(self.take, second)
 
 
-def _all_over(size: int) -> list[int]:
-    """The places of the rows of a batch: the first rows, and the first of them, are spread over it.
+def _telling_first(layout: Layout) -> list[int]:
+    """The places of rows, first those that show the most: from all over the batch, and of each tensor that is the same in all of
+    these (a mask, a flag, weights of 1, labels of which none is ignored) a row in which it is not.
 
     Example:
-        >>> _all_over(12)
-        [0, 11, 6, 3, 9, 1, 7, 4, 2, 5, 8, 10]
+        >>> _telling_first(Layout.read({"x": torch.arange(12.0), "mask": torch.arange(12) != 5}))
+        [0, 5, 6, 3, 9, 1, 7, 4, 2, 8, 10, 11]
     """
+    size = layout.size
     if size <= MOST_ROWS:
         return [*range(size)]
     first = [place * (size - 1) // (MOST_ROWS - 1) for place in (0, 7, 4, 2, 6, 1, 5, 3)]
+    replaced = iter((1, 3, 2))
+    for tensor in layout.tensors.values():
+        for shown in (tensor, tensor == IGNORE_INDEX):
+            differs = (shown != shown[first[0]]).reshape(size, -1).any(1).tolist() if shown.numel() else []
+            if any(differs) and not any(differs[row] for row in first[:4]) and (place := next(replaced, None)) is not None:
+                row = next((row for row in first if differs[row]), differs.index(True))
+                first = [first[place] if other == row else row if at == place else other for at, other in enumerate(first)]
     return [*first, *(row for row in range(size) if row not in first)]
 
 

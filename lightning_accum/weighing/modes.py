@@ -46,7 +46,8 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
             return tensor_of(weight, are_none.device, exact_dtype(are_none.device)).masked_fill(are_none, 0.0)
         return 0.0 if are_none else weight
     if mode == NUMBER:
-        return quotient(1.0, number if term.is_mean and not isinstance(number, Tensor) else math.nan)
+        is_nothing = not isinstance(term.total, Tensor) and term.total == 0
+        return 0.0 if is_nothing else quotient(1.0, number if term.is_mean and not isinstance(number, Tensor) else math.nan)
     if mode == TOTAL:
         return quotient(1.0, term.total)
     return quotient(number if mode == MEAN else 1.0, term.losses)

@@ -81,6 +81,11 @@ def test_steps_and_schedulers_count_as_in_the_modules_own_run(kind: type[Manual]
     assert run.global_step == plain.global_step  # Lightning counts those of its wrappers
 
 
+def test_what_is_tried_out_steps_no_scheduler() -> None:
+    run = fit(TwoSchedulers(), batches_of(TwoSchedulers), GradientAccumulation(3, scheduler_counts="micro_batches"))
+    assert [config.scheduler.last_epoch for config in run.lr_scheduler_configs] == [len(SIZES[0])] * 2
+
+
 def test_loss_scale_of_float16() -> None:
     """The sums are kept without the scale, which the first optimizer's step may change before the second's backward."""
     modules = []
