@@ -104,7 +104,7 @@ def test_script_with_lightnings_launchers(strategy: str) -> None:
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "script.py", strategy]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("TOTAL ")[1].split()[0]) == pytest.approx(TOTAL, rel=1e-15)
 
 
