@@ -48,6 +48,7 @@ class Accumulation(Windows):
     Args:
         splitting: how loader batches are split; None where each is a micro-batch.
         sums: where gradients are added up, if in a wider type than that of their parameters.
+        weight_scale: of the first window, see :class:`Window`.
     """
 
     def __init__(
@@ -57,10 +58,11 @@ class Accumulation(Windows):
         warn: Callable[[str], None],
         splitting: Splitting | None = None,
         sums: MainGradients | None = None,
+        weight_scale: float | None = None,
     ) -> None:
         super().__init__(policy, ranks, warn)
         self.splitting, self.world_size = splitting, ranks.size
-        self.window = Window(ranks.device, ranks.size, ranks.group, counts_left_out=policy.on_nonfinite == "skip")
+        self.window = Window(ranks.device, ranks.size, ranks.group, policy.on_nonfinite == "skip", weight_scale)
         self._again: tuple[Contribution, torch.dtype, Weighed] | None = None
         """What the last micro-batch of this window brought into it, where one that is weighed as it was brings in the same."""
         self.weigher = Weigher(policy.weight)

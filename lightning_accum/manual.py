@@ -52,6 +52,7 @@ class ManualWindows(Windows):
         loss_scale: what a GradScaler multiplies losses by at the moment.
         reduces_by_itself: every backward leaves gradients that are averaged over the ranks, as those of sharded modules are.
         row_wise: runs submodules in micro-batches.
+        checks: at how many loader batches the losses may be checked.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ManualWindows(Windows):
         warn: Callable[[str], None],
         reduces_by_itself: bool = False,
         row_wise: RowWise | None = None,
+        checks: int = 0,
     ) -> None:
         super().__init__(policy, ranks, warn, "where trainer.global_step has grown")
         assert strategy.lightning_module is not None
@@ -72,17 +74,15 @@ class ManualWindows(Windows):
         """None of the data, between loader batches."""
         self.closed: list[ClosedWindow] = []
         """The window of each call, at the last boundary."""
-        self.row_wise, self.checks = row_wise, 0
-        """At how many loader batches the check of a call may be tried."""
+        self.row_wise, self.checks = row_wise, checks
         self.tried: list[Tensor] | None = None
         """The losses of a ``training_step`` that is tried out."""
-        self.is_free_of_steps: bool | None = None
-        """No loss depends on a step that ``training_step`` makes before it; None where that was not tried out."""
         self.most_tried = 1
         """Of these, in any ``training_step`` that was tried out."""
+        self.is_free_of_steps: bool | None = None
+        """No loss depends on a step that ``training_step`` makes before it; None where that was not tried out."""
         self._module = strategy.lightning_module
-        self._parameters, self._loss_scale = parameters, loss_scale
-        self._reduces_by_itself = reduces_by_itself
+        self._parameters, self._loss_scale, self._reduces_by_itself = parameters, loss_scale, reduces_by_itself
         self._micro_batches_begun = 0
         """Those of the window."""
         self._has_called = False
@@ -171,7 +171,7 @@ class ManualWindows(Windows):
         self._has_called = True
         call.line = call.line or users_line()
         contribution = call.weigher(loss, current.batch)
-        if call.check is not None and call.check.verdict is not None:  # else it is not checked
+        if call.check.verdict is not None:  # else it is not checked
             is_new = bool(contribution.structure) and call.weigher.is_new(contribution.structure)
             call.window.note_doubt(is_new + contribution.doubt)
         factor = as_number(call.window.add(loss.detach().to(call.window.dtype), contribution))
@@ -329,7 +329,7 @@ class ManualWindows(Windows):
         parts.append("the module optimizes by itself")
         for number, call in enumerate(self.calls, 1):
             name = "window/loss" if number == 1 else f"window/loss_{number}"
-            verdict = "" if call.check is None or call.check.verdict is None else f", {call.check.verdict}"
+            verdict = "" if call.check.verdict is None else f", {call.check.verdict}"
             parts.append(f"{name} is that of manual_backward in {call.line}, weight: {call.weigher.criterion}{verdict}")
         rank_zero_info(f"GradientAccumulation: {'; '.join(parts)}.")
 

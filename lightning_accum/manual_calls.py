@@ -13,7 +13,6 @@ from typing_extensions import override
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.main_gradients import GradientSums
 from lightning_accum.whole.row_wise import RowWise
-from lightning_accum.window import Window
 from lightning_accum.window_loss import WindowLoss
 from lightning_accum.windows import Windows
 
@@ -28,8 +27,7 @@ class CheckedCall(Accumulation):
     """What the check goes by, and what it finds, of the losses of one backward call."""
 
     def __init__(self, windows: Windows, weight_scale: float | None, checks: int, row_wise: RowWise | None) -> None:
-        super().__init__(windows.policy, windows.ranks, windows.warn_once)
-        self.window = Window(windows.ranks.device, windows.ranks.size, windows.ranks.group, weight_scale=weight_scale)
+        super().__init__(windows.policy, windows.ranks, windows.warn_once, weight_scale=weight_scale)
         self.boundary, self.checks_left, self.row_wise, self._windows = windows.boundary, checks, row_wise, windows
 
     @property
@@ -44,7 +42,7 @@ class Call(WindowLoss):
 
     sums: GradientSums = field(default_factory=GradientSums)
     line: str = ""
-    check: CheckedCall | None = None
+    check: CheckedCall = field(kw_only=True)
 
 
 @dataclass

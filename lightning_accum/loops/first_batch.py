@@ -105,7 +105,6 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDic
 
     while number < windows.ranks.largest(windows.most_tried)[0]:
         accumulation = windows.call(number).check
-        assert accumulation is not None
         checked = Checked(
             trainer.lightning_module,
             partial(loss_of_call, number=number),

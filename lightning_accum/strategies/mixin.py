@@ -267,12 +267,12 @@ class AccumulationMixin(Engine):
         warn_of_batch_norm(module, is_split=False, is_window_long=is_long, warn=rank_zero_warn)
         reduces = self.reduces_every_backward_by_itself
         self.snapshotter = Undo(module, self.root_device)
-        own = self.parameters, self.loss_scale, rank_zero_warn, reduces, self.row_wise
+        checks = MOST_BATCHES if self.policy.check and self._why_unchecked() is None else 0
+        if checks and reduces:
+            checks = 0
+            rank_zero_warn(advice.of_unchecked(Verdict(None, seen="the module is sharded, and optimizes by itself"), True))
+        own = self.parameters, self.loss_scale, rank_zero_warn, reduces, self.row_wise, checks
         self.manual = ManualWindows(self.policy, ranks, self, *own)
-        if self.policy.check and self._why_unchecked() is None:
-            if reduces:
-                rank_zero_warn(advice.of_unchecked(Verdict(None, seen="the module is sharded, and optimizes by itself"), True))
-            self.manual.checks = 0 if reduces else MOST_BATCHES
         self._fit.callback(self.manual.steps.end)
         self.listener = callback
         if callback is not None:
