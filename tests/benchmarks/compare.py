@@ -13,7 +13,7 @@ accumulation, Accelerate (``accumulate()``, and its recipe for counted tokens), 
   medians over rounds in which all sides take turns in the same processes.
 
     python tests/benchmarks/compare.py --rounds 7
-    python tests/benchmarks/compare.py --write     # also into the README, and notebooks/figures/comparison.png
+    python tests/benchmarks/compare.py --write     # also into the page of measurements, and notebooks/figures/comparison.png
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).parents[2]
 FIGURE = Path("notebooks/figures/comparison.png")
+PAGE = ROOT / "notebooks" / "site" / "docs" / "measured.md"
 MOMENTS = ("first step", "epoch 1", "epoch 3")
 EPOCHS, SAMPLES, SHORT, TIMED_WINDOWS = 3, 101, 14, 12
 BEGIN, END = "<!-- comparison -->", "<!-- end of comparison -->"
@@ -221,14 +222,13 @@ def _exact(found: Mapping[int, Mapping[str, Figures]]) -> str:
     return "only this package" if is_alone else ", ".join(side.name for side in exact) or "none"
 
 
-def into_readme(text: str) -> None:
+def into_page(text: str) -> None:
     """Put the table between its marks."""
-    readme = ROOT / "README.md"
-    before = readme.read_text()
+    before = PAGE.read_text()
     after, number = re.subn(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{text}\n{END}", before, flags=re.DOTALL)
     if number != 1:
-        raise SystemExit(f"README.md: expected one place between {BEGIN} and {END}, found {number}")
-    readme.write_text(after)
+        raise SystemExit(f"{PAGE.name}: expected one place between {BEGIN} and {END}, found {number}")
+    PAGE.write_text(after)
 
 
 def main(
@@ -243,7 +243,7 @@ def main(
     text = table(found)
     print(text)
     if write:
-        into_readme(text)
+        into_page(text)
     if write or figure:
         draw(found, figure or ROOT / FIGURE)
 

@@ -1,4 +1,4 @@
-"""What the README's comparison says of deviations: measured anew, without the times."""
+"""What the comparison with others says of deviations: measured anew, without the times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from compare import BEGIN, END, MOMENTS, ROOT, measured, table
+from compare import BEGIN, END, MOMENTS, PAGE, measured, table
 from compared_sides import SIDES
 
 
@@ -31,8 +31,8 @@ def test_only_this_package_is_the_full_batch_at_every_moment(processes: int, kin
             assert deviations["epoch 3"] > 1e-2
 
 
-def test_the_readme_has_the_table_of_this_script() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_page_has_the_table_of_this_script() -> None:
+    text = PAGE.read_text()
     shown = text[text.index(BEGIN) : text.index(END)]
     figures = {"deviations": dict.fromkeys(MOMENTS, 0.0), "steps": 0, "scheduler steps": 0, "collectives": 0}
     header = table({1: {side.name: figures for side in SIDES}}).splitlines()[0]
