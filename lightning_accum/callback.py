@@ -65,10 +65,9 @@ class GradientAccumulation(Callback):
             Nothing is split, so it is exact for any module (BatchNorm, manual optimization) and any loss; a step takes longer by
             the copies that computation does not hide. A CPU has no second memory.
         row_wise: the name of a submodule of the module (``"encoder"``, ``"model.vision"``), or several. ``training_step`` then runs
-            once, on the loader's batch, and calls of these submodules run in micro-batches of ``micro_batch`` rows,
-            :class:`Tokens`, or what memory has room for (``"auto"``, on one rank): first without a graph, and again with one in the
-            backward of the loss (gradient caching, arXiv 2101.06983). If a mask among the arguments shows the lengths of rows, the
-            longest come first, and padding is trimmed. The loss sees the outputs of the whole batch, so any loss is exact:
+            once, on the loader's batch, and calls of these submodules run in micro-batches of ``micro_batch`` rows, or
+            :class:`Tokens`, padding included: first without a graph, and again with one in the backward of the loss (gradient
+            caching, arXiv 2101.06983). The loss sees the outputs of the whole batch, so any loss is exact:
             contrastive losses, those of pairs or of batch statistics. What a submodule computes for one row must not depend on the
             others: before the first step, that of some rows is compared with that of the same rows and these submodules in
             micro-batches. Over ranks a loss is of all rows if ``training_step`` gathers them itself, ``self.all_gather(...,

@@ -139,16 +139,6 @@ EXCLUSIONS: tuple[tuple[Callable[[Asked], bool], str], ...] = (
         ' Trainer(strategy="accum_ddp").',
     ),
     (
-        lambda a: a.policy.row_wise_size == "auto" and a.ranks > 1,
-        'GradientAccumulation(row_wise={a.row_wise}, micro_batch="auto") runs a step again where memory ran out, and cannot on'
-        " {a.ranks} ranks, which may wait for each other in it. Give a number of samples, or Tokens(...).",
-    ),
-    (
-        lambda a: a.policy.row_wise_size == "auto" and a.is_manual,
-        'GradientAccumulation(row_wise={a.row_wise}, micro_batch="auto") runs a step again where memory ran out, and cannot with'
-        " automatic_optimization=False. Give a number of samples, or Tokens(...).",
-    ),
-    (
         lambda a: isinstance(a.policy.window, Tokens) and a.is_static_graph,
         "{a.strategy}(static_graph=True) reduces in the backward that it has recorded, but a window of Tokens is known to"
         " have ended only after it. Leave static_graph out, or give the window in loader batches.",

@@ -176,7 +176,7 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None, shared:
 def parts_to_share(checked: Checked, rows: Rows, error: Exception) -> list[str]:
     """What all rows of a split batch may share, that of all ranks too, where they do not add up as it was read. On all ranks."""
     accumulation = checked.accumulation
-    is_split = accumulation.splitting is not None and accumulation.row_wise is None and not checked.is_window_long
+    is_split = accumulation.splitting is not None and not checked.is_window_long
     if not is_split or checked.on_any(isinstance(error, UnsuitableRowsError)):
         return []
     first, *others = checked.of_all(rows.found.may_be_shared())

@@ -37,7 +37,7 @@ class Policy:
     check: bool = True
     row_wise: tuple[str, ...] = ()
     """Submodules that run in micro-batches while the loss sees the whole batch; then :attr:`micro_batch` is None, and"""
-    row_wise_size: MicroBatchSize | None = None
+    row_wise_size: int | Tokens | None = None
     """this is the size of theirs."""
     offload: bool = False
     """``micro_batch="offload"``: nothing is split."""
@@ -149,10 +149,10 @@ def row_wise_fields(row_wise: Any, micro_batch: Any) -> dict[str, Any]:
     names = (row_wise,) if isinstance(row_wise, str) else tuple(row_wise) if isinstance(row_wise, (list, tuple)) else ()
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ArgumentError(f"row_wise={row_wise!r}: expected the name of a submodule, a list of names, or None")
-    if micro_batch is None or micro_batch == "offload":
+    if micro_batch in (None, "offload", "auto"):
         raise ArgumentError(
             f"row_wise={row_wise!r} runs submodules in micro-batches, but micro_batch={micro_batch!r}: give a number of samples,"
-            ' Tokens(...) or "auto"'
+            " or Tokens(...)"
         )
     _check_micro_batch(micro_batch, True, None)
     return {"row_wise": names, "row_wise_size": micro_batch}

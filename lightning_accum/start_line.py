@@ -31,7 +31,7 @@ def start_line(
         parts = [f"a window is as many loader batches as come to {tokens} {unit} over all ranks"]
     else:
         parts = [window_in_words(loader_batches, accumulation.world_size // accumulation.ranks.same_rows, samples)]
-    if accumulation.splitting is not None and accumulation.row_wise is None:
+    if accumulation.splitting is not None:
         parts.append(f"each runs {accumulation.splitting.planner.describe()}")
     if policy.offload:
         parts.append(offload_in_words(accumulation.ranks.device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_accum.errors import AccumulationError, UsageError
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.plan import Mark, Plan, Planner, RowSlice, Splitting
+from lightning_accum.splitting.plan import Mark, Plan, Planner, Splitting
 from lightning_accum.undo import Undo
 
 T = TypeVar("T")
@@ -155,18 +155,6 @@ class RetriedSplitting(Splitting):
         super().__init__(planner, has_ranks=True)
         self.sizes, self._snapshotter, self._device, self._say = sizes, snapshotter, device, say
 
-    @property
-    def pieces(self) -> Sequence[RowSlice]:
-        """The micro-batches of the loader batch under way."""
-        assert self.plan is not None
-        return self.plan.pieces
-
-    @property
-    def failed(self) -> RowSlice | None:
-        """The micro-batch that raised an error; None where smaller ones would not have helped."""
-        assert self.plan is not None
-        return self.plan.pieces[self.plan.current]
-
     @override
     def begin_epoch(self) -> None:
         super().begin_epoch()
@@ -187,14 +175,14 @@ class RetriedSplitting(Splitting):
             try:
                 result = attempt(self.plan)
             except Exception as error:
-                failed = self.failed
-                if failed is None or not is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     self.plan.note(error)
                     raise
+                failed = self.plan.pieces[self.plan.current]
                 seen = str(error).strip().partition("\n")[0]
             else:
                 self.sizes.end_batch()
-                self.largest = max((piece.count for piece in self.pieces), default=None)
+                self.largest = max(piece.count for piece in self.plan.pieces)
                 return result
             # out of the handler: its traceback held on to what the attempt had allocated
             if [tensor._version for tensor in self.plan.tensors] != versions:
@@ -210,4 +198,4 @@ class RetriedSplitting(Splitting):
                 f'GradientAccumulation(micro_batch="auto"): {failed.count} samples of {failed.cost} elements do not fit into'
                 f" memory ({seen}). The batch runs again in micro-batches of {rows}."
             )
-            self.plan = self._planned(self.plan.batch)
+            self.plan = self.planner.plan(self.plan.batch, self._proof)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -80,8 +79,8 @@ class Layout:
     """With a dimension 0 that is not the rows."""
     kinds: dict[str, str]
     """What each part is, by path, see :class:`Part`."""
-    taken: Callable[[RowSelector], Any] = field(repr=False)
-    """A batch of the same types with what a selector takes of each part. The batch that was read stays as it is."""
+    root: Part = field(repr=False)
+    """The batch, as a part."""
 
     @classmethod
     def read(cls, batch: Any, known: Mapping[str, str] | None = None, samples: Collection[int] = ()) -> Layout:
@@ -105,7 +104,7 @@ class Layout:
                     rebuilt(part, lambda inner: inner.value)
                 except Exception as error:  # now, rather than in the middle of a window
                     raise UnsplittableBatchError.because(f"{part}, and cannot be made anew ({error})") from error
-        return cls(size, tensors, shared, {**known, **{part.path: part.kind for part in parts}}, partial(_taken, root))
+        return cls(size, tensors, shared, {**known, **{part.path: part.kind for part in parts}}, root)
 
     @property
     def columns(self) -> set[int]:
@@ -119,10 +118,10 @@ class Layout:
         dimensions after 0; where a floating tensor has size ``L`` in dimension 1 the others stay, for they are features. In shared
         tensors they are all dimensions.
         """
-        return self.taken(RowSelector(rows, columns))
+        return _taken(self.root, _RowSelector(rows, columns))
 
 
-class RowSelector:
+class _RowSelector:
     """What is kept for one micro-batch, applied to one leaf at a time."""
 
     def __init__(self, rows: slice | Sequence[int] | Tensor, columns: Mapping[int, slice] | None) -> None:
@@ -137,7 +136,9 @@ class RowSelector:
     def tensor(self, value: Tensor) -> Tensor:
         """What is kept of a tensor with rows."""
         if self._columns:  # first, so that there is less to copy
-            value = value[(slice(None), *self._kept(value))]
+            sizes = value.shape[1:]
+            sizes = sizes[:1] if value.is_floating_point() and sizes and sizes[0] in self._columns else sizes
+            value = value[(slice(None), *(self._columns.get(size, slice(None)) for size in sizes))]
         return value[self._rows] if isinstance(self._rows, slice) else value.index_select(0, self._index(value.device))
 
     def shared(self, value: Tensor) -> Tensor:
@@ -145,21 +146,6 @@ class RowSelector:
         if self._columns.keys().isdisjoint(value.shape):
             return value
         return value[tuple(self._columns.get(size, slice(None)) for size in value.shape)]
-
-    def write_back(self, into: Tensor, part: Tensor) -> None:
-        """Write ``part``, which was cut out of a tensor, to where it was in one of the same shape."""
-        view = into[(slice(None), *self._kept(into))]
-        if isinstance(self._rows, slice):
-            view[self._rows] = part
-        else:
-            view.index_copy_(0, self._index(into.device), part)
-
-    def _kept(self, value: Tensor) -> list[slice]:
-        """What stays of the dimensions after 0."""
-        sizes = value.shape[1:]
-        if value.is_floating_point() and sizes and sizes[0] in self._columns:
-            sizes = sizes[:1]
-        return [self._columns.get(size, slice(None)) for size in sizes]
 
     def _index(self, device: torch.device) -> Tensor:
         """The numbers of the rows, on a device."""
@@ -169,7 +155,7 @@ class RowSelector:
         return self._indices[device]
 
 
-def _taken(part: Part, selector: RowSelector) -> Any:
+def _taken(part: Part, selector: _RowSelector) -> Any:
     """What a micro-batch has of a part: containers of its own, so that it does to them what it does to them."""
     value = part.value
     if part.kind == "rows":

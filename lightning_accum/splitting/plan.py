@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from lightning_accum.splitting.lengths import (
     number_within,
     read_spans,
 )
-from lightning_accum.splitting.micro_batch import Layout, RowSelector, Tokens, layout_of_samples
+from lightning_accum.splitting.micro_batch import Layout, Tokens, layout_of_samples
 from lightning_accum.splitting.trimming import Proof, TrimmingCheck
 from lightning_accum.weighing.counts import count_samples
 
@@ -46,11 +45,6 @@ class RowSlice:
     cost: int
     columns: Mapping[int, slice] = field(default_factory=dict)
     """Those that are kept, by the size of the dimension that has them."""
-
-    @cached_property
-    def selector(self) -> RowSelector:
-        """What is taken of a batch."""
-        return RowSelector(self.rows, self.columns)
 
 
 @dataclass
@@ -153,8 +147,8 @@ class Planner:
         if self._split is not None:
             return self._plan_by_function(batch, self._split)
         layout = self._layout_of(batch)
-        spans = self.trimmable(layout, proof, seen[1] if seen is not None and seen[0] == _shapes(layout) else None)
-        pieces, order = self.pack(layout, spans)
+        spans = self._trimmable(layout, proof, seen[1] if seen is not None and seen[0] == _shapes(layout) else None)
+        pieces, order = self._pack(layout, spans)
         if not self._description:
             shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in layout.shared_tensors.items())
             order_of = ["longest rows first, trimmed to the longest of each"] if spans else []
@@ -162,9 +156,9 @@ class Planner:
         # else in a container of its own each time: `batch.pop("labels")` must not be felt where the batch runs again
         is_whole = len(pieces) == 1 and not pieces[0].columns and self.size != "auto"
         tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
-        return Plan(batch, pieces, lambda piece: layout.taken(piece.selector), order, is_whole, tensors)
+        return Plan(batch, pieces, lambda piece: layout.take(piece.rows, piece.columns), order, is_whole, tensors)
 
-    def trimmable(self, layout: Layout, proof: Proof, seen: dict[int, Spans] | None = None) -> dict[int, Spans]:
+    def _trimmable(self, layout: Layout, proof: Proof, seen: dict[int, Spans] | None) -> dict[int, Spans]:
         """Where rows begin and end, as far as the padding around them may be trimmed; empty where nothing is to be."""
         if not self._trim or self._fits(layout):
             return {}
@@ -194,19 +188,20 @@ class Planner:
     def _fits(self, layout: Layout) -> bool:
         """The whole batch is no larger than a micro-batch may be, padding included."""
         if isinstance(self.size, Tokens):
-            return layout.size * max(_columns(layout)) <= self.size.at(0)
+            return layout.size * max(columns_of(layout.tensors)) <= self.size.at(0)
         return isinstance(self.size, int) and layout.size <= self.size
 
-    def pack(self, layout: Layout, spans: Mapping[int, Spans]) -> tuple[list[RowSlice], list[int] | None]:
+    def _pack(self, layout: Layout, spans: Mapping[int, Spans]) -> tuple[list[RowSlice], list[int] | None]:
         """The micro-batches of a batch, and the order of its rows in them; None where they keep theirs."""
         if layout.size == 0:
             return [RowSlice(slice(None), 0, 1)], None
         elements = max(1, sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size)
         if not spans:
-            size = self._room(max(_columns(layout)) if isinstance(self.size, Tokens) else 0, elements, layout.size)
+            size = self._room(max(columns_of(layout.tensors)) if isinstance(self.size, Tokens) else 0, elements, layout.size)
             starts = range(0, layout.size, size)
             return [RowSlice(slice(s, s + size), min(size, layout.size - s), elements) for s in starts], None
-        untrimmed = max((size for size in _columns(layout) if size not in spans), default=0)  # a source with a padded target
+        # beside a padded target, a source
+        untrimmed = max((size for size in columns_of(layout.tensors) if size not in spans), default=0)
         widest = max(*spans, untrimmed)
         of_rows = list(zip(*(span.widths for span in spans.values()), strict=True))
         widths = [max(untrimmed, *of_row) for of_row in of_rows]
@@ -241,9 +236,13 @@ class Planner:
         return max(1, self.size.at(0) // max(1, width))
 
 
-def _columns(layout: Layout) -> list[int]:
-    """Columns of all whole numbers in two dimensions, labels of a few classes among them; else of all features over time."""
-    tensors = {path: tensor for path, tensor in layout.tensors.items() if tensor.dim() > 1}
+def columns_of(tensors: Mapping[str, Tensor]) -> list[int]:
+    """Columns of all whole numbers in two dimensions, labels of a few classes among them; else of all features over time.
+
+    Raises:
+        UnsplittableBatchError: there are none.
+    """
+    tensors = {path: tensor for path, tensor in tensors.items() if tensor.dim() > 1}
     tokens = [tensor for tensor in tensors.values() if tensor.dim() == 2 and not tensor.is_floating_point()]
     columns = [tensor.shape[1] for tensor in tokens or tensors.values() if tensor.dim() < 4]
     if not columns:
@@ -277,7 +276,7 @@ class Splitting:
     def begin(self, batch: Any, proof: Proof) -> None:
         """Plan a loader batch."""
         self._proof = proof
-        plan = self._planned(batch)
+        plan = self.planner.plan(batch, proof)
         self.plan = None if plan.is_whole and self._may_be_whole else plan
         self._rows_of_whole = plan.rows
 
@@ -286,9 +285,6 @@ class Splitting:
         self.planner.kinds = {**self.planner.kinds, path: "shared"}
         if self.plan is not None:
             self.begin(self.plan.batch, self._proof)
-
-    def _planned(self, batch: Any) -> Plan:
-        return self.planner.plan(batch, self._proof)
 
     @property
     def rows(self) -> int | None:

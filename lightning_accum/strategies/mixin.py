@@ -39,7 +39,7 @@ from lightning_accum.weighing import advice
 from lightning_accum.weighing.safeguards import warn_of_batch_norm, warn_of_hooks
 from lightning_accum.whole.offload import Offload, offload_in_words
 from lightning_accum.whole.row_proof import unproven
-from lightning_accum.whole.row_wise import RetriedSteps, row_wise_of
+from lightning_accum.whole.row_wise import row_wise_of
 
 _log = logging.getLogger(f"{pl.__name__}.accumulation")
 
@@ -285,8 +285,6 @@ class AccumulationMixin(Engine):
 
     def _splitting(self) -> Splitting | None:
         policy, device = self.policy, self.root_device
-        if self.row_wise is not None and policy.row_wise_size == "auto":
-            return RetriedSteps(self.row_wise, self.snapshotter, device, _log.info)
         if policy.micro_batch is None:
             return None
         # whether trimming is exact is tried with two rows, where this rank would be alone in a forward

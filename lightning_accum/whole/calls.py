@@ -12,18 +12,9 @@ from torch import Tensor, nn
 
 from lightning_accum.errors import RowWiseError
 from lightning_accum.randomness import RandomState
-from lightning_accum.splitting.micro_batch import RowSelector
-from lightning_accum.splitting.plan import RowSlice
 from lightning_accum.whole.forms import INSTEAD, Form, Layer, Tree, check_outputs, is_near, read
 
 Gradients: TypeAlias = Sequence[Tensor | None]
-
-
-def taken(selector: RowSelector, value: Any, is_row: bool) -> Any:
-    """What a micro-batch has of an argument."""
-    if isinstance(value, Tensor):
-        return selector.tensor(value) if is_row else selector.shared(value)
-    return type(value)(selector.entries(value)) if is_row else value
 
 
 class RowWiseOutputs(torch.autograd.Function):
@@ -65,8 +56,7 @@ class Call:
     """A call of a submodule in a step.
 
     Attributes:
-        pieces: the micro-batches that it runs in.
-        order: the rows in their order; None if they keep theirs.
+        pieces: the rows of the micro-batches that it runs in.
         shadows: micro-batches that other ranks have more: this one takes part in them with its last, which counts for nothing.
         run_piece: runs the submodule on the arguments of a micro-batch.
         device: whose random state there is beside the CPU's.
@@ -75,15 +65,12 @@ class Call:
     layer: Layer
     arguments: Tree
     form: Form
-    pieces: list[RowSlice]
-    order: list[int] | None
+    pieces: list[range]
     shadows: int
-    run_piece: Callable[[RowSlice, Any], Any]
+    run_piece: Callable[[range, Any], Any]
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.current = self.pieces[0]
-        """The micro-batch that ran last."""
         self._with_shadows = [*self.pieces, *self.pieces[-1:] * self.shadows]
         tensors = [(x, is_row) for x, is_row in zip(self.arguments.values, self.form.inputs, strict=True) if isinstance(x, Tensor)]
         self._differentiable = [(tensor, is_row) for tensor, is_row in tensors if tensor.requires_grad]
@@ -119,7 +106,7 @@ class Call:
                     ' submodule run row-wise, or use micro_batch="offload".',
                 )
         of_parts = [*zip(*(part.values for part in parts), strict=True)]
-        joined = [self._joined(values, dim) for values, dim in zip(of_parts, self.form.dims, strict=True)]
+        joined = [_joined(values, dim) for values, dim in zip(of_parts, self.form.dims, strict=True)]
         if trained:
             self._trained = sorted(trained)
             self._sizes = {at: [x.shape[dim] for x in of_parts[at]] for at in trained if (dim := self.form.dims[at]) is not None}
@@ -131,30 +118,19 @@ class Call:
             self._given = [tensor.detach() for tensor in made]  # without their graph, which leads to this call
         return parts[0].make(joined)
 
-    def _run_once(self, piece: RowSlice) -> tuple[list[Tensor], Tree]:
+    def _run_once(self, piece: range) -> tuple[list[Tensor], Tree]:
         """Run a micro-batch with a graph of its own. Returns its inputs that need gradients, and its outputs."""
-        self.current = piece
         inputs: list[Tensor] = []
 
         def cut_off(value: Any, is_row: bool) -> Any:  # from the graph that made it
             if not (isinstance(value, Tensor) and value.requires_grad):
-                return taken(piece.selector, value, is_row)
-            inputs.append(taken(piece.selector, value.detach(), is_row).requires_grad_())
+                return _taken(value, piece, is_row)
+            inputs.append(_taken(value.detach(), piece, is_row).requires_grad_())
             return inputs[-1].view_as(inputs[-1])  # the submodule may write into it
 
         with torch.enable_grad():
             arguments = self.arguments.make(map(cut_off, self.arguments.values, self.form.inputs))
             return inputs, read(self.run_piece(piece, arguments), self.layer)
-
-    def _joined(self, of_parts: Sequence[Any], dim: int | None) -> Any:
-        """An output of all micro-batches."""
-        first, order = of_parts[0], self.order
-        if dim is None:
-            return first.clone() if isinstance(first, Tensor) else first
-        if isinstance(first, Tensor):
-            return _sorted(torch.cat(list(of_parts), dim), dim, None if order is None else _inverse(order))
-        entries = [entry for part in of_parts for entry in part]
-        return entries if order is None else [entries[place] for place in _inverse(order)]
 
     def zeros(self) -> list[Tensor]:
         """Of the shapes of the inputs that need gradients."""
@@ -192,12 +168,8 @@ class Call:
             if roots:
                 torch.autograd.backward(roots, seeds)
             for total, (_, is_row), leaf in zip(of_inputs, self._differentiable, inputs, strict=True):
-                if leaf.grad is None or index >= len(self.pieces):
-                    continue
-                if is_row:
-                    piece.selector.write_back(total, leaf.grad)
-                else:
-                    piece.selector.shared(total).add_(leaf.grad)
+                if leaf.grad is not None and index < len(self.pieces):
+                    _taken(total, piece, is_row).add_(leaf.grad)
             del output, roots, seeds, inputs
         if is_equal and not bool(torch.stack([flag.to(is_equal[0].device) for flag in is_equal]).all()):
             raise RowWiseError.of(
@@ -211,9 +183,8 @@ class Call:
 
     def _parts(self, whole: Tensor | None, place: int) -> Gradients:
         """Of each micro-batch, of an output or its gradient. What all rows share is in the first; shadows have nothing."""
-        parts, dim = [whole], self.form.dims[place]
-        if whole is not None and dim is not None:
-            parts = [*torch.split(_sorted(whole, dim, self.order), self._sizes[place], dim)]
+        dim = self.form.dims[place]
+        parts = [whole] if whole is None or dim is None else torch.split(whole, self._sizes[place], dim)
         return [*parts, *[None] * (len(self._with_shadows) - len(parts))]
 
 
@@ -246,10 +217,14 @@ def _set(flags: Iterable[tuple[Any, str, bool]]) -> None:
         setattr(owner, name, value)
 
 
-def _sorted(tensor: Tensor, dim: int, order: list[int] | None) -> Tensor:
-    """A tensor with the rows in another order."""
-    return tensor if order is None else tensor.index_select(dim, torch.tensor(order).to(tensor.device))
+def _taken(value: Any, piece: range, is_row: bool) -> Any:
+    """What a micro-batch has of an argument."""
+    return value[piece.start : piece.stop] if is_row else value
 
 
-def _inverse(order: list[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
+def _joined(of_parts: Sequence[Any], dim: int | None) -> Any:
+    """An output of all micro-batches."""
+    first = of_parts[0]
+    if dim is None:
+        return first.clone() if isinstance(first, Tensor) else first
+    return torch.cat(list(of_parts), dim) if isinstance(first, Tensor) else [entry for part in of_parts for entry in part]

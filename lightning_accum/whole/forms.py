@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -18,11 +15,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.errors import RowWiseError
 from lightning_accum.exact import exact, rounding
-from lightning_accum.randomness import NoiseOfRows, RandomState, dropout_switched_off
+from lightning_accum.randomness import RandomState
 from lightning_accum.splitting.micro_batch import rebuilt
-from lightning_accum.splitting.plan import RowSlice
 from lightning_accum.splitting.rows import Part, holds_tensors, parse
-from lightning_accum.splitting.trimming import Inconclusive, Verdict
 
 INSTEAD = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
 
@@ -40,19 +35,6 @@ class Layer:
     module: nn.Module
     run: Callable[..., Any]
     is_sharded: bool = False
-
-    @cached_property
-    def argument_names(self) -> list[str]:
-        """The names of its positional arguments."""
-        return list(inspect.signature(self.module.forward).parameters)
-
-    def name_of(self, path: str) -> str:
-        """What an argument is called: ``[0][1].mask`` is in the second that was passed by position, ``[1].x`` has a name."""
-        by_position = re.match(r"\[0\]\[(\d+)\](.*)", path)
-        if by_position is None:
-            return path.removeprefix("[1].")
-        place, inside = by_position.groups()
-        return "".join([*self.argument_names[int(place) :][:1], inside]) or path
 
 
 class Tree(NamedTuple):
@@ -141,12 +123,10 @@ class Form(NamedTuple):
     Attributes:
         inputs: which of the input leaves have one entry a row.
         dims: the dimension of each output leaf that has the rows; None if it is the same for all.
-        may_be_sorted: each output has one entry a row there.
     """
 
     inputs: tuple[bool, ...]
     dims: tuple[int | None, ...]
-    may_be_sorted: bool
 
 
 def number_of_rows(layer: Layer, arguments: Tree, of_batch: int | None) -> int:
@@ -170,7 +150,7 @@ def kind_of(layer: Layer, arguments: Tree) -> tuple[Any, ...]:
     return layer.name, layer.module.training, *dims, *flags
 
 
-def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int, run: Callable[[RowSlice, Any], Any]) -> Form:
+def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int, run: Callable[[range, Any], Any]) -> Form:
     """Where the rows are in a call, found by running few: the dimension of an output that has another size for fewer has them.
 
     Arguments of the size of the batch have rows; of which one may be so by chance, such as a mask of (length, length).
@@ -197,25 +177,21 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
             continue
         dims = tuple(_dim_of_rows(layer, *pair) for pair in zip(more.values, less.values, strict=False))
         check_outputs(layer, more, less, dims)
-        sizes = (None if dim is None else _shape(value)[dim] for value, dim in zip(more.values, dims, strict=True))
-        return Form(are_rows, dims, may_be_sorted=all(size in (None, few) for size in sizes))
+        return Form(are_rows, dims)
     assert problem is not None
     raise problem
 
 
-def _run_some(layer: Layer, arguments: Tree, are_rows: Sequence[bool], number: int, run: Callable[[RowSlice, Any], Any]) -> Tree:
-    rows = [*range(number)]
-
+def _run_some(layer: Layer, arguments: Tree, are_rows: Sequence[bool], number: int, run: Callable[[range, Any], Any]) -> Tree:
     def some(value: Any, is_row: bool) -> Any:  # copies, into which the submodule may write
-        if not isinstance(value, Tensor):
-            return [value[row] for row in rows] if is_row else value
-        return value.detach()[rows] if is_row else value.detach().clone()
+        found = value[:number] if is_row else value
+        return found.detach().clone() if isinstance(found, Tensor) else found
 
     device = next((leaf.value.device for leaf in arguments.leaves if leaf.is_tensor), torch.device("cpu"))
     before = RandomState(device)
     try:
         with in_eager_mode():
-            return read(run(RowSlice(rows, number, 1), arguments.make(map(some, arguments.values, are_rows))), layer)
+            return read(run(range(number), arguments.make(map(some, arguments.values, are_rows))), layer)
     finally:
         before.restore()
 
@@ -249,22 +225,6 @@ def check_outputs(layer: Layer, found: Tree, first: Tree, dims: Sequence[int | N
             )
 
 
-def _shape(value: Any) -> Sequence[int]:
-    return value.shape if isinstance(value, Tensor) else [len(value)]
-
-
 def _shape_beside(value: Any, dim: int) -> tuple[int, ...]:
-    return tuple(size for at, size in enumerate(_shape(value)) if at != dim)
-
-
-def difference_by_padding(layer: Layer, padded: Any, trimmed: Any, *others: Any) -> Verdict:
-    """Whether the outputs of a submodule are others with the padding of some rows than without; None for no."""
-    if others:
-        return Inconclusive("it is tried on one part alone")
-    try:
-        with in_eager_mode(), dropout_switched_off(layer.module), NoiseOfRows():
-            whole, part = (read(layer.run(*args, **kwargs), layer).values for args, kwargs in (padded, trimmed))
-    except Exception as error:
-        return Inconclusive(f"{layer.name} raises {type(error).__name__}: {error}")
-    is_exact = len(whole) == len(part) and all(map(is_same, whole, part))
-    return None if is_exact else "its outputs have the columns of the padding, or depend on them"
+    shape = value.shape if isinstance(value, Tensor) else [len(value)]
+    return tuple(size for at, size in enumerate(shape) if at != dim)

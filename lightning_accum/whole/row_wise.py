@@ -9,28 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
-from typing_extensions import override
 
 from lightning_accum.errors import ArgumentError, RowWiseError
 from lightning_accum.policy import Policy
 from lightning_accum.randomness import RandomState
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.auto import MicroBatchSizes, RetriedSplitting
-from lightning_accum.splitting.micro_batch import Layout, Tokens
-from lightning_accum.splitting.plan import MicroBatchSize, Plan, Planner, RowSlice
-from lightning_accum.undo import Undo
-from lightning_accum.whole.calls import Call, Gradients, as_one_node, taken
-from lightning_accum.whole.forms import Form, Layer, Tree, difference_by_padding, form_of, kind_of, number_of_rows, read
+from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.splitting.plan import columns_of
+from lightning_accum.whole.calls import Call, Gradients, as_one_node
+from lightning_accum.whole.forms import Form, Layer, Tree, form_of, kind_of, number_of_rows, read
 
 _MOST_PROOFS = 8
 """Loader batches at which it is tried whether micro-batches are the whole, until there was a gradient to compare."""
@@ -45,9 +40,8 @@ class RowWise:
     Attributes:
         module: that is trained.
         names: of its submodules.
-        size: rows, or tokens, of a micro-batch; or ``"auto"``; None to run calls as they are, in a trial.
+        size: rows, or tokens, of a micro-batch; None to run calls as they are, in a trial.
         device: where the module runs.
-        trim: whether calls run longest rows first, trimmed to the longest of a micro-batch, where their lengths can be read.
         largest: over the ranks, where submodules are sharded, so that ranks wait for each other in each of their forwards.
         draws: where they are tried out.
         proofs_left: loader batches at which it may be tried whether micro-batches are the whole, until that was seen.
@@ -69,9 +63,8 @@ class RowWise:
 
     module: nn.Module
     names: Sequence[str]
-    size: MicroBatchSize | None
+    size: int | Tokens | None
     device: torch.device
-    trim: bool = True
     largest: Callable[..., Sequence[float]] | None = None
     draws: Draws | None = None
     proofs_left: int = 0
@@ -79,26 +72,15 @@ class RowWise:
     def __post_init__(self) -> None:
         self._layers = _named(self.module, self.names, self.largest is not None)
         self.names = [layer.name for layer in self._layers]
-        self.sizes = MicroBatchSizes() if self.size == "auto" else None
-        """With ``"auto"``, what was found to fit."""
-        self.pieces: list[RowSlice] = []
-        """The micro-batches of all calls in the step so far."""
         self.kinds: set[Hashable] = set()
         """The kinds of their calls."""
         self._called: set[str] = set()
         self._warn_of_kind: Callable[[str], None] | None = None
-        self._planners = {} if self.size is None else {name: self._planner(self.size) for name in self.names}
         self._forms: dict[Hashable, Form] = {}
         self._calls: list[Call] = []
-        self._running: Call | None = None
         self._rows: int | None = None
         self._number = 0
         self._is_inside = self._drops = self._is_over = False
-
-    def _planner(self, size: MicroBatchSize) -> Planner:
-        # that nothing is trimmed needs no warning: outputs may be sequences; what is tried on two rows would be on one rank alone
-        sizes = self.sizes or MicroBatchSizes()
-        return Planner(size, self.trim and self.largest is None, warn=lambda text: None, size_for=sizes.size_for)
 
     def end_proofs(self, kinds: set[Hashable], warn: Callable[[str], None] | None) -> None:
         """It was seen for these kinds of calls, and ``warn`` takes the name of a submodule that has another; or it is given up."""
@@ -111,9 +93,8 @@ class RowWise:
 
     def describe(self) -> str:
         """What runs in micro-batches, in words."""
-        size = "as large as memory allows" if self.size == "auto" else f"of {self.size}"
-        size = f"of up to {self.size.count} tokens" if isinstance(self.size, Tokens) else size
-        return f"{', '.join(self.names)} in micro-batches {size}, the loss sees all rows"
+        size = f"up to {self.size.count} tokens" if isinstance(self.size, Tokens) else self.size
+        return f"{', '.join(self.names)} in micro-batches of {size}, the loss sees all rows"
 
     @contextmanager
     def step(self, rows: int | None = None) -> Iterator[None]:
@@ -128,13 +109,7 @@ class RowWise:
                     stack.enter_context(_calls_replaced(layer, self._call))
                 yield
         finally:
-            self.forget()
-
-    def forget(self) -> None:
-        """There will be no backward for what ran."""
-        self._calls.clear()
-        self.pieces.clear()
-        self._running = None
+            self._calls.clear()
 
     def end_backward(self) -> None:
         """The backward of the loss is over, on all ranks of sharded submodules: calls of now are no part of the step.
@@ -149,11 +124,6 @@ class RowWise:
                 f"row_wise={missing[0]!r}: training_step does not call {missing[0]!r}, so none of it runs in micro-batches. Name a"
                 " submodule that is called as a module, self.encoder(x), and not by another of its methods."
             )
-
-    @property
-    def running(self) -> RowSlice | None:
-        """The micro-batch of a call that was running when an error was raised; None if it was another part of the step."""
-        return None if self._running is None else self._running.current
 
     @contextmanager
     def dropping(self, context: AbstractContextManager[None]) -> Iterator[None]:
@@ -181,27 +151,24 @@ class RowWise:
         rows = number_of_rows(layer, arguments, self._rows)
         self._number += 1
 
-        def run(piece: RowSlice, given: Any, number: int = self._number) -> Any:
+        def run(piece: range, given: Any, number: int = self._number) -> Any:
             args, kwargs = given
-            own = range(rows)[piece.rows] if isinstance(piece.rows, slice) else piece.rows
-            with nullcontext() if self.draws is None else self.draws(number, own, rows):
+            with nullcontext() if self.draws is None else self.draws(number, piece, rows):
                 return layer.run(*args, **kwargs)
 
         is_one = rows < 2 or (isinstance(self.size, int) and rows <= self.size)
         if self.size is None or (is_one and self.largest is None):  # as it is
-            return as_one_node(run(RowSlice(slice(None), rows, 1), arguments.make(arguments.values)), layer)
+            return as_one_node(run(range(rows), arguments.make(arguments.values)), layer)
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # others' are for what a backward will need
             form = self._form(layer, arguments, rows, run)
-            pieces, order = self._pieces(layer, arguments, form, rows)
+            pieces = self._pieces(self.size, arguments, form, rows)
             shadows = 0 if self.largest is None else int(self.largest(float(len(pieces)))[0]) - len(pieces)
-            call = self._running = Call(layer, arguments, form, pieces, order, shadows, run, self.device)
+            call = Call(layer, arguments, form, pieces, shadows, run, self.device)
             output = call.run(partial(self._run_again, call))
-        self._running = None
         self._calls.append(call)
-        self.pieces += pieces
         return output
 
-    def _form(self, layer: Layer, arguments: Tree, rows: int, run: Callable[[RowSlice, Any], Any]) -> Form:
+    def _form(self, layer: Layer, arguments: Tree, rows: int, run: Callable[[range, Any], Any]) -> Form:
         """Where the rows of a call are."""
         fitting = tuple(leaf.size == rows for leaf in arguments.leaves)
         kind = kind_of(layer, arguments)
@@ -222,16 +189,12 @@ class RowWise:
         self.kinds.add((kind, form))
         return form
 
-    def _pieces(self, layer: Layer, arguments: Tree, form: Form, rows: int) -> tuple[list[RowSlice], list[int] | None]:
-        tensors: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
-        for leaf, is_row in zip(arguments.leaves, form.inputs, strict=True):
-            if leaf.is_tensor:
-                tensors[is_row][layer.name_of(leaf.path)] = leaf.value
-        some = lambda selector: arguments.make(map(partial(taken, selector), arguments.values, form.inputs))  # noqa: E731
-        layout = Layout(rows, tensors[True], tensors[False], {}, some)
-        planner = self._planners[layer.name]
-        spans = planner.trimmable(layout, partial(difference_by_padding, layer)) if form.may_be_sorted else {}
-        return planner.pack(layout, spans)
+    def _pieces(self, size: int | Tokens, arguments: Tree, form: Form, rows: int) -> list[range]:
+        if isinstance(size, Tokens):
+            pairs = zip(arguments.leaves, form.inputs, strict=True)
+            size = size.at(0) // max(1, *columns_of({leaf.path: leaf.value for leaf, is_row in pairs if is_row and leaf.is_tensor}))
+        step = max(1, size)
+        return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
     # --- the backward -------------------------------------------------------------------------------------------------
 
@@ -249,14 +212,12 @@ class RowWise:
             if self.largest is None:
                 return call.zeros()
         now = RandomState(self.device)
-        self._is_inside, self._running = True, call
+        self._is_inside = True
         try:
-            of_inputs = call.run_again(gradients)
+            return call.run_again(gradients)
         finally:
             self._is_inside = False
             now.restore()
-        self._running = None
-        return of_inputs
 
     def _check_is_next(self, number: int) -> None:
         """Raise on all ranks of sharded submodules unless they go on with the same call; 0 for none."""
@@ -270,32 +231,6 @@ class RowWise:
             )
 
 
-class RetriedSteps(RetriedSplitting):
-    """Runs each loader batch whole. Out of memory in a call of a submodule, it is as if the step had not begun."""
-
-    def __init__(self, row_wise: RowWise, snapshotter: Undo, device: torch.device, say: Callable[[str], None]) -> None:
-        assert row_wise.sizes is not None
-        super().__init__(Planner("auto", trim=False), row_wise.sizes, snapshotter, device, say)
-        self._row_wise = row_wise
-
-    @property
-    @override
-    def failed(self) -> RowSlice | None:
-        return self._row_wise.running
-
-    @property
-    @override
-    def pieces(self) -> Sequence[RowSlice]:
-        return self._row_wise.pieces
-
-    @override
-    def _planned(self, batch: Any) -> Plan:
-        self._row_wise.forget()  # the attempt that failed
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-        make = lambda piece: copy(batch) if isinstance(batch, (dict, list)) else batch  # noqa: E731  # a container of its own
-        return Plan(batch, [RowSlice(slice(None), 1, 1)], make, tensors=tensors, is_read=False)
-
-
 # --- which submodules -------------------------------------------------------------------------------------------------
 
 
@@ -307,9 +242,8 @@ def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: boo
     """
     if not policy.row_wise:
         return None
-    largest, trim = ranks.largest if is_sharded else None, policy.trim_padding is not False
-    proofs = _MOST_PROOFS if policy.check else 0
-    return RowWise(module, policy.row_wise, policy.row_wise_size, ranks.device, trim, largest, proofs_left=proofs)
+    largest, proofs = ranks.largest if is_sharded else None, _MOST_PROOFS if policy.check else 0
+    return RowWise(module, policy.row_wise, policy.row_wise_size, ranks.device, largest, proofs_left=proofs)
 
 
 def _named(module: nn.Module, names: Sequence[str], are_sharded: bool) -> list[Layer]:

@@ -17,7 +17,7 @@ import torch
 from harness import assert_one_window_one_batch
 from manual_modules import GAN, draw
 from sharded import needs_sharding_on_cpu, shard
-from support import Limit, Toy, ddp, fit, relative_error, train_by_hand, warned
+from support import Toy, ddp, fit, relative_error, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -288,38 +288,6 @@ def test_any_call_has_the_step_of_the_whole_batch(case: str, rows: int) -> None:
     )
 
 
-class Pooled(nn.Module):
-    """The mean of the tokens of a row that are no padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.shapes = mlp(), []
-
-    def forward(self, tokens: Tensor, attention_mask: Tensor, bias: Tensor) -> Any:
-        self.shapes.append(tuple(tokens.shape[:2]))
-        hidden = (self.net(tokens) + bias[:, None]) * attention_mask[..., None]
-        return hidden.sum(1) / attention_mask.sum(1, keepdim=True)
-
-
-def pooled(net: Any, x: Tensor) -> Tensor:
-    mask = (torch.arange(7) < torch.tensor([2, 7, 1, 3, 2, 6, 1, 2, 3, 2])[:, None]).to(x)
-    tokens = torch.stack([x + step for step in range(7)], 1).sin() * mask[..., None] * net.weight
-    net.a.shapes.clear()
-    return spread(net.a(tokens, mask, bias=torch.linspace(0, 1, 7).to(x) * net.weight))
-
-
-@pytest.mark.parametrize("size", [3, Tokens(8), Tokens(5)])
-def test_rows_of_a_call_are_sorted_and_trimmed_where_a_mask_shows_their_lengths(size: Any) -> None:
-    expected, module = (Toy(partial(of_x, pooled), net=lambda: model(Pooled)) for _ in range(2))
-    train_by_hand(expected, collated(ROWS, ROWS), 1)
-    fit(module, collated(ROWS, ROWS), row_wise(names="net.a", micro_batch=size))
-    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
-    shapes = module.net.a.shapes  # of the second step: no proof is in it
-    assert sum(rows for rows, _ in shapes) == 2 * ROWS  # run, and run again
-    assert sum(rows * columns for rows, columns in shapes) < 2 * 50  # of 70
-    assert isinstance(size, int) or all(rows == 1 or rows * columns <= size.count for rows, columns in shapes)
-
-
 def test_under_autocast_the_step_is_that_of_the_whole_batch() -> None:
     module = Toy(lambda net, batch: shared(net, batch[0].float()), net=lambda: model(sharing)).float()
     arguments = {"trainer": {"precision": "bf16-mixed"}, "limit": 2**-7}  # of bfloat16: rows of a micro-batch are summed first
@@ -458,25 +426,6 @@ def test_loader_batches_that_are_not_finite_are_left_out() -> None:
     with warned() as messages:
         assert_window_equals_batch(module, data, row_wise(3, on_nonfinite="skip"), windows=[rows[0] + rows[1], rows[2] + rows[3]])
     assert any("not finite" in message for message in messages)
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("window", [1, 2])
-def test_auto_is_as_large_as_memory_allows_and_a_step_that_runs_out_leaves_no_trace(where: str, window: int) -> None:
-    class Limited(nn.Module):
-        """Has memory for 4 rows."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Limit.apply(x, len(x), 4, where, lambda: torch.OutOfMemoryError("CUDA out of memory. (not really)"))
-
-    loss = partial(of_views, clip) if window == 1 else of_classes
-    module, expected = Toy(loss, net=lambda: encoder_and_scale(Limited())), Toy(loss, net=encoder_and_scale)
-    whole = batches(*[ROWS] * 4)
-    together = [flat(whole[i : i + window]) for i in range(0, 4, window)]
-    train_by_hand(expected, [default_collate(rows) for rows in together], 1)
-    run = fit(module, collated(*[ROWS] * 4), row_wise(window, micro_batch="auto"))
-    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
-    assert run.callback_metrics["window/micro_batch_size"] == 3  # of 10 rows; 5 are too many
 
 
 def test_the_networks_of_a_gan_in_manual_optimization() -> None:
