@@ -179,7 +179,7 @@ def trained(case: Case, pl: Any, batches: list[list[int]], is_trained: bool = Tr
     return vector, {first_line(warning.message) for warning in caught}
 
 
-def first_line(message: object, words: int = 14) -> str:
+def first_line(message: object, words: int = 8) -> str:
     """The beginning of a message."""
     parts = str(message).split() or [type(message).__name__]
     return " ".join(parts[:words]) + (" …" if len(parts) > words else "")
