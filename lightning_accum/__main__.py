@@ -6,12 +6,9 @@ import argparse
 import inspect
 import os
 import pkgutil
-import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit status: 0 for success, 1 where the command ran and failed, 130 where it was interrupted.
+        The exit status: 0 for success, 1 where the command ran and failed.
 
     Raises:
         SystemExit: with status 2 if the arguments are wrong, with 0 for ``--help``.
@@ -42,9 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.command(arguments))
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        return 130
+    except ArgumentError as error:
+        parser.error(str(error))
 
 
 DEMO = """Train a small language model on 101 docstrings of Python's standard library, shuffled in every epoch, with the same 32
@@ -55,18 +51,16 @@ cannot run; 2 if the arguments are wrong."""
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--epochs", type=_natural, default=3, metavar="N", help="passes over the corpus (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=_folder, default="accum_demo", metavar="FOLDER",
-        help="where to write loss_curves.png and runs.csv (default: %(default)s)",
-    )  # fmt: skip
+    add = parser.add_argument
+    add("--epochs", type=_natural, default=3, metavar="N", help="passes over the corpus (default: %(default)s)")
+    add("--out", type=Path, default="accum_demo", metavar="FOLDER", help="for loss_curves.png (default: %(default)s)")
     parser.set_defaults(command=_demo)
 
 
 VERIFY = """Take one optimizer step of a LightningModule as a full batch and one accumulated, compare them, and name what breaks
 equality. MODULE and DATA are written package.module:name; a class or a function is called without arguments. The exit status is
 0 only if the steps are equal; 1 if not, or if they cannot be compared; 2 if the arguments are wrong. One of --window,
---micro-batch and --devices is needed, or several."""
+--micro-batch and --devices is needed, or several. The function lightning_accum.verify takes more."""
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -74,53 +68,25 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", metavar="DATA", help="a LightningDataModule, a loader or a batch (default: the module's own train_dataloader)")
     add("--window", type=_natural, metavar="N", help="loader batches in a window")
-    add(
-        "--micro-batch", type=_micro_batch, metavar="N",
-        help="samples in the micro-batches that each loader batch is split into; 8192tokens, or 'Tokens(8192)', for as many tokens",
-    )  # fmt: skip
-    add(
-        "--weight", default="auto", metavar="WEIGHT",
-        help="of GradientAccumulation: auto, equal, or package.module:name of a callable (default: %(default)s)",
-    )  # fmt: skip
+    add("--micro-batch", type=_natural, metavar="N", help="samples in the micro-batches that each loader batch is split into")
     add("--devices", type=_natural, default=1, metavar="N", help="ranks that share the window; under torchrun, its processes")
     add("--strategy", default="accum_ddp", metavar="NAME", help="of the Trainer, over several devices (default: %(default)s)")
-    add("--join", metavar="FUNCTION", help="package.module:name of a function that makes one batch of several")
     add("--precision", default="64-true", help="of the Trainer (default: %(default)s)")
-    add("--accelerator", default="cpu", help="of the Trainer (default: %(default)s)")
-    add("--gradient-clip-val", type=float, metavar="NORM", help="of the Trainer")
     parser.set_defaults(command=_verify)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     if str(Path.cwd()) not in sys.path:  # as `python -m` has it
         sys.path.insert(0, str(Path.cwd()))
-    with suppress(Exception):  # what is wrong with it is said below; its Lightning is the one that is used
-        import_module(arguments.module.partition(":")[0])
+    module = _made(arguments.module)  # before Lightning is imported here: the module's is the one that is used
+    data = None if arguments.data is None else _made(arguments.data)
 
-    from lightning_accum import AccumulationError, GradientAccumulation, verify
+    from lightning_accum import AccumulationError, verify
     from lightning_accum.from_lightning import MisconfigurationException
-    from lightning_accum.verification.step import quiet, trainer_of_one_step
 
-    trainer = {name: getattr(arguments, name) for name in ("precision", "accelerator", "gradient_clip_val")}
+    how = {name: getattr(arguments, name) for name in ("window", "micro_batch", "devices", "strategy", "precision")}
     try:
-        weight = arguments.weight
-        if weight not in ("auto", "equal"):
-            weight = _found(weight, "auto, equal or package.module:name of a callable")
-        policy = {"micro_batch": arguments.micro_batch, "weight": weight() if isinstance(weight, type) else weight}
-        if (arguments.window or 1) * arguments.devices == 1 and arguments.micro_batch is None:
-            raise ArgumentError("say how the step is accumulated, by --window or --micro-batch (or both), or over --devices")
-        join = None if arguments.join is None else _found(arguments.join)
-        with quiet():  # what these do not take is wrong with the arguments, whatever the module
-            GradientAccumulation(arguments.window or 1, **policy)
-            trainer_of_one_step([], devices=1, **trainer)
-        module = _made(arguments.module)
-        data = None if arguments.data is None else _made(arguments.data)
-    except (MisconfigurationException, ValueError, RuntimeError) as error:
-        print(f"lightning-accum verify: error: {error}", file=sys.stderr)
-        return 2
-    try:
-        over = {"devices": arguments.devices, "strategy": arguments.strategy, "window": arguments.window}
-        report = verify(module, data, join=join, **over, **trainer, **policy)
+        report = verify(module, data, **how)
     except (MisconfigurationException, AccumulationError) as error:
         print(f"{error}\n(micro_batch= is --micro-batch here, and so on.)", file=sys.stderr)
         return 1
@@ -131,7 +97,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _made(name: str) -> Any:
     """What ``package.module:name`` stands for; called if it is a class or a function."""
-    thing = _found(name)
+    if not all(name.partition(":")):
+        raise ArgumentError(f"{name!r}: expected package.module:name")
+    try:
+        thing = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(f"{name!r} cannot be imported here: {error}") from error
     if not isinstance(thing, (type, partial)) and not inspect.isroutine(thing):
         return thing
     try:
@@ -143,44 +114,17 @@ def _made(name: str) -> Any:
     return thing()
 
 
-def _found(name: str, expected: str = "package.module:name") -> Any:
-    if not all(name.partition(":")):
-        raise ArgumentError(f"{name!r}: expected {expected}")
-    try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError) as error:
-        raise ArgumentError(f"{name!r} cannot be imported here: {error}") from error
-
-
 def _natural(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
 
 
-def _micro_batch(text: str) -> Any:
-    found = re.fullmatch(r"(\d+) *tokens?|Tokens\((\d+)\)", text)
-    if found is None:
-        return _natural(text)
-    from lightning_accum.splitting.micro_batch import Tokens
-
-    return Tokens(_natural(found[1] or found[2]))
-
-
-def _folder(text: str) -> Path:
-    """Make the folder now: not to learn after minutes of training that there is none."""
-    folder = Path(text)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be a folder: {error.strerror}") from error
-    return folder
-
-
 def _demo(arguments: argparse.Namespace) -> int:
     if find_spec("matplotlib") is None:
         print("The demo needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 1
+    arguments.out.mkdir(parents=True, exist_ok=True)  # not to learn after a minute of training that there can be none
     print("One small language model, trained 11 times with 32 samples a step: a minute.\n", flush=True)
     from lightning_accum.demo.run import run_demo
 

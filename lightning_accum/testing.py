@@ -150,7 +150,7 @@ def compare_window_with_batch(
     if isinstance(batches, Sequence):
         each = [list(own) for own in batches] if by_rank else [list(batches[rank::ranks]) for rank in range(ranks)]
         data = _Dealt([[None if rows is None else collate(rows) for rows in own] for own in each])
-        windows = _windows_of(each, policy, trainer, epochs) if windows is None else windows
+        windows = _windows_by(policy, each, trainer, epochs) if windows is None else windows
     elif windows is None:
         raise ArgumentError("Pass windows=, the rows of each window: only those of a list of batches can be counted.")
     kind = strategy if isinstance(strategy, str) else strategy()
@@ -179,12 +179,17 @@ def compare_window_with_batch(
     )
 
 
-def _windows_of(by_rank: Sequence[Sequence[Rows | None]], policy: Any, trainer: Mapping[str, Any], epochs: int) -> list[Rows]:
-    """The rows of each window of a fixed number of loader batches of every rank."""
-    size = policy if isinstance(policy, int) else policy.policy.window
-    size, tail = size or trainer.get("accumulate_grad_batches", 1), "step" if isinstance(policy, int) else policy.policy.tail
+def _windows_by(policy: Any, by_rank: Sequence[Sequence[Rows | None]], trainer: Mapping[str, Any], epochs: int) -> list[list[Any]]:
+    if isinstance(policy, int):
+        return windows_of(by_rank, policy, epochs)
+    size = policy.policy.window or trainer.get("accumulate_grad_batches", 1)
     if not isinstance(size, int):
         raise ArgumentError(f"Pass windows=, the rows of each window: with {size!r} they cannot be counted ahead.")
+    return windows_of(by_rank, size, epochs, policy.policy.tail)
+
+
+def windows_of(by_rank: Sequence[Sequence[Rows | None]], size: int, epochs: int = 1, tail: str = "step") -> list[list[Any]]:
+    """The rows of each window of ``size`` loader batches of every rank."""
     windows: list[list[Any]] = []
     current: list[Any] = []
     count, longest = 0, max(map(len, by_rank))

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accum import GradientAccumulation
 from lightning_accum.testing import assert_window_equals_batch
+from lightning_accum.testing import windows_of as windows_of
 
 EXACT = 1e-12
 SHORT = timedelta(seconds=20)
@@ -58,22 +59,6 @@ def dealt(rows: Rows, size: int, engine: str) -> list[list[Rows]]:
     """Loader batches of ``size`` rows, which the ranks of an engine take in turns."""
     batches, ranks = [rows[i : i + size] for i in range(0, len(rows), size)], ENGINES[engine].ranks
     return [batches[rank::ranks] for rank in range(ranks)]
-
-
-def windows_of(by_rank: Sequence[Sequence[Rows | None]], size: int, epochs: int = 1, tail: str = "step") -> list[list[Any]]:
-    """The rows of each window of ``size`` loader batches of every rank."""
-    windows: list[list[Any]] = []
-    current: list[Rows | None] = []
-    count, longest = 0, max(map(len, by_rank))
-    for index in range(longest * epochs):
-        current += [own[index % longest] for own in by_rank if index % longest < len(own)]
-        count += 1
-        is_end, is_last = (index + 1) % longest == 0, index + 1 == longest * epochs
-        if count == size or (is_end and tail == "step") or (is_last and tail == "carry"):
-            windows.append([row for batch in current if batch is not None for row in batch])
-        if count == size or (is_end and tail != "carry"):
-            current, count = [], 0
-    return [window for window in windows if window]
 
 
 def assert_one_window_one_batch(

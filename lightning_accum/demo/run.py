@@ -1,24 +1,31 @@
-"""The demo: train every mix, and say and draw how far each is from the full batch."""
+"""The demo: train every mix, each rank in a process of its own, and say and draw how far each is from the full batch."""
 
 from __future__ import annotations
 
-import csv
+import logging
+import os
 import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 from torch.torch_version import TorchVersion
+from typing_extensions import override
 
-from lightning_accum.demo.model import new_model, sample_corpus
-from lightning_accum.demo.train import FULL_BATCH, GLOBAL_BATCH, MIXES, Mix, Trained, train
+from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
+from lightning_accum.demo.model import count_targets, loader_of, new_model, sample_corpus
 from lightning_accum.errors import UsageError
-from lightning_accum.testing import distance
-from lightning_accum.verification.processes import RanksFailedError
+from lightning_accum.from_lightning import Callback, LightningEnvironment, pl
+from lightning_accum.testing import QUIET, distance, whole_parameters
+from lightning_accum.verification.processes import RanksFailedError, run_on_ranks
 
+GLOBAL_BATCH = 32
 SAMPLES, LONGEST = 101, 256  # bytes
 """Three windows and a tail of 5 samples in an epoch, which two ranks share as 51 and 50, and four as 26 and three times 25."""
 EXACT = 1e-12
@@ -32,61 +39,140 @@ CAPTION = (
 )
 
 
-class Row(NamedTuple):
-    """One run in the table, see :data:`CAPTION`."""
-
-    engine: str
-    run: str
-    final_loss: float
-    loss_deviation: float
-    deviation: float
-    optimizer_steps: int
-    scheduler_steps: int
-
-    def __str__(self) -> str:
-        numbers = f"{self.final_loss:.6f}", f"{self.loss_deviation:.1e}", f"{self.deviation:.1e}"
-        return COLUMNS.format(f"{self.engine} {self.run}", *numbers, f"{self.optimizer_steps}, {self.scheduler_steps}")
-
-
 def run_demo(epochs: int, out: Path) -> int:
-    """Train every mix, the full batch first; print, draw and write how far each is from that. Returns the exit status."""
+    """Train every mix, the full batch first; print and draw how far each is from that. Returns the exit status."""
     mixes: Sequence[Mix] = MIXES
     if TorchVersion(torch.__version__) < "2.9":
         print("Runs with FSDP2 are left out: torch shards on a CPU from 2.9 on.", file=sys.stderr)
         mixes = [mix for mix in MIXES if not mix.is_sharded]
     print(COLUMNS.format("run", "loss", "losses", "parameters", "steps"), flush=True)
     results: dict[Mix, Trained] = {}
-    rows: list[Row] = []
+    apart: dict[Mix, tuple[float, float]] = {}
     try:
         corpus = sample_corpus(SAMPLES, LONGEST)
         for mix in mixes:
-            results[mix] = train(mix, corpus, epochs)
-            rows.append(_row(mix, results[mix], results[FULL_BATCH]))
-            print(rows[-1], flush=True)
+            results[mix] = found = train(mix, corpus, epochs)
+            full = results[FULL_BATCH]
+            moved = distance(full.parameters, new_model().state_dict())
+            apart[mix] = max(_differences(found.losses, full.losses)), distance(found.parameters, full.parameters) / moved
+            numbers = f"{found.losses[-1]:.6f}", *(f"{number:.1e}" for number in apart[mix])
+            print(COLUMNS.format(f"{mix.engine} {mix.shape}", *numbers, f"{found.steps}, {found.scheduler_steps}"), flush=True)
     except (UsageError, RanksFailedError) as error:
-        print(f"{error} ({len(rows)} of {len(mixes)} runs are done.)", file=sys.stderr)
+        print(f"{error} ({len(apart)} of {len(mixes)} runs are done.)", file=sys.stderr)
         return 1
-    mine, theirs = ([row for row in rows if row.engine == engine] for engine in ("lightning_accum", "Lightning"))
-    largest, of_theirs = (max(row.loss_deviation for row in of) for of in (mine, theirs))
+    mine, theirs = ([apart[mix] for mix in mixes if mix.engine == engine] for engine in ("lightning_accum", "Lightning"))
+    largest, of_theirs = (max(losses for losses, _ in of) for of in (mine, theirs))
     verdict = f"this package: {largest:.0e} from the full batch in {len(mine)} mixes; Lightning's own: up to {of_theirs:.0e}"
     _draw({mix: trained.losses for mix, trained in results.items()}, verdict, out / "loss_curves.png")
-    with (out / "runs.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([Row._fields, *rows])
-    print(f"The losses: {out / 'loss_curves.png'}. The table: {out / 'runs.csv'}.", file=sys.stderr)
+    print(f"The losses: {out / 'loss_curves.png'}.", file=sys.stderr)
     print(f"\n{fill(CAPTION, 80)}\n\n{verdict}")
-    return 0 if all(row.loss_deviation < EXACT and row.deviation < EXACT for row in mine) else 1
-
-
-def _row(mix: Mix, trained: Trained, full: Trained) -> Row:
-    moved = distance(full.parameters, new_model().state_dict())
-    deviation, losses = distance(trained.parameters, full.parameters) / moved, _differences(trained.losses, full.losses)
-    steps = trained.optimizer_steps, trained.scheduler_steps
-    return Row(mix.engine, mix.shape, trained.losses[-1], max(losses), deviation, *steps)
+    return 0 if all(number < EXACT for found in mine for number in found) else 1
 
 
 def _differences(losses: Sequence[float], full: Sequence[float]) -> list[float]:
     """Of each step's loss from the full batch's, relative to that."""
     return [abs(loss - other) / abs(other) for loss, other in zip(losses, full, strict=True)]
+
+
+# --- one training -----------------------------------------------------------------------------------------------------
+
+
+class Mix(NamedTuple):
+    """One training run: who accumulates, and how the global batch is cut.
+
+    ``window`` loader batches of ``batch`` samples on each of ``ranks`` make an optimizer step; each loader batch may be split into
+    micro-batches, and the model may be sharded over the ranks by FSDP2, rather than replicated by DDP.
+    """
+
+    engine: str
+    ranks: int
+    window: int
+    batch: int
+    micro_batch: int | None = None
+    is_sharded: bool = False
+
+    @property
+    def parallelism(self) -> str:
+        """What keeps the ranks at one model."""
+        return "FSDP2" if self.is_sharded else "DDP" if self.ranks > 1 else ""
+
+    @property
+    def shape(self) -> str:
+        """Ranks x window x batch, and what keeps the ranks at one model: ``"2 x 4 x 4 DDP"``, ``"1 x 1 x 32/4"``."""
+        split = "" if self.micro_batch is None else f"/{self.micro_batch}"
+        return f"{self.ranks} x {self.window} x {self.batch}{split} {self.parallelism}".rstrip()
+
+
+FULL_BATCH = Mix("full batch", ranks=1, window=1, batch=GLOBAL_BATCH)
+MIXES = (
+    FULL_BATCH,
+    *(Mix("Lightning", *cut) for cut in ((1, 8, 4), (2, 4, 4))),
+    *(Mix("lightning_accum", *cut) for cut in ((1, 8, 4), (1, 32, 1), (1, 1, 32, 4), (2, 4, 4), (2, 16, 1), (4, 8, 1))),
+    *(Mix("lightning_accum", *cut, is_sharded=True) for cut in ((2, 4, 4), (4, 2, 4))),
+)
+
+
+class Trained(NamedTuple):
+    """What a run ended with: the loss of each step's whole batch before the step, counts, and the parameters by name."""
+
+    losses: list[float]
+    steps: int
+    scheduler_steps: int
+    parameters: dict[str, Tensor]
+
+
+def train(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
+    """Train the model once, with a process for each rank. It is given up after some ten times what two slow cores take."""
+    trained: Trained = run_on_ranks(partial(_train_rank, mix, corpus, epochs), mix.ranks, 180.0 + 60.0 * epochs)
+    return trained
+
+
+def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int, hand_over: Callable[[Trained], None]) -> None:
+    for stream in (sys.stdout, sys.stderr):  # an exception is handed over
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    logging.disable()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # matrices this small are no faster on more
+    record = _Record()
+    strategy: Any = "ddp" if mix.ranks > 1 else "auto"
+    how: dict[str, Any] = {"callbacks": [record], "accumulate_grad_batches": mix.window}
+    if mix.engine == "lightning_accum":
+        strategy = "accum_ddp" if mix.ranks > 1 else "accum"
+        how = {"callbacks": [GradientAccumulation(mix.window, micro_batch=mix.micro_batch), record]}
+    if mix.is_sharded:
+        strategy = ModelParallelAccumulationStrategy(mix.ranks, 1)
+    how |= {"accelerator": "cpu", "devices": mix.ranks, "strategy": strategy, "max_epochs": epochs}
+    how["precision"] = "32-true" if mix.is_sharded else "64-true"  # Lightning has FSDP2 in no other; the model is float64 by itself
+    how["plugins"] = [LightningEnvironment()]  # also on a cluster: the demo stays on this machine
+    trainer, model = pl.Trainer(**QUIET, **how), new_model()
+    trainer.fit(model, loader_of(corpus, mix.batch))
+    optimizer, scheduler = trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler
+    steps = int(max(state["step"] for state in optimizer.state.values())), scheduler.last_epoch
+    hand_over(Trained(record.losses, *steps, whole_parameters(trainer, model)))
+
+
+class _Record(Callback):
+    """Notes the loss of every optimizer step's whole batch."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self._loss_and_targets = torch.zeros(2, dtype=torch.float64)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: dict[str, Tensor], batch_idx: int
+    ) -> None:
+        metrics, targets = trainer.callback_metrics, count_targets(batch["labels"])
+        self._loss_and_targets += torch.stack([metrics["train_loss"] * targets, targets])
+        if trainer.global_step == len(self.losses):  # inside a window
+            return
+        if "window/loss" in metrics:
+            loss = metrics["window/loss"].item()
+        else:  # Lightning has no such number: here it is, the mean over all bytes, from what the module logs
+            total, count = trainer.strategy.reduce(self._loss_and_targets, reduce_op="sum").tolist()
+            loss = total / count
+        self._loss_and_targets.zero_()
+        self.losses.append(loss)
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------

@@ -22,11 +22,10 @@ from lightning_accum.engine import Engine
 from lightning_accum.from_lightning import ModelParallelStrategy, Strategy, TorchElasticEnvironment
 from lightning_accum.strategies import ModelParallelAccumulationStrategy
 from lightning_accum.user_warnings import listed
-from lightning_accum.verification.examination import Comparison, Diagnosis
+from lightning_accum.verification.examination import Comparison, Diagnosis, Difference, difference
 from lightning_accum.verification.processes import RanksFailedError, run_on_ranks
-from lightning_accum.verification.record import Difference, Step, StepRecorder, difference, multiples
 from lightning_accum.verification.report import Break
-from lightning_accum.verification.step import Change, StepRunner
+from lightning_accum.verification.step import Change, Step, StepRecorder, StepRunner
 
 _Found = tuple[str, str, str]
 """The name of a break, what was seen, and what mends it."""
@@ -43,31 +42,17 @@ class OverRanks:
         self._parts = [runner.accumulated(share, alone.change) for share in shares]
         differences = [Difference.between(step.gradients, self._full.gradients) for step in self._steps]
         worst = max(range(ranks), key=lambda rank: differences[rank].largest)
-        self.gradient, self.update = differences[worst], Difference.between(self._steps[worst].way, self._full.way)
+        self.gradient = differences[worst]
         self.loss = self._steps[worst].loss if _is_of_this_package(strategy) else math.nan
         is_equal = self.gradient.largest <= self._tolerance
-        stages = [self._of_step()] if is_equal else [self._before_step(), self._of_losses(), self._of_gradients()]
+        stages = [self._of_step()] if is_equal else [self._of_losses(), self._of_gradients()]
         found = next(filter(None, map(list, stages)), [])  # what comes later follows from the first
         self.breaks = [Break(name, text, self.gradient.largest, None, mend) for name, text, mend in found]
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether every rank took the full batch's step."""
-        return not self.breaks
 
     @property
     def strategy_in_words(self) -> str:
         """Its name, or its class."""
         return self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
-
-    def _before_step(self) -> Iterator[_Found]:
-        for rank, (step, part) in enumerate(zip(self._steps, self._parts, strict=True)):
-            if off := [name for name, tensor in step.before.items() if difference(part.before.get(name), tensor)]:
-                yield (
-                    "parameters before the step",
-                    f"On rank {rank} {listed(off)} {'are' if len(off) > 1 else 'is'} not what one process has.",
-                    "Make them from the same random numbers on every rank (seed_everything with one seed), or load one checkpoint.",
-                )
 
     def _of_losses(self) -> Iterator[_Found]:
         """The losses of the same rows are others than in one process."""
@@ -81,12 +66,14 @@ class OverRanks:
                 found += f": {own[worst] / alone[worst]:.6g} times."
             else:
                 continue
-            buffers = [n for n, tensor in part.buffers.items() if difference(step.buffers.get(n), tensor) > self._tolerance]
+            seen, expected = {**step.before, **step.buffers}, {**part.before, **part.buffers}
+            others = [name for name, tensor in expected.items() if difference(seen.get(name), tensor) > self._tolerance]
             yield (
                 "loss of a rank",
-                found + (f" Its buffers are others, too ({listed(buffers)})." if buffers else ""),
-                "Return the loss as one process would. Look for what goes by the rank or the number of ranks in training_step:"
-                " factors, random numbers, buffers, and attributes that were set by it.",
+                found + (f" {listed(others)} {'are' if len(others) > 1 else 'is'} not what one process has." if others else ""),
+                "Return the loss as one process would. Look for what goes by the rank or the number of ranks: parameters and"
+                " buffers that were made from other random numbers (seed_everything with one seed), factors in training_step,"
+                " random numbers in it, and attributes.",
             )
 
     def _of_gradients(self) -> Iterator[_Found]:
@@ -121,9 +108,9 @@ class OverRanks:
         """How often each rank's rows count in the gradients that each rank has; None where they are no multiples of them."""
         limit = max(100 * self._tolerance, 1e-9)
         parts = torch.stack([_flat(part.of_backward, names) for part in self._parts], 1)
-        weights = multiples(parts, _flat(self._full.of_backward, names), limit)
+        weights = _multiples(parts, _flat(self._full.of_backward, names), limit)
         counts = [
-            None if weights is None else multiples(parts * weights, _flat(step.of_backward, names), limit) for step in self._steps
+            None if weights is None else _multiples(parts * weights, _flat(step.of_backward, names), limit) for step in self._steps
         ]
         found = [count.where(count.abs() > limit, 0.0).tolist() for count in counts if count is not None]
         return found if len(found) == self.ranks else None
@@ -137,6 +124,12 @@ class OverRanks:
                     f"Rank {rank} has the gradient of the full batch, and its step moves {listed(off)} elsewhere.",
                     "Compare what configure_optimizers and the hooks around the step do on each rank.",
                 )
+
+
+def _multiples(columns: Tensor, target: Tensor, limit: float) -> Tensor | None:
+    """By how much to multiply the columns so that they add up to the target, up to a relative error; None if they do not."""
+    found = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
+    return found if bool((target - columns @ found).norm() <= limit * target.norm()) else None
 
 
 def _flat(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import fill
 from typing import NamedTuple
@@ -24,14 +24,6 @@ class Break(NamedTuple):
     mend: str
 
 
-class ParameterDifference(NamedTuple):
-    """Relative errors of a parameter's gradient and of its update; of tiny ones relative to a hundredth of the typical size."""
-
-    name: str
-    gradient: float
-    update: float
-
-
 @dataclass(frozen=True, repr=False)
 class Report:
     """The result of :func:`~lightning_accum.verify`. True where equality holds.
@@ -39,25 +31,22 @@ class Report:
     Attributes:
         compared: what was compared with what, in words.
         gradient: the norm of the gradients' difference, relative to that of the full batch's gradient.
-        update: the same for the ways that the step moves the parameters.
         losses: of the full batch, and of the window.
         tolerance: what the gradient of no parameter may exceed, and why.
-        parameters: all of them, the worst first.
+        parameters: the same for each of them by name, the worst first; a tiny gradient relative to a hundredth of the typical size.
         weight: what each micro-batch weighs, in words.
-        breaks: what breaks equality.
+        breaks: what breaks equality; if nothing does, the window takes the step of the full batch.
         notes: what else there is to know: dropout that was switched off, padding, warnings of the run.
         ranks: that the window was taken on; 1 where it was compared in one process, or differed there already.
     """
 
     module: str
     compared: str
-    is_equal: bool
     gradient: float
-    update: float
     losses: tuple[float, float]
     tolerance: float
     tolerance_reason: str
-    parameters: Sequence[ParameterDifference]
+    parameters: Mapping[str, float]
     weight: str
     breaks: Sequence[Break] = ()
     notes: Sequence[str] = ()
@@ -65,21 +54,16 @@ class Report:
 
     def __bool__(self) -> bool:
         """Whether equality holds."""
-        return self.is_equal
+        return not self.breaks
 
     @property
     def verdict(self) -> str:
         """The result in a line."""
         where = "on micro-batches" if self.ranks == 1 else f"on {self.ranks} ranks"
-        if self.is_equal:
+        if self:
             return f"Equal: {self.module} takes the same optimizer step {where} as on the full batch."
         names = ", ".join(dict.fromkeys(found.name for found in self.breaks))
         return f"Not equal: {self.module} does not do {where} what it does on the full batch ({names})."
-
-    @property
-    def worst(self) -> Sequence[ParameterDifference]:
-        """The ten parameters whose gradients differ most."""
-        return self.parameters[:SHOWN]
 
     def __repr__(self) -> str:
         return str(self)
@@ -89,25 +73,16 @@ class Report:
         paragraphs = [[self.verdict, self.compared]]
         for found in self.breaks:
             paragraphs.append([f"{found.name}: {found.found} {_effect(found)}", f"    To mend it: {found.mend}"])
-        rows = [ParameterDifference("all parameters", self.gradient, self.update), *self.worst]
-        lines = _aligned([("relative difference", "gradient", "update"), *((n, _number(g), _number(u)) for n, g, u in rows)])
-        if len(self.parameters) > SHOWN:
-            lines.append(f"... and {len(self.parameters) - SHOWN} more that are closer")
+        rows = [("relative difference of the gradient", self.gradient), *list(self.parameters.items())[:SHOWN]]
+        width = max(len(name) for name, _ in rows)
+        more = [f"... and {len(self.parameters) - SHOWN} more that are closer"] if len(self.parameters) > SHOWN else []
+        paragraphs.append([*(f"{name.ljust(width)}  {_number(value):>7}" for name, value in rows), *more])
         full, window = self.losses
         of_window = f", {window:.12g} of the micro-batches" if window == window else ""
-        facts = [
-            f"tolerance: {self.tolerance:.2g} ({self.tolerance_reason})",
-            f"loss: {full:.12g} of the full batch{of_window}",
-            f"weight: {self.weight}",
-        ]
-        texts = ["\n".join(map(_wrapped, paragraph)) for paragraph in (*paragraphs, facts, [f"- {note}" for note in self.notes])]
-        return "\n\n".join([*texts[:-2], "\n".join(lines), *filter(None, texts[-2:])])
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, whose first column is to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([n.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]) for n, *numbers in rows]
+        facts = [f"loss: {full:.12g} of the full batch{of_window}", f"weight: {self.weight}"]
+        paragraphs.append([f"tolerance: {self.tolerance:.2g} ({self.tolerance_reason})", *facts])
+        paragraphs.append([f"- {note}" for note in self.notes])
+        return "\n\n".join("\n".join(map(_wrapped, paragraph)) for paragraph in paragraphs if paragraph)
 
 
 def _number(value: float) -> str:

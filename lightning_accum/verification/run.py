@@ -27,7 +27,7 @@ from lightning_accum.user_warnings import listed
 from lightning_accum.verification.examination import Comparison, Diagnosis
 from lightning_accum.verification.over_ranks import OverRanks
 from lightning_accum.verification.processes import is_under_torchrun
-from lightning_accum.verification.report import ParameterDifference, Report
+from lightning_accum.verification.report import Report
 from lightning_accum.verification.step import ModuleState, StepRunner, uncompiled
 
 Join = Callable[[Sequence[Any]], Any]
@@ -60,7 +60,7 @@ def verify(
     what breaks equality. Takes memory for some copies of the parameters in this precision, and the full batch has to fit.
 
     Args:
-        module: a LightningModule with automatic optimization; it may be in training already.
+        module: a LightningModule with automatic optimization, before a fit or after it.
         data: a batch (a tensor, mapping, tuple or dataclass; a list that holds tensors); what gives batches (a loader, an iterator,
             a list of batches); a LightningDataModule, which is prepared and set up; None for the module's own ``train_dataloader``.
         window: loader batches in a window. The first batches of the data are its micro-batches, and the full batch is all of them
@@ -84,7 +84,7 @@ def verify(
 
     Raises:
         MisconfigurationException: there is nothing to compare: manual optimization, a window of one micro-batch, too few batches;
-            or the module holds an iterator, is in a training over several ranks, or does not run in this precision. A rank fails,
+            or the module holds an iterator, is in a training now, or does not run in this precision. A rank fails,
             or they wait for each other.
         JoiningError: the batches of a window do not show how they become one.
 
@@ -112,7 +112,7 @@ def verify(
             hooks = data if isinstance(data, pl.LightningDataModule) else None
             runner = StepRunner(given, state, arguments, trainer, hooks)
             diagnosis = Diagnosis(runner, comparison)
-            if devices > 1 and diagnosis.is_equal:  # else it has nothing to do with ranks
+            if devices > 1 and not diagnosis.breaks:  # else it has nothing to do with ranks
                 over_ranks = OverRanks(runner, comparison, diagnosis, devices, strategy)
         except (RuntimeError, TypeError, ValueError) as error:  # those of nn.RNNBase are ValueErrors
             if not re.search(r"dtype|scalar type|type torch\.|Double|Float", str(error)):
@@ -245,18 +245,16 @@ def _report(
         if over_ranks is not None:
             parts += f" on {over_ranks.ranks} ranks ({over_ranks.strategy_in_words})"
         second, weight = f"one on the same rows as {parts}", window.weight or "none: the window was one micro-batch"
-    rows = [ParameterDifference(name, value, result.update.by_name[name]) for name, value in result.gradient.by_name.items()]
+    by_size = sorted(result.gradient.by_name.items(), key=lambda row: -row[1] if row[1] == row[1] else -math.inf)
     size = "" if comparison.rows is None else f" of {comparison.rows} rows"
     return Report(
         module=type(module).__name__,
         compared=f"One optimizer step on a full batch{size}, and {second}, in precision {precision}.",
-        is_equal=result.is_equal,
         gradient=result.gradient.overall,
-        update=result.update.overall,
         losses=(full.loss, loss),
         tolerance=seen.tolerance,
         tolerance_reason=_reason(full.dtype, seen.tolerance),
-        parameters=sorted(rows, key=lambda row: -row.gradient if row.gradient == row.gradient else -math.inf),
+        parameters=dict(by_size),
         weight=weight,
         breaks=result.breaks,
         ranks=1 if over_ranks is None else over_ranks.ranks,

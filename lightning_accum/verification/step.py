@@ -1,40 +1,172 @@
-"""One optimizer step of a module, taken by a Trainer and then undone."""
+"""One optimizer step of a module: taken by a Trainer, recorded by a callback, and then undone."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import logging
-import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, Dataset
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.callback import GradientAccumulation
+from lightning_accum.engine import Engine
 from lightning_accum.errors import UsageError
-from lightning_accum.from_lightning import DummyLogger, fabric, is_overridden, pl
+from lightning_accum.from_lightning import Callback, DummyLogger, fabric, is_overridden, pl
 from lightning_accum.loops.installation import forks_or_spawns
-from lightning_accum.randomness import NoiseOfRows, seed_everything
-from lightning_accum.state_kinds import hooks_of
+from lightning_accum.randomness import NoiseOfRows, seed_everything, switch_off_dropout
+from lightning_accum.session import named_parameters_of
 from lightning_accum.testing import QUIET
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import AccumulationWarning
-from lightning_accum.verification.record import Step, StepRecorder, StepTakenError
-from lightning_accum.weighing.safeguards import freeze_batch_norm
+from lightning_accum.weighing.nodes import nodes_below
+from lightning_accum.weighing.safeguards import batch_norm_layers, freeze_batch_norm
 
 _STEPS_IN_AN_EPOCH = 100
 """What the Trainer expects to have ahead of it: a schedule over one step would be all warm-up, or none."""
+Tensors = Mapping[str, Tensor]
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _REPORTED = (AccumulationWarning, UserWarning)
 """Warnings of this package and of the module; Lightning's hints have categories of their own."""
+
+
+@dataclass
+class Step:
+    """What one optimizer step did. Tensors are copies in host memory, by name; complex ones are viewed as real."""
+
+    before: dict[str, Tensor] = field(default_factory=dict)  # the trained parameters
+    after: dict[str, Tensor] = field(default_factory=dict)
+    of_backward: dict[str, Tensor] = field(default_factory=dict)  # gradients, before clipping and hooks around the step
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # that the optimizer saw; zeros where there is none
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # after the step
+    loss: float = float("nan")  # of the batch or of the window
+    losses: list[float] = field(default_factory=list)  # of all backwards
+    dtype: torch.dtype = torch.float64  # the narrowest in the graph of the loss
+    parts: int = 1  # the micro-batches that the last loader batch was split into
+    weight: str | None = None  # of each micro-batch, in words
+    warnings: list[str] = field(default_factory=list)
+    noise: set[str] = field(default_factory=set)  # the random operations that gave every row the same numbers
+    dropout: list[str] = field(default_factory=list)  # where it was switched off
+    batch_norm: list[str] = field(default_factory=list)  # layers that normalise by statistics of the batch they see
+
+    @property
+    def way(self) -> dict[str, Tensor]:
+        """How far each parameter moved."""
+        return {n: after.to(torch.float64) - self.before[n].to(torch.float64) for n, after in self.after.items()}
+
+
+class StepTakenError(Exception):
+    """Ends the fit after its first step."""
+
+
+class StepRecorder(Callback):
+    """Copies what backward leaves, what the optimizer steps on (``gradients``, if given), and where it goes.
+
+    There have to be as many data-parallel ``ranks``; ``finish`` is called with the step, before the fit ends.
+    """
+
+    def __init__(
+        self, seed: int = 0, gradients: Tensors | None = None, ranks: int = 1, finish: Callable[[Step], None] = lambda step: None
+    ) -> None:
+        self.step, self.gradients = Step(), gradients
+        self._seed, self._ranks, self._finish = seed, ranks, finish
+        self._trained: dict[str, nn.Parameter] = {}
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        found = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        if found != self._ranks:
+            raise MisconfiguredError(
+                f"verify(devices={self._ranks}) gives each device its own batches, but"
+                f" {type(trainer.strategy).__name__} has {found} data-parallel ranks. Pass an object of the"
+                f" strategy whose data_parallel_size is {self._ranks}."
+            )
+        self.step.dropout = switch_off_dropout(pl_module)
+        self.step.batch_norm = batch_norm_layers(pl_module)
+        seed_everything(self._seed)
+        for optimizer in trainer.optimizers:  # one that wraps another may have no hooks
+            optimizer.step = self._recorded(optimizer.step)  # type: ignore[method-assign]
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:  # the module's own on_train_start may add parameters or change them
+            named = named_parameters_of(pl_module, trainer.optimizers)
+            self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+            self.step.before = _copies(self._trained.items())
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self.step.dtype = narrowest_dtype(loss)
+        divisor = 1 if isinstance(trainer.strategy, Engine) else trainer.accumulate_grad_batches
+        self.step.losses.append(float(loss.detach()) * divisor)
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        self.step.of_backward = self._gradients()
+        for name, gradient in (self.gradients or {}).items():
+            parameter = self._trained[name]
+            if parameter.grad is not None:
+                gradient = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
+                parameter.grad = gradient.to(parameter.device, parameter.dtype)
+
+    def _recorded(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            self.step.after, self.step.gradients = _copies(self._trained.items()), self._gradients()
+            return result
+
+        return run
+
+    def _gradients(self) -> dict[str, Tensor]:
+        found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._trained.items()}
+        return _copies((n, g if g.layout is torch.strided else g.to_dense()) for n, g in found.items())
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step, strategy = self.step, trainer.strategy
+        if not step.after and batch_idx + 1 < trainer.accumulate_grad_batches:
+            return
+        step.buffers = _copies(pl_module.named_buffers())
+        step.loss = step.losses[0] if step.losses else step.loss
+        accumulation = strategy.accumulation if isinstance(strategy, Engine) else None
+        if accumulation is not None and accumulation.closed is not None:
+            step.loss, step.weight = float(accumulation.closed.loss), accumulation.weigher.criterion
+            if accumulation.splitting is not None and accumulation.splitting.plan is not None:
+                step.parts = len(accumulation.splitting.plan.pieces)
+        self._finish(step)
+        raise StepTakenError
+
+
+def narrowest_dtype(loss: Tensor) -> torch.dtype:
+    """The floating-point type of the least precision in the graph of ``loss``."""
+    nodes = () if loss.grad_fn is None else nodes_below(loss.grad_fn)
+    found = [getattr(metadata, "dtype", None) for node in nodes for metadata in getattr(node, "_input_metadata", ())]
+    dtypes = (dtype for dtype in (loss.dtype, *found) if isinstance(dtype, torch.dtype))
+    floats = (dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+    return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """In host memory; sharded tensors are gathered from all ranks."""
+    wholes = ((name, (t.full_tensor() if isinstance(t, DTensor) else t).detach()) for name, t in tensors)
+    return {name: (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).cpu().clone() for name, t in wholes}
+
+
+# --- the module that takes it -------------------------------------------------------------------------------------------
 
 
 class ModuleState:
@@ -42,10 +174,9 @@ class ModuleState:
 
     def __init__(self, module: pl.LightningModule) -> None:
         trainer, name = module._trainer, type(module).__name__
-        if trainer is not None and trainer.training and trainer.world_size > 1:
+        if trainer is not None and trainer.state.status == "running":
             raise MisconfiguredError(
-                f"verify runs {name} itself, which is in a training over {trainer.world_size} ranks now: their reduction"
-                " of gradients is tied to its parameters. Call verify before trainer.fit or after it."
+                f"verify runs {name} itself, which is in a training now: call verify before trainer.fit or after it."
             )
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
@@ -66,7 +197,6 @@ class ModuleState:
             for tensor in self._before.tensors:
                 if tensor.is_leaf:
                     tensor.grad = None
-                _remove_hooks_of_training(tensor)
             yield
         finally:
             try:
@@ -75,16 +205,6 @@ class ModuleState:
                 raise UsageError(
                     f"verify could not restore all of {type(self._module).__name__} as it was. Make it anew, or load a checkpoint."
                 ) from error
-
-
-def _remove_hooks_of_training(tensor: Tensor) -> None:
-    """A training around this one watches gradients, and must not see those in here."""
-    for hooks in hooks_of(tensor):
-        for number, hook in list((hooks or {}).items()):
-            while isinstance(hook, (functools.partial, types.MethodType)):
-                hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
-            if str(getattr(hook, "__module__", "")).partition(".")[0] == "lightning_accum":
-                del hooks[number]
 
 
 class Change(NamedTuple):
@@ -167,8 +287,12 @@ class StepRunner:
             inner.training_step = training_step
         with quiet(), suppress(StepTakenError):
             seed_everything(0)  # for what setup and configure_model make
-            loader = DataLoader(_Repeated(batches), batch_size=None, shuffle=False)
-            made = trainer_of_one_step([*callbacks, recorder], **{"devices": 1, **self.trainer, **trainer})
+            # copies each time: a module may change its batch
+            data: Any = [*batches] * _STEPS_IN_AN_EPOCH
+            loader = DataLoader(data, batch_size=None, collate_fn=copy.deepcopy)
+            trainer = {"devices": 1, "max_epochs": 1, "num_sanity_val_steps": 0, **QUIET, **self.trainer, **trainer}
+            trainer |= {"logger": DummyLogger(), "limit_val_batches": 0, "use_distributed_sampler": False}
+            made = pl.Trainer(**trainer, callbacks=[*callbacks, recorder])
             if forks_or_spawns(made.strategy.launcher):
                 raise MisconfiguredError(
                     f"verify starts the ranks itself: pass a {type(made.strategy).__name__} without start_method, or a strategy's"
@@ -180,25 +304,6 @@ class StepRunner:
 def uncompiled(module: Any) -> Any:
     """The module inside of what ``torch.compile`` made of it."""
     return getattr(module, "_orig_mod", module)
-
-
-def trainer_of_one_step(callbacks: Sequence[pl.Callback], **arguments: Any) -> pl.Trainer:
-    """A Trainer that does nothing but train for an epoch, and prints and writes nothing."""
-    arguments |= {**QUIET, "logger": DummyLogger(), "callbacks": list(callbacks), "max_epochs": 1}
-    return pl.Trainer(**arguments, num_sanity_val_steps=0, limit_val_batches=0, use_distributed_sampler=False)
-
-
-class _Repeated(Dataset[Any]):
-    """The batches of one step, again and again. Each time they are copies: a module may change its batch."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return _STEPS_IN_AN_EPOCH * len(self._batches)
-
-    def __getitem__(self, index: int) -> Any:
-        return copy.deepcopy(self._batches[index % len(self._batches)])
 
 
 @contextmanager

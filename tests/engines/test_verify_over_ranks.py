@@ -57,8 +57,6 @@ class Planted(Language):
         if rank() == 1 and self.what in hooks:
             for parameter in self.parameters():
                 parameter.register_hook(hooks[self.what])
-        if self.what == "parameters that change as training starts":
-            self.net.head.weight.data.mul_(1 + 0.01 * rank())
         if self.what == "a parameter made late":
             self.late = nn.Parameter(torch.ones((), dtype=torch.float64))
             self.trainer.optimizers[0].add_param_group({"params": [self.late]})
@@ -185,8 +183,7 @@ PLANTED: list[tuple[str, Any, str, str]] = [
     ("", HeadIsIgnored(), "weights of the ranks", "net.head.bias"),
     ("other buffers", DDPAccumulationStrategy(broadcast_buffers=False), "loss of a rank", "temperature"),
     ("other seeds", "accum_ddp", "loss of a rank", "random numbers"),
-    ("other parameters", "accum_ddp", "parameters before the step", "net.head.weight"),
-    ("parameters that change as training starts", "accum_ddp", "parameters before the step", "net.head.weight"),
+    ("other parameters", "accum_ddp", "loss of a rank", "net.head.weight"),
     ("", Compresses(), "gradients of the ranks", "net"),
     ("a rank without a loss", "accum_ddp", "loss of a rank", "Rank 1 has 0 micro-batches"),
     ("another learning rate", "accum_ddp", "optimizer step of rank 1", "Rank 1"),

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import assert_one_window_one_batch
+from harness import assert_one_window_one_batch, windows_of
 from manual_modules import ALL, GAN, MAML, SIZES, Dependent, Manual, RawOptimizers, TwoSchedulers, Unclipped, draw
 from sharded import fsdp2, needs_sharding_on_cpu
 from support import SaveAfter, Scalar, StatefulLoader, ddp, error_of_updates, fit, fp16_on_cpu, loader, warned, x
@@ -24,12 +24,6 @@ from lightning_accum.testing import EXACT, assert_window_equals_batch, compare_w
 
 def by_rank_of(kind: type[Manual], ranks: int) -> list[list[Any]]:
     return [draw(kind, rank) for rank in range(ranks)]
-
-
-def windows_of(by_rank: list[list[Any]], size: int) -> list[list[Any]]:
-    """All rows of each window, of all ranks."""
-    starts = range(0, len(by_rank[0]), size)
-    return [[row for own in by_rank for rows in own[start : start + size] for row in rows] for start in starts]
 
 
 def assert_windows_equal_batches(kind: Any, ranks: int = 1, policy: Any = 3, engine: str = "", epochs: int = 1) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import re
 import subprocess
 import sys
 import sysconfig
@@ -21,17 +21,16 @@ def test_every_mix_ends_at_the_full_batch_and_lightnings_own_accumulation_elsewh
     done = subprocess.run([sys.executable, "-m", "lightning_accum", *arguments], capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
-    rows = list(csv.DictReader((tmp_path / "out" / "runs.csv").open()))
-    mixes = {row["run"] for row in rows if row["engine"] == "lightning_accum"}
+    rows = [line for line in done.stdout.splitlines() if re.match("Lightning |lightning_accum ", line)]
+    mixes = {row[16:32].strip() for row in rows if row.startswith("lightning_accum")}
     assert any("/" in mix for mix in mixes), "a split batch"
     for parallel in ("DDP", "FSDP2") if TorchVersion(torch.__version__) >= "2.9" else ("DDP",):  # which shards on a CPU
         assert {mix.split()[0] for mix in mixes if mix.endswith(parallel)} == {"2", "4"}
     for row in rows:
-        assert row["optimizer_steps"] == row["scheduler_steps"] == str(4 * epochs), "three windows of 32 samples and a tail of 5"
-        losses, parameters = float(row["loss_deviation"]), float(row["deviation"])
+        assert row.endswith(f" {4 * epochs}, {4 * epochs}"), "three windows of 32 samples and a tail of 5"
+        losses, parameters = map(float, row.split()[-4:-2])
         is_other = losses > 1e-5 and parameters > 0.01
-        assert is_other if row["engine"] == "Lightning" else max(losses, parameters) < 1e-12
-        assert " ".join([row["engine"], row["run"]]) in " ".join(done.stdout.split())
+        assert is_other if row.startswith("Lightning") else max(losses, parameters) < 1e-12
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert done.stdout.splitlines()[-1].startswith("this package: ")
 
@@ -48,27 +47,19 @@ def test_help_exits_with_0(arguments: list[str], monkeypatch: pytest.MonkeyPatch
         ([], "COMMAND"),
         (["demo", "--epochs", "0"], "--epochs"),
         (["demo", "--epochs", "two"], "--epochs"),
-        (["demo", "--out", "a_file"], "'a_file'"),
         (["demo", "--nonsense"], "--nonsense"),
     ],
 )
 def test_wrong_arguments_exit_with_2_and_name_the_argument(
     arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("a_file").touch()
     assert command(monkeypatch, *arguments) == 2
     assert named in capsys.readouterr().err
 
 
-def test_a_python_without_its_source_cannot_show_the_demo_and_an_interrupt_exits_with_130(
+def test_a_python_without_its_source_cannot_show_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     assert command(monkeypatch, "demo") == 1
     assert "source files" in capsys.readouterr().err
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sysconfig, "get_paths", interrupted)
-    assert command(monkeypatch, "demo") == 130

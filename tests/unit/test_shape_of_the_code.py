@@ -246,7 +246,7 @@ def test_nothing_above_the_line_imports_lightning_or_what_is_below() -> None:
 
 ON_THE_HOST = {
     "demo/model.py": "the demo trains there",
-    "demo/train.py": "the demo trains there",
+    "demo/run.py": "the demo trains there",
     "dispatch.py": "a number that an operator takes",
     "loops/results.py": "numbers for a logger",
     "metrics.py": "the mean of an epoch",
