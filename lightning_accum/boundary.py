@@ -82,16 +82,6 @@ def count_windows(batches: int, epochs: int, size: Callable[[int, int], int], ta
     return windows
 
 
-def count_batches(windows: int, size: Callable[[int], int], most: float) -> float:
-    """The loader batches, of ``most``, that so many windows take if they are not cut short; ``size`` is by number."""
-    batches = 0
-    for window in range(windows):
-        batches += size(window)
-        if batches >= most:
-            return most
-    return batches
-
-
 @dataclass
 class StepClock:
     """Counts optimizer steps, and knows which schedulers are due.

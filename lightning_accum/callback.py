@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from typing_extensions import override
 
 from lightning_accum import seams
+from lightning_accum.accumulation import Accumulation
 from lightning_accum.arguments import MisconfiguredError, check_validation_is_left_to, misconfigured, refuse, what_to_use_instead_of
 from lightning_accum.asked import Asked
 from lightning_accum.boundary import SchedulerCounts, Tail
@@ -219,7 +220,6 @@ class GradientAccumulation(Callback):
             state = self._windows.resumed_state
             is_same_epoch = state.get("epoch") == trainer.current_epoch
             self._metrics = WindowMetrics(trainer, pl_module, state.get("epoch_loss") if is_same_epoch else None)
-            cast("Engine", trainer.strategy).metrics = self._metrics
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -242,13 +242,12 @@ class GradientAccumulation(Callback):
 
     # --- what one sees ----------------------------------------------------------------------------------------------
 
-    def show_manual_window(self, trainer: pl.Trainer) -> None:
-        """Log the window of a module that optimizes by itself, which has just ended. Called by the strategy."""
-        windows = self._windows
-        if self._metrics is not None and isinstance(windows, ManualWindows) and windows.closed:
-            first, *others = windows.closed
-            losses = {f"window/loss_{index}": closed.loss for index, closed in enumerate(others, 2)}
-            self._metrics.log(first, windows.total_weight, windows.clock.optimizer_steps, losses)
+    def end_window(self, trainer: pl.Trainer) -> None:
+        """A window has ended: show it, and set the size of the next. Called by the strategy."""
+        if self._metrics is not None and isinstance(self._windows, Accumulation):
+            self._metrics.log_window(self._windows)
+        elif self._metrics is not None and isinstance(self._windows, ManualWindows):
+            self._metrics.log_calls(self._windows)
         self.set_size(trainer)
 
     @override

@@ -21,7 +21,6 @@ from lightning_accum.from_lightning import Strategy, pl, rank_zero_info
 from lightning_accum.loops.hooks import is_lightnings
 from lightning_accum.loops.watch import Watch
 from lightning_accum.manual import ManualWindows
-from lightning_accum.metrics import WindowMetrics
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
@@ -42,8 +41,8 @@ _MOVES = ("on_after_batch_transfer", "transfer_batch_to_device")
 class WindowListener(Protocol):
     """What is called at the windows of a training."""
 
-    def show_manual_window(self, trainer: pl.Trainer) -> None:
-        """One of a module that optimizes by itself has ended."""
+    def end_window(self, trainer: pl.Trainer) -> None:
+        """One has ended."""
 
     def set_size(self, trainer: pl.Trainer) -> None:
         """One is about to begin."""
@@ -60,10 +59,6 @@ class Engine(Strategy):
     gradient_reads: AbstractContextManager[Any] | None = None
     """Notices hooks that look at gradients inside of a window."""
     listener: WindowListener | None = None
-    has_varying_windows: bool = False
-    """:attr:`listener` sets the size of each window that is about to begin."""
-    metrics: WindowMetrics | None = None
-    """Shows each window that has ended; None where nothing is to be seen."""
     snapshotter: Undo
     """Keeps what a batch may change that runs for others only, or that may have to run again; there with :attr:`accumulation`."""
     world_size: int
@@ -187,11 +182,6 @@ class Engine(Strategy):
     @property
     def _is_precision_lightnings(self) -> bool:
         return type(self.precision_plugin).__module__.startswith(("lightning.", "pytorch_lightning."))
-
-    def end_manual_window(self) -> None:
-        """A window of a module that optimizes by itself has ended."""
-        if self.listener is not None:
-            self.listener.show_manual_window(self.trainer())
 
     def samples_of_loader(self) -> frozenset[int]:
         """How many samples the loaders put into a batch; empty where one of them does not say so."""

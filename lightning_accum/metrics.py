@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.from_lightning import ProgressBar, pl
+from lightning_accum.manual import ManualWindows
 from lightning_accum.window_totals import ClosedWindow
-
-_NOTHING: Mapping[str, Tensor | float] = MappingProxyType({})
+from lightning_accum.windows import Windows
 
 
 class WindowMetrics:
@@ -33,7 +32,6 @@ class WindowMetrics:
         self._epoch: list[tuple[Tensor | float, Tensor | float]] = []
         self._weighed_loss, self._weight = (0.0, 0.0) if epoch_loss is None else epoch_loss
         self._last_end: float | None = None
-        self._last: object = None
         self._in_bar: dict[str, Any] = {}
         self._bar = trainer.progress_bar_callback
         if self._bar is not None:
@@ -48,36 +46,39 @@ class WindowMetrics:
 
         bar.get_metrics = get_metrics  # type: ignore[method-assign]
 
-    def log_window(self, accumulation: Accumulation) -> None:
-        """Show the window that ended last, unless it was shown before."""
-        closed = accumulation.closed
-        if closed is None or closed is self._last:
+    def log_window(self, windows: Accumulation) -> None:
+        """Show the window that ended last; None did if the optimizer's closure was not called."""
+        closed = windows.closed
+        if closed is None:
             return
-        self._last = closed
         others: dict[str, Tensor | float] = {}
-        if accumulation.policy.on_nonfinite == "skip":
+        if windows.policy.on_nonfinite == "skip":
             others["window/skipped_micro_batches"] = closed.left_out
-            others["window/total_skipped_micro_batches"] = accumulation.total_left_out
+            others["window/total_skipped_micro_batches"] = windows.total_left_out
         if closed.is_empty:
             self._rows.show(others)
             return
-        if accumulation.splitting is not None and accumulation.splitting.largest is not None:
-            others["window/micro_batch_size"] = accumulation.splitting.largest
-        if accumulation.gradient_norm is not None:
-            others["window/grad_norm"] = accumulation.gradient_norm
-        self.log(closed, accumulation.total_weight, accumulation.clock.optimizer_steps, others)
+        if windows.splitting is not None and windows.splitting.largest is not None:
+            others["window/micro_batch_size"] = windows.splitting.largest
+        if windows.gradient_norm is not None:
+            others["window/grad_norm"] = windows.gradient_norm
+        self._log(closed, windows, others)
 
-    def log(
-        self, closed: ClosedWindow, total_weight: Tensor | float, steps: int, others: Mapping[str, Tensor | float] = _NOTHING
-    ) -> None:
-        """Show a window."""
+    def log_calls(self, windows: ManualWindows) -> None:
+        """Show the window that ended last, of each call of ``manual_backward``."""
+        if windows.closed:
+            first, *others = windows.closed
+            self._log(first, windows, {f"window/loss_{index}": closed.loss for index, closed in enumerate(others, 2)})
+
+    def _log(self, closed: ClosedWindow, windows: Windows, others: Mapping[str, Tensor | float]) -> None:
+        steps = windows.clock.optimizer_steps
         self._epoch.append((closed.loss, closed.weight))
         if len(self._epoch) == 100:
             self._fold_epoch()
         metrics: dict[str, Tensor | float] = {
             "window/loss": closed.loss,
             "window/weight": closed.weight,
-            "window/total_weight": total_weight,
+            "window/total_weight": windows.total_weight,
             "window/micro_batches": closed.micro_batches,
             "window/optimizer_steps": steps,
             **others,

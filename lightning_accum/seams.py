@@ -221,7 +221,7 @@ loops.training_epoch_loop._TrainingEpochLoop
     _should_check_val_fx | validation may count optimizer steps | 0ae30d22
     on_save_checkpoint | validation goes on counting them | 18155a51
     on_load_checkpoint | validation goes on counting them | af6d3a59
-    _should_check_val_epoch | looks for validation once an epoch | 91a9a650
+    _should_check_val_epoch | a window that was counted before it ran is not stopped to validate | 91a9a650
     update_lr_schedulers | called twice a loader batch, the last time when it is over | 3d41394b
     _update_learning_rates | schedulers step when their clock says | 27370be6
 loops.optimization.automatic._AutomaticOptimization

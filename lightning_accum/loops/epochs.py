@@ -46,8 +46,6 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     """The loader batch that began last, counted from 1 over all epochs."""
     _advanced: int = 0
     """That which :meth:`advance` was called for."""
-    _may_validate: bool = True
-    """There is validation in this epoch."""
     _inspected: Any = None
     _takes_batch_idx: bool = False
 
@@ -66,12 +64,9 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
-        strategy = self.strategy
-        if not strategy.watch.is_in_epoch:
-            raise seams.broken("_TrainingEpochLoop.advance was called, but not by _TrainingEpochLoop.run.")
         self._advanced = self.batch_progress.total.ready + 1
-        if strategy.manual is not None:
-            strategy.manual.begin_loader_batch()
+        if self.strategy.manual is not None:
+            self.strategy.manual.begin_loader_batch()
         super().advance(data_fetcher)
 
     @property
@@ -152,9 +147,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 
     @override
     def run(self, data_fetcher: _DataFetcher) -> None:
-        self._may_validate = self.trainer.enable_validation
-        with self.strategy.watch.epoch(self.trainer.current_epoch):
-            super().run(data_fetcher)
+        self.strategy.watch.begin_epoch(self.trainer.current_epoch)
+        super().run(data_fetcher)
         if self.strategy.policy.tail != "carry":
             self.finish_window()
             self.validate_if_due()
@@ -164,7 +158,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     def _should_check_val_epoch(self) -> bool:
         if self.trainer.should_stop and self._is_in_counted_window:  # Lightning validates where it stops
             return False
-        return self._may_validate and super()._should_check_val_epoch()  # which looks for validation in every batch, at 15 us
+        return super()._should_check_val_epoch()
 
     @override
     def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:

@@ -104,7 +104,7 @@ class AccumulatingFitLoop(_FitLoop):
         epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
         epoch_loop.finish_window()
         epoch_loop.validate_if_due()
-        epoch_loop.strategy.watch.end()
+        epoch_loop.strategy.watch.expect_schedulers()
         super().on_run_end()
 
 

@@ -28,6 +28,7 @@ from lightning_accum.step import Outcome
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
+    from lightning_accum.boundary import Boundary
 
 _NOTHING: dict[str, Any] = {}
 _LIGHTNINGS_BACKWARD = Strategy.backward
@@ -35,9 +36,13 @@ _NOTHING_AROUND = nullcontext()
 
 
 class WindowOptimization(_AutomaticOptimization):
-    """A loader batch adds to a window instead of being a part of one."""
+    """A loader batch adds to a window instead of being a part of one; and how its micro-batches are run."""
 
     strategy: Engine
+    _others: Sequence[Any] = ()
+    """What ``training_step`` gets beside the loader batch under way."""
+    _is_silent: bool = False
+    """``training_step`` and backward of the loader batch under way need nothing around them."""
 
     @property
     def epoch_loop(self) -> Any:
@@ -50,30 +55,36 @@ class WindowOptimization(_AutomaticOptimization):
         with _NOTHING_AROUND if strategy.offload is None else strategy.around_loader_batch(kwargs):
             if accumulation is None:
                 return super().run(optimizer, batch_idx, kwargs)
-            closure = self._closure_of(kwargs, accumulation)
-            if closure.ends_window:
+            ends_window, seen = self._begin(kwargs, accumulation), self.epoch_loop.begun
+            batch, *self._others = kwargs.values()
+            closure = WindowClosure(partial(self._run, batch, seen, ends_window), accumulation.boundary)
+            if ends_window:
                 self.step(closure)
             else:
                 closure()
-            outputs = closure.consume_outputs()
-        self.epoch_loop.end_loader_batch(accumulation, closure.seen)
+            outputs = closure.outputs()
+        self.epoch_loop.end_loader_batch(accumulation, seen)
         return outputs
 
-    def _closure_of(self, kwargs: OrderedDict[str, Any], accumulation: Accumulation) -> WindowClosure:
-        """What runs a loader batch that begins now."""
+    def _begin(self, kwargs: OrderedDict[str, Any], accumulation: Accumulation) -> bool:
+        """A loader batch begins. Returns whether the window ends with it."""
         strategy, epoch_loop = self.strategy, self.epoch_loop
         if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
             accumulation.window.discard()
-        ends_window = epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
-        batch, *others = kwargs.values()
-        epoch_loop.batch = batch
+        ends_window: bool = epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
+        epoch_loop.batch = batch = next(iter(kwargs.values()))
         if accumulation.splitting is not None:
             self.plan_ahead(batch)
         if not self._skip_backward:
             prove_row_wise_step(self.trainer, strategy, kwargs)
         if accumulation.checks_left and not self._skip_backward:
             check_first_batch(self.trainer, strategy, kwargs)
-        return WindowClosure(self, accumulation, batch, others, epoch_loop.begun, ends_window)
+        self._is_silent = _is_silent(self.trainer, strategy)
+        return ends_window
+
+    def _run(self, batch: Any, seen: int, ends_window: bool) -> Outcome:
+        with replacing(self.trainer.lightning_module, _current_fx_name="training_step"), torch.enable_grad():
+            return self.strategy.session.run(self, batch, seen, ends_window)
 
     # --- a window that is counted before it runs -------------------------------------------------------------------------
 
@@ -103,10 +114,63 @@ class WindowOptimization(_AutomaticOptimization):
             loss: Tensor | None = self.strategy.run_as_engine(partial(loss_unlogged, self.trainer, ahead=ahead), batch)
         return loss
 
+    # --- the optimizer step -------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Tensor | None]) -> None:
+        """Make the optimizer step of a window that ``closure`` ends, and count it if it really happened."""
+        strategy, trainer, accumulation = self.strategy, self.trainer, self.strategy.accumulation
+        assert accumulation is not None
+        optimizer, watch = strategy._lightning_optimizers[0], strategy.watch
+        watch.begin_step(optimizer._optimizer, accumulation)
+        accumulation.closed = None
+        with noting_gradient_norm(trainer, strategy):
+            arguments = (trainer.current_epoch, self.epoch_loop.batch_idx, optimizer, closure)
+            call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
+        closed, ranks = accumulation.closed, accumulation.ranks
+        is_empty = accumulation.is_closed_empty
+        is_changed = watch.end_step(is_empty)
+        has_stepped = is_changed or is_empty
+        if closed is not None and closed.is_last and ranks.size == ranks.world_size:
+            trainer._signal_connector.received_sigterm = True  # a rank got SIGTERM: all end, after the loader batch under way
+        accumulation.after_optimizer_step(has_stepped and accumulation.is_step)
+        if accumulation.is_step:
+            self.optim_progress.optimizer.step.increment_ready()
+            self.optim_progress.optimizer.step.increment_completed()
+            if has_stepped and strategy.lr_scheduler_configs:
+                watch.schedulers_due()
+        if strategy.listener is not None:
+            strategy.listener.end_window(trainer)
+        if accumulation.is_step and closed is not None:
+            numbers = accumulation.closed_loader_batches, accumulation.gradient_norm, is_changed
+            call_window_hooks(trainer, lambda: EndedWindow.of(closed, *numbers))
+
+    # --- one micro-batch ----------------------------------------------------------------------------------------------
+
     @property
     def skips_backward(self) -> bool:
         """Nothing is trained."""
         return self._skip_backward
+
+    def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
+        """``training_step``: the loss of a micro-batch, and what else it returned."""
+        module, accumulation = self.trainer.lightning_module, self.strategy.accumulation
+        assert accumulation is not None
+        step, changes = module.training_step if self._is_silent else self._training_step_with_hooks, accumulation.changes
+        with changes.leaving_gradients() if changes.is_under_way else _NOTHING_AROUND:
+            output: Any = step(batch, *self._others)
+        if isinstance(output, Tensor):
+            return output, _NOTHING
+        result = _result_of(output)
+        if result.closure_loss is None:
+            Closure.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning.")
+        return result.closure_loss, result.extra
+
+    def _training_step_with_hooks(self, *args: Any) -> Any:
+        strategy = self.strategy
+        with strategy.watch.training_step(self.trainer.lightning_module) if strategy.watch.is_close else _NOTHING_AROUND:
+            output = call._call_strategy_hook(self.trainer, "training_step", *args)
+        strategy.post_training_step()
+        return output
 
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""
@@ -115,126 +179,10 @@ class WindowOptimization(_AutomaticOptimization):
             self._on_before_zero_grad(optimizer)
             self._optimizer_zero_grad(self.epoch_loop.batch_idx, optimizer)
 
-    def step(self, closure: Callable[[], Tensor | None]) -> None:
-        """Make the optimizer step of a window that ``closure`` ends, and count it if it really happened."""
-        strategy, trainer, accumulation = self.strategy, self.trainer, self.strategy.accumulation
-        assert accumulation is not None
-        optimizer, progress, watch = strategy._lightning_optimizers[0], self.optim_progress.optimizer.step, strategy.watch
-        watch.begin_step(optimizer._optimizer, accumulation)
-        accumulation.closed = accumulation.gradient_norm = None
-        progress.increment_ready()
-        with noting_gradient_norm(trainer, strategy):
-            arguments = (trainer.current_epoch, self.epoch_loop.batch_idx, optimizer, closure)
-            call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
-        progress.increment_completed()
-        closed, ranks = accumulation.closed, accumulation.ranks
-        is_empty = closed is not None and closed.is_empty
-        is_changed = watch.end_step(is_empty)
-        has_stepped = is_changed or is_empty
-        if closed is not None and closed.is_last and ranks.size == ranks.world_size:
-            trainer._signal_connector.received_sigterm = True  # a rank got SIGTERM: all end, after the loader batch under way
-        accumulation.after_optimizer_step(has_stepped and accumulation.is_step)
-        if not accumulation.is_step:  # none is counted
-            for tracker in (progress.total, progress.current):
-                tracker.ready -= 1
-                tracker.completed -= 1
-        elif has_stepped and strategy.lr_scheduler_configs:
-            watch.schedulers_due()
-        if strategy.metrics is not None:
-            strategy.metrics.log_window(accumulation)
-        if strategy.has_varying_windows and strategy.listener is not None:
-            strategy.listener.set_size(trainer)
-        if accumulation.is_step and closed is not None:
-            numbers = accumulation.closed_loader_batches, accumulation.gradient_norm, is_changed
-            call_window_hooks(trainer, lambda: EndedWindow.of(closed, *numbers))
-
-
-class WindowClosure(Closure):
-    """Runs a loader batch, up to the end of its window where it is the last; and how its micro-batches are run."""
-
-    def __init__(
-        self,
-        optimization: WindowOptimization,
-        accumulation: Accumulation,
-        batch: Any,
-        others: Sequence[Any],
-        seen: int,
-        ends_window: bool,
-    ) -> None:
-        AbstractClosure.__init__(self)  # what runs here is no function that Closure would call
-        self.seen = seen
-        self.ends_window = ends_window
-        self.skips_backward = optimization._skip_backward
-        self._optimization = optimization
-        self._strategy = strategy = optimization.strategy
-        self.transferred, self.run_ahead = optimization.transferred, optimization.run_ahead
-        self.plan_ahead = optimization.plan_ahead
-        self._batch = batch
-        self._others = others
-        self._runs = 0
-        self._outcome: Outcome | None = None
-        self._module = optimization.trainer.lightning_module
-        self._changes = accumulation.changes
-        self._is_silent = _is_silent(optimization.trainer, strategy)
-
-    @override
-    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        return ClosureResult(self(*args, **kwargs))
-
-    def consume_outputs(self) -> dict[str, Any]:
-        """What ``on_train_batch_end`` gets."""
-        outcome, self._outcome = self._outcome, None
-        if outcome is None:
-            self.consume_result()  # raises that the closure was not called
-            return {}
-        loss, extra = outcome.returned()
-        return {} if loss is None else {"loss": loss.detach().clone(), **extra}
-
-    @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        self._runs += 1
-        accumulation = self._strategy.accumulation
-        assert accumulation is not None
-        if self._runs > 1 and accumulation.boundary.size != 1:
-            raise UsageError(
-                "The optimizer calls its closure more than once in a step, as LBFGS does, or after it has changed parameters. A"
-                " window of several loader batches cannot be run again: their data is gone. Use a window of 1, or another"
-                " optimizer."
-            )
-        with replacing(self._module, _current_fx_name="training_step"), torch.enable_grad():
-            outcome = self._outcome = self._strategy.session.run(self, self._batch, self.seen, self.ends_window)
-        loss = outcome.window_loss
-        return None if loss is None else loss.detach()  # as Lightning's closure
-
-    # --- one micro-batch ------------------------------------------------------------------------------------------
-
-    def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
-        """``training_step``: the loss of a micro-batch, and what else it returned."""
-        step = self._module.training_step if self._is_silent else self._training_step_with_hooks
-        changes = self._changes
-        with changes.leaving_gradients() if changes.is_under_way else _NOTHING_AROUND:
-            output: Any = step(batch, *self._others)
-        if isinstance(output, Tensor):
-            return output, _NOTHING
-        result = _result_of(output)
-        if result.closure_loss is None:
-            self.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning.")
-        return result.closure_loss, result.extra
-
-    def _training_step_with_hooks(self, *args: Any) -> Any:
-        strategy = self._strategy
-        with strategy.watch.training_step(self._module) if strategy.watch.is_close else _NOTHING_AROUND:
-            output = call._call_strategy_hook(self._optimization.trainer, "training_step", *args)
-        strategy.post_training_step()
-        return output
-
-    def zero_grad(self) -> None:
-        """Clear the gradients of an earlier window."""
-        self._optimization.zero_grad()
-
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
         """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
-        is_users = not is_lightnings(self._module, "backward")
+        strategy = self.strategy
+        is_users = not is_lightnings(self.trainer.lightning_module, "backward")
         if not is_users and not loss.requires_grad:
             raise UsageError(
                 "training_step returned a loss without a graph, which has no gradient: it was detached, computed under"
@@ -243,20 +191,52 @@ class WindowClosure(Closure):
         if self._is_silent:
             loss.backward(grad_output)  # type: ignore[no-untyped-call]
             return
-        strategy = self._strategy
         if is_users and grad_output is not None:  # it may not pass its keyword arguments on: it gets the product instead
             loss, grad_output = loss * grad_output, None
         kwargs = {} if grad_output is None else {"gradient": grad_output}
         with strategy.watching_gradient(loss, grad_output) if strategy.watch.is_close else _NOTHING_AROUND:
-            call._call_strategy_hook(self._optimization.trainer, "backward", loss, strategy.optimizers[0], **kwargs)
+            call._call_strategy_hook(self.trainer, "backward", loss, strategy.optimizers[0], **kwargs)
 
     def collecting_logs(self) -> AbstractContextManager[BatchLog]:
         """Collect what is logged in here, and log nothing yet."""
-        return collecting_logs(self._optimization.trainer)
+        return collecting_logs(self.trainer)
 
     def show_logs(self, log: BatchLog, is_left_out: bool) -> None:
         """Log what was collected."""
-        show_logs(self._optimization.trainer, log, is_left_out)
+        show_logs(self.trainer, log, is_left_out)
+
+
+class WindowClosure(Closure):
+    """Runs a loader batch, up to the end of its window where it is the last."""
+
+    def __init__(self, run: Callable[[], Outcome], boundary: Boundary) -> None:
+        AbstractClosure.__init__(self)  # what runs here are not the three functions that Closure would call
+        self._run, self._boundary = run, boundary
+        self._outcome: Outcome | None = None
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        if self._outcome is not None and self._boundary.size != 1:
+            raise UsageError(
+                "The optimizer calls its closure more than once in a step, as LBFGS does, or after it has changed parameters. A"
+                " window of several loader batches cannot be run again: their data is gone. Use a window of 1, or another"
+                " optimizer."
+            )
+        self._outcome = self._run()
+        loss = self._outcome.window_loss
+        return None if loss is None else loss.detach()  # as Lightning's closure
+
+    @override
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        return ClosureResult(self(*args, **kwargs))
+
+    def outputs(self) -> dict[str, Any]:
+        """What ``on_train_batch_end`` gets."""
+        if self._outcome is None:
+            self.consume_result()  # raises that the closure was not called
+            return {}
+        loss, extra = self._outcome.returned()
+        return {} if loss is None else {"loss": loss.detach().clone(), **extra}
 
 
 def _is_silent(trainer: pl.Trainer, strategy: Engine) -> bool:

@@ -9,11 +9,10 @@ from typing import Any, cast
 
 from typing_extensions import override
 
-from lightning_accum.boundary import count_batches, count_windows
+from lightning_accum.boundary import count_windows
 from lightning_accum.engine import Engine
 from lightning_accum.from_lightning import (
     GradientAccumulationScheduler,
-    ProgressBar,
     has_iterable_dataset,
     isolate_rng,
     pl,
@@ -99,27 +98,3 @@ class AccumulatingTrainer(pl.Trainer):
             )
         steps = strategy.estimated_windows
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
-
-
-# --- the end of the progress bar --------------------------------------------------------------------------------------
-
-
-class BarOfLoaderBatches(ProgressBar):
-    """Ends with the loader batches that the steps take: it counts these, and Lightning gives it the steps for an end."""
-
-    @property
-    @override
-    def total_train_batches(self) -> int | float:
-        trainer, strategy = self.trainer, cast("Engine", self.trainer.strategy)
-        policy, windows = strategy.policy, strategy.windows
-        if trainer.max_epochs != -1 or trainer.max_steps <= 0 or not trainer.lightning_module.automatic_optimization:
-            return super().total_train_batches
-        if isinstance(policy.window, Tokens):
-            return trainer.num_training_batches  # nobody knows how many they take
-        steps, epoch = trainer.global_step, trainer.current_epoch
-
-        def size(window: int) -> int:
-            return policy.size_at(epoch, steps + window) or trainer.accumulate_grad_batches
-
-        carried = 0 if windows is None else windows.position
-        return count_batches(trainer.max_steps - steps, size, trainer.num_training_batches + carried) - carried

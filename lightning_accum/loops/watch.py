@@ -38,8 +38,6 @@ class Watch:
         is_close: what needs hooks on tensors is looked at too: in the first windows, or always where a method was not read.
         is_set_up: the strategy is.
         has_data: the loaders are set up.
-        is_unfinished: the last window has not ended.
-        is_in_epoch: an epoch runs.
         may_skip_steps: nothing is wrong where the optimizer has not stepped.
     """
 
@@ -48,7 +46,7 @@ class Watch:
         self._close_windows = CLOSE_WINDOWS if self.is_read else math.inf
         self._progress = progress
         self.is_close = True
-        self.is_set_up = self.has_data = self._has_begun = self.is_unfinished = self.is_in_epoch = self.may_skip_steps = False
+        self.is_set_up = self.has_data = self._has_begun = self.may_skip_steps = False
         self._epoch: int | None = None
         self._accumulation: Accumulation | None = None
         self._optimizer: Optimizer | None = None
@@ -65,9 +63,8 @@ class Watch:
         """Training begins, maybe after a run that failed: tuners try some."""
         self._has_begun, self._is_stepping, self._epoch, self._left = True, False, None, set()
 
-    @contextmanager
-    def epoch(self, number: int) -> Iterator[None]:
-        """An epoch runs."""
+    def begin_epoch(self, number: int) -> None:
+        """An epoch is about to run."""
         called = {
             "Strategy.setup": self.is_set_up,
             "_FitLoop.setup_data": self.has_data,
@@ -78,19 +75,7 @@ class Watch:
                 raise seams.broken(f"{seam} was not called before the first loader batch.")
         if number == self._epoch:
             raise seams.broken(f"_TrainingEpochLoop.run was called twice for epoch {number}.")
-        self._epoch, self.is_unfinished, self.is_in_epoch = number, True, True
-        try:
-            yield
-        except BaseException:
-            self.is_unfinished = False  # the batch size finder catches it, and ends the fit
-            raise
-        finally:
-            self.is_in_epoch = False
-
-    def end(self) -> None:
-        """Training ends, and its last window has."""
-        self._expect_schedulers()
-        self.is_unfinished = False
+        self._epoch = number
 
     # --- the loss -------------------------------------------------------------------------------------------------------
 
@@ -170,7 +155,7 @@ class Watch:
 
     def begin_step(self, optimizer: Optimizer, accumulation: Accumulation) -> None:
         """A window is about to end, and its step to be made."""
-        self._expect_schedulers()
+        self.expect_schedulers()
         self.attend(optimizer, accumulation)
         self._depth, self._steps, self._is_stepping = 0, 0, True
         self._has_stepped = not self._hooks  # no hook can be registered
@@ -215,8 +200,8 @@ class Watch:
         self._left.discard(is_plateau)
         return is_left
 
-    def _expect_schedulers(self) -> None:
-        """The next step is about to begin, or training ends."""
+    def expect_schedulers(self) -> None:
+        """The next step is about to begin, or training has ended."""
         if False in self._left:
             raise seams.broken("Schedulers were not asked after a step: _TrainingEpochLoop.update_lr_schedulers was not called.")
 

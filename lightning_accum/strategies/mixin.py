@@ -180,7 +180,6 @@ class AccumulationMixin(Engine):
             else:
                 self.accumulation.verdict = Verdict(None, seen=reason)
         self.listener = callback
-        self.has_varying_windows = callback is not None and self.policy.has_varying_windows
         self.sync = self._make_sync()
         self.session = Session(self, module, self.accumulation, self.sync, self.snapshotter, self._guard(sums), self.row_wise)
         self.watch.attend(self.optimizers[0], self.accumulation)
