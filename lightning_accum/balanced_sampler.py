@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from copy import copy
 from heapq import heapreplace
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import Sampler
+from typing_extensions import override
 
 from lightning_accum.errors import ArgumentError, WrongTypeError
-from lightning_accum.samplers import Place, SameOrderSampler
+from lightning_accum.samplers import Resumable, SameOrderSampler
 
 
-class BalancedBatchSampler(Place, Sampler[list[int]]):
+class BalancedBatchSampler(Resumable, Sampler[list[int]]):
     """A ``batch_sampler`` that gives the ranks equal work: the windows of :class:`SameOrderSampler`, shared out by length.
 
     A window is ``window`` loader batches of every rank, ``window * ranks * batch_size`` samples. It holds the same samples as it
@@ -30,98 +31,83 @@ class BalancedBatchSampler(Place, Sampler[list[int]]):
     except in an epoch whose last window has fewer samples than there are ranks: some ranks have none of those.
 
     With these strategies Lightning leaves the loader alone, and sets the ranks and the epoch. Elsewhere pass
-    ``Trainer(use_distributed_sampler=False)``; ranks are those of the process group at the time of the iteration.
+    ``Trainer(use_distributed_sampler=False)``; ranks are those of the process group at the time of the iteration, unless
+    :meth:`deal` has set them.
 
     Args:
-        lengths: of the samples of the dataset, in its order, the same on all ranks: a list, an array or a tensor; or a function of
-            the index, called once for each sample when the sampler is made. This package's strategies compare those of all
-            ranks.
+        lengths: of the samples of the dataset, in its order, the same on all ranks: a list, an array or a tensor. This package's
+            strategies compare those of all ranks.
         batch_size: samples in a loader batch, in the mean.
         window: loader batches of a rank in a window. Windows begin anew with every epoch.
         cost: a function of a length that returns what such a sample costs, such as ``lambda n: n + n**2 / 1024`` where
             attention counts; None for the length.
         shuffle: whether every epoch (see :meth:`set_epoch`) has an order of its own, or all have the dataset's.
         seed: seed of the shuffling, the same on all ranks.
-        num_replicas: ranks that share the samples; None for those of the process group.
-        rank: which of them this is; None for that of the process group.
-        samples: how many samples there are, where ``lengths`` is a function.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: a length or a cost is negative or not finite, or there are none; a size is less than 1; or there is no such
-            rank.
+        ValueError: a length or a cost is negative or not finite, or there are none; or a size is less than 1.
 
     Example:
         >>> lengths = [90, 10, 20, 80, 40, 60, 50, 50]
-        >>> left, right = (BalancedBatchSampler(lengths, 4, num_replicas=2, rank=rank, shuffle=False) for rank in range(2))
-        >>> [[lengths[index] for index in batch] for batch in left]
+        >>> sampler = BalancedBatchSampler(lengths, batch_size=4, shuffle=False)
+        >>> sampler.deal(2, rank=0)
+        >>> [[lengths[index] for index in batch] for batch in sampler]
         [[90, 50, 50, 10]]
-        >>> [[lengths[index] for index in batch] for batch in right]
+        >>> sampler.deal(2, rank=1)
+        >>> [[lengths[index] for index in batch] for batch in sampler]
         [[80, 60, 40, 20]]
     """
 
     def __init__(
         self,
-        lengths: Sequence[float] | Callable[[int], float] | Any,
+        lengths: Sequence[float] | Any,
         batch_size: int,
         *,
         window: int = 1,
         cost: Callable[[Any], float] | None = None,
         shuffle: bool = True,
         seed: int = 0,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        samples: int | None = None,
     ) -> None:
         self.batch_size, self.window = _natural("batch_size", batch_size), _natural("window", window)
         if cost is not None and not callable(cost):
             raise WrongTypeError(f"BalancedBatchSampler(cost={cost!r}): expected a function of a length, or None")
-        if (num_replicas is None) != (rank is None):
-            raise ArgumentError(
-                f"BalancedBatchSampler(num_replicas={num_replicas}, rank={rank}): pass both, or neither for those of the process"
-                " group"
-            )
-        self._lengths = _read_lengths(lengths, samples)
+        self._lengths = _read_lengths(lengths)
         self._costs = self._lengths if cost is None else _costs_of(self._lengths, cost)
         self.sampler = SameOrderSampler(range(len(self._lengths)), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
-        """The order of the samples. Lightning looks for the epoch here."""
-        self.sampler.deal(1, rank=0)
-        self.num_replicas, self.rank = 1, 0
-        self._is_fixed = False
-        if num_replicas is not None and rank is not None:
-            self.deal(num_replicas, rank)
-            self._is_fixed = True
+        """Has the order of the samples, the ranks, and the epoch, for which Lightning looks here."""
 
     def deal(self, num_replicas: int, rank: int) -> None:
-        """Set the ranks as :class:`SameOrderSampler` does, unless the constructor was given them."""
-        if not self._is_fixed:
-            super().deal(num_replicas, rank)
+        """Set the ranks, as :meth:`SameOrderSampler.deal` does."""
+        self.sampler.deal(num_replicas, rank)
 
     @property
-    def epoch(self) -> int:
+    def epoch(self) -> int:  # type: ignore[override]
         """That whose order is next."""
         return self.sampler.epoch
 
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
+    @override
+    def set_epoch(self, epoch: int) -> None:
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The indices of this rank's samples, a list for each of its loader batches."""
-        first_window, skipped = divmod(self._begin(), self.window)
-        return self._counted(self._batches(first_window, skipped))
+        return self._resumed(self._of_epoch())
 
-    def _batches(self, first_window: int, skipped: int) -> Iterator[list[int]]:
-        size, order = self._samples_in_window, list(self.sampler)
-        for start in range(first_window * size, len(order), size):
-            yield from self._of_this_rank(order[start : start + size])[skipped:]
-            skipped = 0
+    def _of_epoch(self) -> Iterator[list[int]]:
+        of_all = copy(self.sampler)
+        of_all.deal(1, rank=0)
+        self.sampler.find_ranks()
+        order, size = list(of_all), self._samples_in_window
+        for start in range(0, len(order), size):
+            yield from self._of_this_rank(order[start : start + size])
 
     def _of_this_rank(self, indices: Sequence[int]) -> list[list[int]]:
         """The loader batches that this rank has of a window."""
         batches = self._batches_of(len(indices))
-        at_least = batches if len(indices) >= self.num_replicas else 0
-        own = share_evenly([self._costs[index] for index in indices], self.num_replicas, at_least)[self.rank]
+        at_least = batches if len(indices) >= self.sampler.num_replicas else 0
+        costs = [self._costs[index] for index in indices]
+        own = share_evenly(costs, self.sampler.num_replicas, at_least)[self.sampler.rank]
         by_length = sorted((indices[place] for place in own), key=self._lengths.__getitem__, reverse=True)
         sizes = batch_sizes([self._lengths[index] for index in by_length], batches)
         rest = iter(by_length)
@@ -129,9 +115,9 @@ class BalancedBatchSampler(Place, Sampler[list[int]]):
 
     def __len__(self) -> int:
         """How many loader batches this rank gets in an epoch."""
-        self._find_ranks()
+        self.sampler.find_ranks()
         windows, rest = divmod(len(self._lengths), self._samples_in_window)
-        return windows * self.window + (self._batches_of(rest) if self.rank < rest else 0)
+        return windows * self.window + (self._batches_of(rest) if self.sampler.rank < rest else 0)
 
     def check_length_of(self, dataset: object) -> None:
         """Refuse a dataset of another number of samples.
@@ -153,11 +139,12 @@ class BalancedBatchSampler(Place, Sampler[list[int]]):
 
     @property
     def _samples_in_window(self) -> int:
-        return self.window * self.num_replicas * self.batch_size
+        return self.window * self.sampler.num_replicas * self.batch_size
 
     def _batches_of(self, samples: int) -> int:
         """The loader batches that each rank has of a window of so many samples: no more than it can have samples."""
-        return min(math.ceil(samples / (self.num_replicas * self.batch_size)), max(1, samples // self.num_replicas))
+        ranks = self.sampler.num_replicas
+        return min(math.ceil(samples / (ranks * self.batch_size)), max(1, samples // ranks))
 
 
 def _natural(name: str, value: Any) -> int:
@@ -168,40 +155,29 @@ def _natural(name: str, value: Any) -> int:
     return value
 
 
-def _read_lengths(lengths: Any, samples: int | None) -> list[float]:
-    if callable(lengths):
-        if samples is None:
-            raise WrongTypeError(
-                "BalancedBatchSampler(lengths=<a function>) does not know how many samples there are: pass samples=len(dataset)"
-            )
-        read = [lengths(index) for index in range(_natural("samples", samples))]
-    else:
-        if isinstance(lengths, (str, bytes, Mapping)) or not (hasattr(lengths, "tolist") or hasattr(lengths, "__iter__")):
-            raise WrongTypeError(
-                f"BalancedBatchSampler(lengths=...): expected a list, an array or a tensor of the lengths of all samples, or a"
-                f" function of the index, found {type(lengths).__name__}"
-            )
-        read = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
-        if not isinstance(read, list) or not read:
-            raise ArgumentError("BalancedBatchSampler(lengths=...): expected one length for each sample, found none")
-        if samples is not None and samples != len(read):
-            raise ArgumentError(f"BalancedBatchSampler(samples={samples}): there are {len(read)} lengths")
-    return [_cost(f"lengths[{index}]", value) for index, value in enumerate(read)]
+def _read_lengths(lengths: Any) -> list[float]:
+    read = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+    if not isinstance(read, Iterable) or isinstance(read, (str, bytes, Mapping)):
+        raise WrongTypeError(
+            "BalancedBatchSampler(lengths=...): expected a list, an array or a tensor of the lengths of all samples, found"
+            f" {type(lengths).__name__}"
+        )
+    numbers = [_number(f"lengths[{index}]", value) for index, value in enumerate(read)]
+    if not numbers:
+        raise ArgumentError("BalancedBatchSampler(lengths=...): expected one length for each sample, found none")
+    return numbers
 
 
 def _costs_of(lengths: Sequence[float], cost: Callable[[Any], float]) -> list[float]:
-    known = {length: _cost(f"cost({length})", cost(length)) for length in set(lengths)}
+    known = {length: _number(f"cost({length})", cost(length)) for length in set(lengths)}
     return [known[length] for length in lengths]
 
 
-def _cost(name: str, value: Any) -> float:
-    """A number that is none of Python's own, such as a tensor with one element, as one that is."""
-    number = value
-    if hasattr(value, "item"):
-        with suppress(RuntimeError, ValueError):  # of a tensor with several elements
-            number = value.item()
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise WrongTypeError(f"BalancedBatchSampler: expected one number, found {name} = {value!r}")
+def _number(name: str, value: Any) -> float:
+    try:
+        number: float = value if isinstance(value, int) else float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor with several elements
+        raise WrongTypeError(f"BalancedBatchSampler: expected one number, found {name} = {value!r}") from None
     if not 0 <= number < math.inf:
         raise ArgumentError(f"BalancedBatchSampler: expected a finite number from 0, found {name} = {number}")
     return number

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lightning_accum.errors import AccumulationError
-from lightning_accum.ranks import Ranks, RankStatus
 
 _LONGEST_ANSWER = 5.0  # seconds that the store has, if its host neither answers nor closes the connection
 _PATIENCE = 2.0  # seconds in which another rank's note may follow the end of its connection
@@ -35,12 +34,6 @@ class _Failure(NamedTuple):
 
 class RankFailedError(AccumulationError, RuntimeError):
     """Another rank failed first. The error of this rank is its ``__cause__``."""
-
-
-def note_failure(error: BaseException, rank: int) -> None:
-    """Note that this rank failed, unless another did before, or the error is one of communication, which follows from another."""
-    if not _is_of_communication(error):
-        _first(_failure_of(error, rank))
 
 
 @contextmanager
@@ -65,38 +58,6 @@ def reraise_first_rank_error(passing: tuple[type[BaseException], ...] = ()) -> I
             raise
         found = f"Rank {first.rank} failed first, with {first.error.rstrip('.')}. This rank could not go on without it"
         raise RankFailedError(f"{found} ({own.error.splitlines()[0]}).") from error
-
-
-def agree_on_batch(
-    ranks: Ranks, batch: Any, last: Any, failure: Exception | None, is_alive: bool, has_more: bool, is_stopped: bool = False
-) -> tuple[RankStatus, Any]:
-    """A loader batch is due: the ranks tell each other what they have. Called on all of them.
-
-    Args:
-        batch: of this rank; None if it has none.
-        last: its last one.
-        failure: what its loader has raised.
-
-    Returns:
-        What any of them has; and what this rank can run without a batch: its last one, or that of another if it never had one.
-
-    Raises:
-        RankFailedError: the loader of another rank has failed. On the rank itself, what it has raised.
-    """
-    source, failed = (0 if found is None else ranks.rank + 1 for found in (batch, failure))
-    lacks_batch = batch is None and last is None
-    status = ranks.agree(RankStatus(is_alive, source, has_more, lacks_batch, is_stopped, failed))
-    if status.failed:
-        first = ranks.share(None if failure is None else _failure_of(failure, ranks.rank), status.failed - 1)
-        if failure is not None:
-            raise failure
-        raise RankFailedError(
-            f"The loader of rank {first.rank} failed, with {first.error.rstrip('.')}. No rank goes on without it."
-        )
-    if status.lacks_batch and status.batch_from:
-        shared = ranks.share(batch, status.batch_from - 1)
-        last = shared if lacks_batch else last
-    return status, last
 
 
 def have_all_left(has_failed: bool, patience: float) -> bool:

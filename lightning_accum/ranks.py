@@ -14,7 +14,7 @@ from lightning_accum.exact import exact_dtype
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What a rank has when a loader batch is due; after :meth:`Ranks.agree`, what any rank has.
+    """What a rank has when a loader batch is due; of :meth:`Ranks.agree_on_batch`, what any rank has.
 
     Attributes:
         is_alive: its loader gave something, a batch or None.
@@ -22,7 +22,6 @@ class RankStatus:
         has_more: its loader goes on after this.
         lacks_batch: it has none, and never had one.
         is_stopped: it got SIGTERM, and is to end.
-        failed: one more than the rank, where its loader raised an error; the highest of them.
     """
 
     is_alive: bool = False
@@ -30,7 +29,6 @@ class RankStatus:
     has_more: bool = False
     lacks_batch: bool = False
     is_stopped: bool = False
-    failed: int = 0
 
 
 class Ranks:
@@ -78,10 +76,26 @@ class Ranks:
         if self._world is not None and dist.is_initialized():
             dist.destroy_process_group(self._world)
 
-    def agree(self, status: RankStatus) -> RankStatus:
-        """What any of the ranks has. Called on all of them."""
-        values = astuple(status)
-        return RankStatus(*(type(own)(largest) for own, largest in zip(values, self.largest(*values), strict=True)))
+    def agree_on_batch(
+        self, batch: Any, last: Any, is_alive: bool, has_more: bool, is_stopped: bool = False
+    ) -> tuple[RankStatus, Any]:
+        """A loader batch is due: the ranks tell each other what they have. Called on all of them.
+
+        Args:
+            batch: of this rank; None if it has none.
+            last: its last one.
+
+        Returns:
+            What any of them has; and what this rank can run without a batch: its last one, or that of another if it never had one.
+        """
+        lacks_batch = batch is None and last is None
+        own = RankStatus(is_alive, 0 if batch is None else self.rank + 1, has_more, lacks_batch, is_stopped)
+        values = astuple(own)
+        status = RankStatus(*(type(of_own)(most) for of_own, most in zip(values, self.largest(*values), strict=True)))
+        if status.lacks_batch and status.batch_from:
+            shared = self.share(batch, status.batch_from - 1)
+            last = shared if lacks_batch else last
+        return status, last
 
     def sum(self, number: float) -> float:
         """The sum over those whose gradients are averaged. Called on all."""

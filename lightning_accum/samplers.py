@@ -14,35 +14,14 @@ from lightning_accum.errors import ArgumentError, WrongTypeError
 T = TypeVar("T")
 
 
-class Place:
-    """Where a sampler is: which of the ranks it is on, and how far it has come in an epoch."""
+class Resumable:
+    """A sampler that knows its place in an epoch, for loaders that save it in checkpoints: torchdata's ``StatefulDataLoader``."""
 
-    num_replicas: int
-    rank: int
     epoch: int
-    _is_dealt = False
     _yielded = _begin_at = 0
 
-    def deal(self, num_replicas: int, rank: int) -> None:
-        """Set the ranks, whatever the process group says.
-
-        Args:
-            num_replicas: ranks that share the samples.
-            rank: which of them this is, from 0.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
-        if not 0 <= rank < num_replicas:
-            raise ArgumentError(
-                f"{type(self).__name__}(num_replicas={num_replicas}, rank={rank}): num_replicas must be 1 or more, and rank from 0"
-                " to num_replicas - 1"
-            )
-        self._is_dealt = True
-        self.num_replicas, self.rank = num_replicas, rank
-
     def state_dict(self) -> dict[str, int]:
-        """The place in the data, for loaders that save theirs in checkpoints, as torchdata's ``StatefulDataLoader`` does."""
+        """The place in the data."""
         return {"epoch": self.epoch, "yielded": self._yielded}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -57,25 +36,15 @@ class Place:
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def _begin(self) -> int:
-        """An iteration begins. Returns how much of it is left out."""
-        self._find_ranks()
+    def _resumed(self, items: Iterable[T]) -> Iterator[T]:
+        """What is left of the items of an epoch."""
         self._yielded, self._begin_at = self._begin_at, 0
-        return self._yielded
-
-    def _counted(self, items: Iterable[T]) -> Iterator[T]:
-        for item in items:
+        for item in islice(items, self._yielded, None):
             self._yielded += 1
             yield item
 
-    def _find_ranks(self) -> None:
-        # each time anew: a length may have been asked for before there were processes
-        if not self._is_dealt:
-            has_group = dist.is_available() and dist.is_initialized()
-            self.num_replicas, self.rank = (dist.get_world_size(), dist.get_rank()) if has_group else (1, 0)
 
-
-class SameOrderSampler(Place, DistributedSampler[int]):
+class SameOrderSampler(Resumable, DistributedSampler[int]):
     """The same global order on any number of ranks, without repeats.
 
     The order of an epoch is that of :class:`torch.utils.data.DistributedSampler` with the same seed, and so that of the sampler
@@ -114,6 +83,8 @@ class SameOrderSampler(Place, DistributedSampler[int]):
         True
     """
 
+    _is_dealt = False
+
     def __init__(self, dataset: Dataset[Any], shuffle: bool = True, seed: int = 0) -> None:
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
             raise WrongTypeError(
@@ -123,18 +94,39 @@ class SameOrderSampler(Place, DistributedSampler[int]):
             )
         super().__init__(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=False)
 
+    def deal(self, num_replicas: int, rank: int) -> None:
+        """Set the ranks, whatever the process group says.
+
+        Args:
+            num_replicas: ranks that share the samples.
+            rank: which of them this is, from 0.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < num_replicas:
+            raise ArgumentError(
+                f"deal(num_replicas={num_replicas}, rank={rank}): num_replicas must be 1 or more, and rank from 0 to"
+                " num_replicas - 1"
+            )
+        self._is_dealt = True
+        self.num_replicas, self.rank = num_replicas, rank
+
     def __iter__(self) -> Iterator[int]:
         """The indices of this rank's samples."""
-        begin_at = self._begin()
-        return self._counted(islice(super().__iter__(), begin_at, None))
+        self.find_ranks()
+        return self._resumed(super().__iter__())
 
     def __len__(self) -> int:
         """How many samples this rank gets."""
-        self._find_ranks()
+        self.find_ranks()
         return self.num_samples
 
-    def _find_ranks(self) -> None:
-        super()._find_ranks()
+    def find_ranks(self) -> None:
+        """Have the ranks be those of the process group, unless :meth:`deal` has set them."""
+        if not self._is_dealt:  # each time anew: a length may have been asked for before there were processes
+            has_group = dist.is_available() and dist.is_initialized()
+            self.num_replicas, self.rank = (dist.get_world_size(), dist.get_rank()) if has_group else (1, 0)
         leave_out_repeats(self)
 
 

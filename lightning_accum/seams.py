@@ -251,7 +251,6 @@ trainer.connectors.logger_connector.logger_connector._LoggerConnector
 trainer.connectors.logger_connector.result._ResultCollection
     update_metrics | what a shadow batch logs has no weight | 0120c270
 trainer.connectors.signal_connector._SignalConnector
-    register_signal_handlers | Lightning takes over SIGTERM | 9b086123
     _sigterm_notifier_fn | SIGTERM waits until all ranks know | b1525db4
 plugins.precision.precision.Precision
     pre_backward | returns the loss, scaled where there is a GradScaler | 1ca40e35

@@ -20,7 +20,6 @@ from lightning_accum.counting import count_window
 from lightning_accum.errors import ArgumentError, UsageError
 from lightning_accum.fabric.training import LossOfBatch, Training
 from lightning_accum.fabric.words import Words
-from lightning_accum.failures import agree_on_batch
 from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked
 from lightning_accum.micro_batch import MicroBatch, Weighed
@@ -238,7 +237,6 @@ class LoaderBatches:
     and ranks tell each other what they have.
 
     Raises:
-        RankFailedError: the loader of another rank failed, and lengths are not known.
         RuntimeError: a loader yields more batches than its length, or writes into a batch that is still to run.
     """
 
@@ -281,19 +279,14 @@ def _length_of(loader: Iterable[Any]) -> float:
 def _of_all_ranks(loader: Iterable[Any], longest: int | None, ranks: Ranks) -> Iterator[LoaderBatch]:
     """Batches until no rank has more: ``longest`` of them, or, if that is None, as the ranks tell each other before each batch."""
     batches = chain.from_iterable((loader,))  # calls iter(loader) with the first batch
-    last, drawn, failure = None, deque[Any](), None
+    last, drawn = None, deque[Any]()
     for number in count(1):
-        try:
-            while len(drawn) < (2 if longest is None else 1):
-                drawn.append(_draw(batches, drawn))
-        except Exception as error:
-            if longest is not None:
-                raise
-            failure, drawn = error, deque((_END, _END))
+        while len(drawn) < (2 if longest is None else 1):
+            drawn.append(_draw(batches, drawn))
         batch = drawn.popleft()
         own = None if batch is _END else batch
         if longest is None:
-            status, last = agree_on_batch(ranks, own, last, failure, batch is not _END, drawn[0] is not _END)
+            status, last = ranks.agree_on_batch(own, last, batch is not _END, drawn[0] is not _END)
         elif number <= longest:
             status = RankStatus(batch is not _END or ranks.world_size > 1, has_more=number < longest)
         elif not ranks.largest(float(batch is not _END))[0]:

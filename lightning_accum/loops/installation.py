@@ -48,14 +48,13 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
     with (
         specialised(trainer, AccumulatingTrainer, is_users_first=True),
         specialised(trainer._data_connector, NonPaddingSampling),
-        specialised(signals, DeferredSigterm, before_training=ExitStack()),
+        specialised(signals, DeferredSigterm),
         specialised(trainer._logger_connector, WindowRows, pending={}),
         specialised(fit_loop, AccumulatingFitLoop, seams=ExitStack()),
         specialised(epoch_loop, AccumulatingEpochLoop, strategy=strategy),
         specialised(epoch_loop.automatic_optimization, WindowOptimization, strategy=strategy),
         specialised(epoch_loop.manual_optimization, WindowManualOptimization, strategy=strategy),
         specialised(epoch_loop._results, BatchResults, strategy=strategy),
-        cast("DeferredSigterm", signals).before_training,
         cast("AccumulatingFitLoop", fit_loop).seams,
     ):
         yield
@@ -64,12 +63,6 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
         is_unanswered = cast("DeferredSigterm", signals).is_waiting and not signals.received_sigterm
     if is_unanswered and is_over:
         raise SIGTERMException
-
-
-def handle_sigterm_before_training(trainer: pl.Trainer) -> None:
-    """The ranks of a fit are connected: have one that gets SIGTERM name itself on the others."""
-    signals = cast("DeferredSigterm", trainer._signal_connector)
-    signals.before_training.enter_context(signals.handled_before_training())
 
 
 # --- the processes of a fit over ranks, from their launch on ----------------------------------------------------------

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
@@ -15,7 +11,6 @@ from typing_extensions import override
 from lightning_accum.balanced_sampler import BalancedBatchSampler
 from lightning_accum.engine import Engine
 from lightning_accum.errors import ArgumentError
-from lightning_accum.failures import agree_on_batch, note_failure
 from lightning_accum.from_lightning import (
     RunningStage,
     SIGTERMException,
@@ -78,17 +73,10 @@ class UnevenDataFetcher(_PrefetchDataFetcher):
         Raises:
             StopIteration: no rank has one.
             SIGTERMException: a rank got SIGTERM.
-            RankFailedError: the loader of another rank failed.
         """
         ranks, trainer = accumulation.ranks, self.strategy.trainer()
-        batch, is_there, failure = None, False, None
-        try:
-            batch, is_there = self._next_of_this_rank()
-        except Exception as error:
-            failure = error
-            note_failure(error, ranks.rank)
-        is_stopped = accumulation.window.is_last
-        status, last = agree_on_batch(ranks, batch, self._last, failure, is_there, not self._own_done, is_stopped)
+        batch, is_there = self._next_of_this_rank()
+        status, last = ranks.agree_on_batch(batch, self._last, is_there, not self._own_done, accumulation.window.is_last)
         if status.is_stopped:
             trainer._signal_connector.received_sigterm = True  # all ranks know
             raise SIGTERMException
@@ -168,40 +156,6 @@ class DeferredSigterm(_SignalConnector):
 
     is_waiting: bool = False
     """SIGTERM has come in this fit."""
-    before_training: ExitStack
-    """Ends where Lightning takes over SIGTERM."""
-
-    @contextmanager
-    def handled_before_training(self) -> Iterator[None]:
-        """Have SIGTERM raise an error that all ranks name, where nobody handles it: Lightning does so only when training begins."""
-        trainer, process = self.trainer, os.getpid()
-
-        def on_sigterm(signum: int, frame: Any) -> None:
-            if os.getpid() != process:  # one that was forked meanwhile, and is no rank
-                signal.signal(signum, signal.SIG_DFL)
-                os.kill(os.getpid(), signum)
-                return
-            error = SIGTERMException("SIGTERM came before training began")
-            error.code = 128 + signum
-            note_failure(error, trainer.global_rank)
-            if trainer.strategy.launcher is not None:
-                trainer.strategy.launcher.kill(signal.SIGTERM)
-            raise error
-
-        is_free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        if is_free:
-            signal.signal(signal.SIGTERM, on_sigterm)
-        try:
-            yield
-        finally:
-            if is_free and signal.getsignal(signal.SIGTERM) is on_sigterm:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    @override
-    def register_signal_handlers(self) -> None:
-        """Have Lightning handle SIGTERM from here on."""
-        self.before_training.close()
-        super().register_signal_handlers()
 
     @override
     def _sigterm_notifier_fn(self, signum: Any, frame: Any) -> None:

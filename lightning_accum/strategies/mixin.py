@@ -21,7 +21,7 @@ from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.engine import Engine
 from lightning_accum.from_lightning import TrainerFn, accelerator_connector, pl, rank_zero_info
 from lightning_accum.loops.hooks import callbacks_of, gradient_reads
-from lightning_accum.loops.installation import handle_sigterm_before_training, installed, naming_launcher
+from lightning_accum.loops.installation import installed, naming_launcher
 from lightning_accum.loops.specialised import own_attributes
 from lightning_accum.loops.watch import Watch
 from lightning_accum.main_gradients import MainGradients, main_gradients
@@ -128,8 +128,6 @@ class AccumulationMixin(Engine):
         super().setup_environment()
         self._show_window_size()
         self.ranks = self._ranks()
-        if self._fit is not None and self.ranks.world_size > 1:
-            handle_sigterm_before_training(self.trainer())
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -310,11 +310,11 @@ def test_a_loader_that_fails_on_one_rank_ends_all() -> None:
                 raise KeyError("no such file")
             yield column(2)
 
-        with pytest.raises((KeyError, AccumulationError)) as caught:
+        with pytest.raises(KeyError if fabric.global_rank == 1 else RuntimeError):
             train_scalar(failing(), 2, fabric)
-        return str(caught.value)
+        return "ended"
 
-    assert "no such file" in on_two(train)
+    assert on_two(train) == "ended"
 
 
 def of_towers(net: Any, batch: Any) -> Tensor:
