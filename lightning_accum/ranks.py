@@ -1,33 +1,38 @@
-"""What ranks exchange beside gradients and weights: one small all-reduce a loader batch."""
+"""What ranks exchange beside gradients and weights: one small all-reduce a loader batch. All have as many of these."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from itertools import chain, count
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from lightning_accum.errors import UsageError
 from lightning_accum.exact import exact_dtype
 
+END: Any = object()
+"""In the place of a batch, where a loader has no more."""
 
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """What a rank has when a loader batch is due; of :meth:`Ranks.agree_on_batch`, what any rank has.
+
+class LoaderBatch(NamedTuple):
+    """What a rank has of the loader batches of all ranks.
 
     Attributes:
-        is_alive: its loader gave something, a batch or None.
-        batch_from: one more than the rank, where it has a batch; the highest of them.
-        has_more: its loader goes on after this.
-        lacks_batch: it has none, and never had one.
-        is_stopped: it got SIGTERM, and is to end.
+        batch: its own; or the last one again; or None.
+        is_last: no rank has one after this.
+        is_shadow: it was run before, and weighs nothing.
+        is_stopped: a rank is to end, and there is none.
     """
 
-    is_alive: bool = False
-    batch_from: int = 0
-    has_more: bool = False
-    lacks_batch: bool = False
+    batch: Any
+    is_last: bool
+    is_shadow: bool
     is_stopped: bool = False
 
 
@@ -76,27 +81,6 @@ class Ranks:
         if self._world is not None and dist.is_initialized():
             dist.destroy_process_group(self._world)
 
-    def agree_on_batch(
-        self, batch: Any, last: Any, is_alive: bool, has_more: bool, is_stopped: bool = False
-    ) -> tuple[RankStatus, Any]:
-        """A loader batch is due: the ranks tell each other what they have. Called on all of them.
-
-        Args:
-            batch: of this rank; None if it has none.
-            last: its last one.
-
-        Returns:
-            What any of them has; and what this rank can run without a batch: its last one, or that of another if it never had one.
-        """
-        lacks_batch = batch is None and last is None
-        own = RankStatus(is_alive, 0 if batch is None else self.rank + 1, has_more, lacks_batch, is_stopped)
-        values = astuple(own)
-        status = RankStatus(*(type(of_own)(most) for of_own, most in zip(values, self.largest(*values), strict=True)))
-        if status.lacks_batch and status.batch_from:
-            shared = self.share(batch, status.batch_from - 1)
-            last = shared if lacks_batch else last
-        return status, last
-
     def sum(self, number: float) -> float:
         """The sum over those whose gradients are averaged. Called on all."""
         if self.world_size == 1:
@@ -120,3 +104,71 @@ class Ranks:
         batches = [batch if self.rank == source else None]
         dist.broadcast_object_list(batches, source, group=self._world, device=self._device)
         return batches[0]
+
+
+# --- as many loader batches on every rank -----------------------------------------------------------------------------
+
+
+def of_all_ranks(
+    loader: Iterable[Any], longest: int | None, ranks: Ranks, is_to_end: Callable[[], bool] = lambda: False
+) -> Iterator[LoaderBatch]:
+    """The batches of a loader, as many on every rank as on the rank with the most. Used on all ranks.
+
+    A rank without a batch gets its last one again, as a shadow batch. If lengths are known, no batch is drawn before it is needed,
+    so that the state of the loader in a checkpoint is that of the batches that were yielded. Otherwise one batch is drawn ahead,
+    and ranks tell each other what they have; a rank that never had a batch gets that of another.
+
+    Args:
+        longest: batches of the rank that has the most; None if that is not known, or a rank has none.
+        is_to_end: whether this rank is; asked if ``longest`` is None.
+
+    Raises:
+        RuntimeError: the loader yields more batches than its length, or writes into a batch that is still to run.
+    """
+    batches = chain.from_iterable((loader,))  # calls iter(loader) with the first batch
+    last, drawn = None, deque[Any]()
+    for number in count(1):
+        while len(drawn) < (2 if longest is None else 1):
+            drawn.append(draw(batches, drawn))
+        batch = drawn.popleft()
+        is_there, own = batch is not END, None if batch is END else batch
+        if longest is None:
+            lacks_batch = own is None and last is None
+            has_more, source = drawn[0] is not END, 0 if own is None else ranks.rank + 1
+            of_any = ranks.largest(is_there, has_more, is_to_end(), lacks_batch, source)
+            is_there, has_more, is_stopped, is_lacked = map(bool, of_any[:4])
+            if is_stopped:
+                yield LoaderBatch(None, True, False, is_stopped)
+            if is_lacked and of_any[4]:
+                shared = ranks.share(own, int(of_any[4]) - 1)
+                last = shared if lacks_batch else last
+        elif number <= longest:
+            is_there, has_more = is_there or ranks.world_size > 1, number < longest
+        elif ranks.largest(is_there)[0]:
+            raise UsageError(
+                f"The loader has yielded more than the {longest} batches of its length, with the last of which a window has"
+                " ended. Correct its __len__, or iterate over itertools.islice(loader, n)."
+            )
+        if not is_there:
+            return
+        last = last if own is None else own
+        is_shadow = ranks.world_size > 1 and own is None and last is not None
+        yield LoaderBatch(last if is_shadow else own, not has_more, is_shadow)
+
+
+def draw(batches: Iterator[Any], before: Sequence[Any]) -> Any:
+    """The next batch, where those ``before`` are still to run; or an error if drawing it has changed one of them."""
+    versions = _versions(before)
+    following = next(batches, END)
+    if _versions(before) != versions:
+        raise UsageError(
+            "The loader has written its next batch into the tensors of one before, which is still to run: where its length is not"
+            " known, or the terms of a window are counted, batches are drawn ahead. Have it yield tensors of their own."
+        )
+    return following
+
+
+def _versions(batches: Sequence[Any]) -> list[int]:
+    """The changes in place that each tensor has seen."""
+    leaves = tree_leaves(list(batches))
+    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain, count
 from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from lightning_accum.accumulation import Accumulation
@@ -24,7 +22,7 @@ from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
-from lightning_accum.ranks import Ranks, RankStatus
+from lightning_accum.ranks import END, LoaderBatch, Ranks, draw, of_all_ranks
 from lightning_accum.session import Session
 from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.splitting.plan import Planner, Splitting
@@ -34,9 +32,6 @@ from lightning_accum.whole.row_proof import prove_row_wise
 
 Part = tuple[MicroBatch, bool]
 """A micro-batch, and whether its window ends with it."""
-LoaderBatch = tuple[Any, bool, bool]
-"""A loader batch, whether it is the last of all ranks, and whether it is a shadow batch: it was run before, and weighs nothing."""
-_END: Any = object()
 
 
 class Passes:
@@ -101,7 +96,7 @@ class Passes:
         batches = LoaderBatches(loader, self._training.ranks)
         self._length = batches.length
         accumulation.rest_of_window = lambda: batches.rest(boundary.left(self.seen, self._size))
-        for number, (batch, ends_data, is_shadow) in enumerate(batches, 1):
+        for number, (batch, ends_data, is_shadow, _) in enumerate(batches, 1):
             if number <= skip:
                 continue
             self.seen += 1
@@ -232,38 +227,33 @@ class Passes:
 class LoaderBatches:
     """The batches of a loader, as many on every rank as on the rank with the most. Used on all ranks.
 
-    A rank without a batch gets its last one again, as a shadow batch. If lengths are known, no batch is drawn before it is needed,
-    so that the state of the loader in a checkpoint is that of the batches that were yielded. Otherwise one batch is drawn ahead,
-    and ranks tell each other what they have.
-
     Raises:
-        RuntimeError: a loader yields more batches than its length, or writes into a batch that is still to run.
+        RuntimeError: see :func:`of_all_ranks`.
     """
 
     def __init__(self, loader: Iterable[Any], ranks: Ranks) -> None:
         self.length = _length_of(loader)
         longest, shortest = ranks.largest(self.length, -self.length)
         is_known = longest < math.inf and shortest < 0
-        self._batches = _of_all_ranks(loader, int(longest) if is_known else None, ranks)
+        self._batches = of_all_ranks(loader, int(longest) if is_known else None, ranks)
         self._drawn: deque[LoaderBatch] = deque()
-        self._last: LoaderBatch = (None, False, False)
+        self._last = LoaderBatch(None, is_last=False, is_shadow=False)
 
     def __iter__(self) -> Iterator[LoaderBatch]:
-        while (following := self._drawn.popleft() if self._drawn else next(self._batches, _END)) is not _END:
+        while (following := self._drawn.popleft() if self._drawn else next(self._batches, END)) is not END:
             self._last = following
             yield following
 
     def rest(self, number: float) -> Iterator[tuple[Any, bool]]:
         """Draw as many after the one that was yielded last, or what there is. Each with whether it is a shadow batch."""
         known = deque([self._last, *self._drawn])
-        while len(self._drawn) < number and not known[-1][1]:
-            following = _draw(self._batches, known)
-            if following is _END:
+        while len(self._drawn) < number and not known[-1].is_last:
+            following = draw(self._batches, known)
+            if following is END:
                 return
             known.append(following)
             self._drawn.append(following)
-            batch, _, is_shadow = following
-            yield batch, is_shadow
+            yield following.batch, following.is_shadow
 
 
 def _length_of(loader: Iterable[Any]) -> float:
@@ -274,48 +264,3 @@ def _length_of(loader: Iterable[Any]) -> float:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return math.inf
-
-
-def _of_all_ranks(loader: Iterable[Any], longest: int | None, ranks: Ranks) -> Iterator[LoaderBatch]:
-    """Batches until no rank has more: ``longest`` of them, or, if that is None, as the ranks tell each other before each batch."""
-    batches = chain.from_iterable((loader,))  # calls iter(loader) with the first batch
-    last, drawn = None, deque[Any]()
-    for number in count(1):
-        while len(drawn) < (2 if longest is None else 1):
-            drawn.append(_draw(batches, drawn))
-        batch = drawn.popleft()
-        own = None if batch is _END else batch
-        if longest is None:
-            status, last = ranks.agree_on_batch(own, last, batch is not _END, drawn[0] is not _END)
-        elif number <= longest:
-            status = RankStatus(batch is not _END or ranks.world_size > 1, has_more=number < longest)
-        elif not ranks.largest(float(batch is not _END))[0]:
-            return
-        else:
-            raise UsageError(
-                f"The loader has yielded more than the {longest} batches of its length, with the last of which a window has"
-                " ended. Correct its __len__, or iterate over itertools.islice(loader, n)."
-            )
-        if not status.is_alive:
-            return
-        last = last if own is None else own
-        is_shadow = ranks.world_size > 1 and own is None and last is not None
-        yield last if is_shadow else own, not status.has_more, is_shadow
-
-
-def _draw(batches: Iterator[Any], before: Sequence[Any]) -> Any:
-    """The next batch, where those ``before`` are still to run; or an error if drawing it has changed one of them."""
-    versions = _versions(before)
-    following = next(batches, _END)
-    if _versions(before) != versions:
-        raise UsageError(
-            "The loader has written its next batch into the tensors of one before, which is still to run: where its length is not"
-            " known, or the terms of a window are counted, batches are drawn ahead. Have it yield tensors of their own."
-        )
-    return following
-
-
-def _versions(batches: Sequence[Any]) -> list[int]:
-    """The changes in place that each tensor has seen."""
-    leaves = tree_leaves(list(batches))
-    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]

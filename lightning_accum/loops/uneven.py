@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any, cast
 
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from typing_extensions import override
@@ -15,91 +16,67 @@ from lightning_accum.from_lightning import (
     RunningStage,
     SIGTERMException,
     _DataConnector,
+    _DataFetcher,
     _PrefetchDataFetcher,
     _SignalConnector,
     pl,
 )
+from lightning_accum.ranks import LoaderBatch, of_all_ranks
 from lightning_accum.samplers import SameOrderSampler, leave_out_repeats
-
-if TYPE_CHECKING:
-    from lightning_accum.accumulation import Accumulation
 
 
 class UnevenDataFetcher(_PrefetchDataFetcher):
-    """Yields as many batches as that of the rank that has the most.
+    """Yields as many batches as that of the rank that has the most, see :func:`of_all_ranks`.
 
-    A rank that has none gets its last one again, as a shadow batch: it weighs nothing. So it takes part in all that the other
-    ranks wait for, in the module, in callbacks and in Lightning.
+    A rank that has none runs a shadow batch. So it takes part in all that the other ranks wait for, in the module, in callbacks
+    and in Lightning.
     """
 
     strategy: Engine
     longest: int | None = None
-    """Batches in an epoch of the rank that has the most. None: before every batch the ranks exchange what each has, since they do
-    not know a length, or one of them has no batch and gets its first from another."""
-    _own_done: bool = False
-    _last: Any = None
+    """Batches in an epoch of the rank that has the most; None where some length is not known, or a rank has none."""
+    _of_all: Iterator[LoaderBatch] = iter(())
 
     @override
     def __iter__(self) -> UnevenDataFetcher:
-        super().__iter__()
+        _DataFetcher.__iter__(self)  # nothing is drawn yet
         self.begin()
         return self
 
     def begin(self) -> None:
         """The iterator is new: the other ranks may have more than this one."""
-        self._own_done, self.done = self.done, False
+        self._of_all, self.done = self._batches_of_all(), False
+
+    def _batches_of_all(self) -> Iterator[LoaderBatch]:
+        accumulation = self.strategy.accumulation
+        assert accumulation is not None
+        left = None if self.longest is None else self.longest - self.fetched  # Lightning adds what was done before a checkpoint
+        yield from of_all_ranks(self._own_batches(), left, accumulation.ranks, lambda: accumulation.window.is_last)
+
+    def _own_batches(self) -> Iterator[Any]:
+        with suppress(StopIteration):
+            while True:
+                yield (self.batches.pop(0) if self.batches else _DataFetcher.__next__(self))[0]
 
     @override
     def __next__(self) -> Any:
-        accumulation = self.strategy.accumulation
-        assert accumulation is not None
-        batch = self._next_by_agreement(accumulation) if self.longest is None else self._next_by_length(self.longest)
-        accumulation.is_shadow_batch = batch is None and self._last is not None
-        if accumulation.is_shadow_batch:
-            return self._last, self.fetched - 1, 0
-        self._last = batch
-        return batch, self.fetched - 1, 0
-
-    def _next_by_length(self, longest: int) -> Any:
-        """The batch of this rank; None where it has none."""
-        batch, is_there = self._next_of_this_rank()
-        self.fetched += not is_there
-        self.done = self.fetched >= longest
-        return batch
-
-    def _next_by_agreement(self, accumulation: Accumulation) -> Any:
-        """The batch of this rank; None where it has none, and another rank does.
+        """The batch of this rank.
 
         Raises:
             StopIteration: no rank has one.
             SIGTERMException: a rank got SIGTERM.
         """
-        ranks, trainer = accumulation.ranks, self.strategy.trainer()
-        batch, is_there = self._next_of_this_rank()
-        status, last = ranks.agree_on_batch(batch, self._last, is_there, not self._own_done, accumulation.window.is_last)
-        if status.is_stopped:
-            trainer._signal_connector.received_sigterm = True  # all ranks know
+        drawn, accumulation = next(self._of_all), self.strategy.accumulation
+        assert accumulation is not None
+        if drawn.is_stopped:
+            self.strategy.trainer()._signal_connector.received_sigterm = True  # all ranks know
             raise SIGTERMException
-        self.done = not (status.has_more and status.is_alive)
-        if not status.is_alive:
-            raise StopIteration
-        self._last = last
-        return batch
-
-    def _next_of_this_rank(self) -> tuple[Any, bool]:
-        """A batch, and whether there was one: a loader may yield None."""
-        self.done = self._own_done
-        try:
-            return (None, False) if self.done else (super().__next__()[0], True)
-        except StopIteration:
-            self.done = True
-            return None, False
-        finally:
-            self._own_done = self.done
+        self.done, accumulation.is_shadow_batch = drawn.is_last, drawn.is_shadow
+        return drawn.batch, self.fetched - 1, 0
 
     @override
     def teardown(self) -> None:
-        self._last = None
+        self._of_all = iter(())
         super().teardown()
 
 
