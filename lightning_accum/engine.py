@@ -63,8 +63,8 @@ class Engine(Strategy):
     """Keeps what a batch may change that runs for others only, or that may have to run again; there with :attr:`accumulation`."""
     world_size: int
     global_rank: int
-    ranks: Ranks | None = None
-    """Those of the training; None before there are any."""
+    ranks: Ranks = Ranks(torch.device("cpu"))
+    """Those of the training; one alone before there are any."""
     sync: GradientSync = GradientSync()
     """When gradients are reduced over the ranks."""
     reduces_every_backward_by_itself = False
@@ -79,6 +79,12 @@ class Engine(Strategy):
     """Moves what autograd saves; None where it stays."""
     session: Session
     """Runs loader batches; there with :attr:`accumulation`."""
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """What is trained, where there is something."""
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     @property
     def windows(self) -> Windows | None:
@@ -115,19 +121,16 @@ class Engine(Strategy):
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Those of :meth:`parameters`, by names that are the same in another run."""
-        assert self.lightning_module is not None
-        return named_parameters_of(self.lightning_module, self.optimizers)
+        return named_parameters_of(self.module, self.optimizers)
 
     def drop_gradients(self) -> None:
         """Clear what was accumulated."""
         self.sync.drop_accumulated()
-        assert self.lightning_module is not None
-        self.lightning_module.zero_grad()
+        self.module.zero_grad()
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of the module and of the optimizers."""
-        assert self.lightning_module is not None
-        return parameters_of(self.lightning_module, self.optimizers)
+        return parameters_of(self.module, self.optimizers)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
         """Clip the gradients of ``parameters`` to a norm. Returns the norm that they had."""
@@ -135,8 +138,7 @@ class Engine(Strategy):
 
     def trainer(self) -> pl.Trainer:
         """The Trainer of the module."""
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return self.module.trainer
 
     def running_row_wise(self, batch: Any) -> AbstractContextManager[None]:
         """In here, a step and its backward, the submodules that were named run in micro-batches."""
@@ -144,10 +146,9 @@ class Engine(Strategy):
 
     def around_loader_batch(self, batch: Any) -> AbstractContextManager[None]:
         """What a loader batch runs in, whole or in micro-batches."""
-        module = self.lightning_module
-        if self.offload is None or module is None:
+        if self.offload is None:
             return nullcontext()
-        return self.offload.engaged((*module.parameters(), *module.buffers(), *tree_leaves(batch)))
+        return self.offload.engaged((*self.module.parameters(), *self.module.buffers(), *tree_leaves(batch)))
 
     # --- one micro-batch --------------------------------------------------------------------------------------------
 

@@ -32,7 +32,6 @@ _SignalConnector = _connectors.signal_connector._SignalConnector
 _SubprocessScriptLauncher = pl.strategies.launchers.subprocess_script._SubprocessScriptLauncher
 _TrainingEpochLoop = pl.loops.training_epoch_loop._TrainingEpochLoop
 AbstractClosure = pl.loops.optimization.closure.AbstractClosure
-accelerator_connector = _connectors.accelerator_connector
 call = pl.trainer.call
 Callback = pl.callbacks.Callback
 Closure = pl.loops.optimization.automatic.Closure

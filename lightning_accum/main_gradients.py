@@ -164,21 +164,13 @@ class MainGradients(GradientSums):
             )
         self.add(parameter, gradient, factor)
 
-    def accumulated(self, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    def accumulated(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """The sums of these parameters, for the caller to copy before a backward."""
-        return {name: self._sums[own] for name, own in named.items() if own in self._sums}
+        return {own: self._sums[own] for own in parameters if own in self._sums}
 
-    def restore_accumulated(self, named: Mapping[str, nn.Parameter], kept: Mapping[str, Tensor]) -> None:
-        """Have the sums be ``kept``, copies of what :meth:`accumulated` gave before a backward."""
-        self._sums = {named[name]: total for name, total in kept.items()}
-
-    def copies(self) -> dict[nn.Parameter, Tensor]:
-        """The sums as they are now, for :meth:`restore`."""
-        return {parameter: total.clone() for parameter, total in self._sums.items()}
-
-    def restore(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        """Have the sums as they were. The copies can be restored more than once."""
-        self._sums = {parameter: total.clone() for parameter, total in copies.items()}
+    def restore_accumulated(self, parameters: Iterable[nn.Parameter], kept: Mapping[nn.Parameter, Tensor]) -> None:
+        """Have the sums be ``kept``, copies of what :meth:`accumulated` gave. They can be restored more than once."""
+        self._sums = {own: total.clone() for own, total in kept.items()}
 
     # --- the end of a window ------------------------------------------------------------------------------------------
 

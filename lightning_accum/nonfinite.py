@@ -79,15 +79,15 @@ class Guard:
             FloatingPointError: it is not finite, and such are not to be left out.
         """
         named, gradients = self._parameters_by_name(), self._gradients
-        accumulated = gradients.accumulated(named) if self.leaves_out else {}
-        kept = {name: gradient.clone() for name, gradient in accumulated.items()}
+        accumulated = gradients.accumulated(named.values()) if self.leaves_out else {}
+        kept = {parameter: gradient.clone() for parameter, gradient in accumulated.items()}
         fault: str | None = "an error"
         try:
             yield
             fault = self._fault(loss, weight, named)
         finally:
             if fault is not None and self.leaves_out:
-                gradients.restore_accumulated(named, kept)
+                gradients.restore_accumulated(named.values(), kept)
         if fault is not None:
             self._report(fault)
 
@@ -143,9 +143,10 @@ class Guard:
     def _largest(self, named: Mapping[str, nn.Parameter]) -> tuple[list[str], list[Tensor]]:
         """The largest absolute value of each gradient: NaN or inf if it has one, and it cannot overflow as a sum could."""
         values: dict[str, Tensor] = {}
-        for name, gradient in self._gradients.accumulated(named).items():
+        names = {parameter: name for name, parameter in named.items()}
+        for parameter, gradient in self._gradients.accumulated(named.values()).items():
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             value = gradient if gradient.layout == torch.strided else gradient._values()
             if value.numel():
-                values[name] = value
+                values[names[parameter]] = value
         return list(values), list(torch._foreach_norm(list(values.values()), math.inf)) if values else []

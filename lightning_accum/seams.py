@@ -172,7 +172,6 @@ trainer.call
     _call_strategy_hook | calls a hook of the strategy, once, and returns what it returned | 967314ae
 strategies.strategy.Strategy
     connect | the fit begins: the loops are specialised | 1e0e2ace
-    _configure_launcher | refuses notebooks where they cannot work | 68f0f086
     launcher | all ranks raise what the first failed with | af63ddd0
     setup_environment | the ranks are known | 6756a146
     setup | accumulation begins | 52a40677

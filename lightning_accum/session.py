@@ -119,7 +119,8 @@ class Session:
         """Where the window stands, before an attempt at a loader batch that may have to be undone."""
         accumulation, window, sums = self._accumulation, self._accumulation.window, self._accumulation.sums
         begun, left_out, is_zero_grad_due = window.micro_batches, window.left_out, accumulation.is_zero_grad_due
-        kept = {} if sums is None else sums.copies()
+        parameters = self._parameters()
+        kept = {} if sums is None else {own: total.clone() for own, total in sums.accumulated(parameters).items()}
         counted = window.counted
         mark = None if counted is None else counted.mark()
 
@@ -129,12 +130,12 @@ class Session:
             if counted is not None and mark is not None:
                 counted.rewind(mark)
             if sums is not None:
-                sums.restore(kept)
+                sums.restore_accumulated(parameters, kept)
             if is_zero_grad_due and not accumulation.is_zero_grad_due:
-                for parameter in self._parameters():
+                for parameter in parameters:
                     parameter.grad = None
 
-        return Mark(undo, None if is_zero_grad_due else self._parameters())
+        return Mark(undo, None if is_zero_grad_due else parameters)
 
     def _attempt(
         self, step: Step, seen: int, has_boundary: bool, plan: Plan

@@ -127,7 +127,7 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDic
 def prove_row_wise_step(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
     """Try submodules in micro-batches on the loader batch in ``kwargs``, while that is due. Called as ``check_first_batch``."""
     row_wise, ranks = strategy.row_wise, strategy.ranks
-    if row_wise is not None and row_wise.proofs_left and ranks is not None:
+    if row_wise is not None and row_wise.proofs_left:
         batches = [value for name, value in kwargs.items() if name != "dataloader_iter"][:1]
         step, samples = unlogged_step(trainer, kwargs), strategy.samples_of_loader()
         prove_row_wise(row_wise, step, strategy.snapshotter, strategy.sync, ranks, batches, samples, rank_zero_warn)

@@ -61,9 +61,7 @@ class AccumulatingFitLoop(_FitLoop):
 
     def _end_together(self, fetcher: _DataFetcher | None, strategy: Engine) -> None:
         """An epoch ends on all ranks with that of the rank that has the most."""
-        if strategy.ranks is None or strategy.ranks.world_size == 1:
-            return
-        if not self.trainer.lightning_module.automatic_optimization:
+        if strategy.ranks.world_size == 1 or not strategy.module.automatic_optimization:
             return
         ranks, own = strategy.ranks, float(self.max_batches)
         longest, negated_shortest = ranks.largest(own, -own)

@@ -86,8 +86,7 @@ class AccumulatingTrainer(pl.Trainer):
             batches_there = [batch for batch in first if batch is not None]
             weight = sum(expected_weight(batch, policy.main_weight) for batch in batches_there)
             mean, unit = weight / max(1, len(first)), weight / max(1, len(batches_there))
-            if strategy.ranks is not None:
-                mean, unit = strategy.ranks.sum(mean), strategy.ranks.sum(unit)
+            mean, unit = strategy.ranks.sum(mean), strategy.ranks.sum(unit)
             seen, strategy.estimated_windows = 0.0, 0
             while unit > 0 and seen < mean * batches:
                 seen += math.ceil(window.at(seen) / unit) * unit

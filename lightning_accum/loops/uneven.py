@@ -105,8 +105,6 @@ class NonPaddingSampling(_DataConnector):
     def _check_agreement(self, batch_sampler: BalancedBatchSampler) -> None:
         """Refuse ranks that share out their samples by other numbers: some would be in no window. Called on all of them."""
         ranks = cast("Engine", self.trainer.strategy).ranks
-        if ranks is None:
-            return
         largest, smallest = ranks.largest(batch_sampler.digest, -batch_sampler.digest)
         if largest != -smallest:
             raise ArgumentError(

@@ -83,12 +83,11 @@ class DDPAccumulationStrategy(ParallelMixin, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         if self.manual is not None:  # its windows reduce gradients themselves, each backward by itself
             assert isinstance(self.model, DistributedDataParallel)
             with self.precision_plugin.train_step_context(), self.model.no_sync():
-                return self.lightning_module.training_step(*args, **kwargs)
+                return self.module.training_step(*args, **kwargs)
         if self.accumulation is None:
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
-            return self.sync.forward(self.lightning_module.training_step, *args, **kwargs)
+            return self.sync.forward(self.module.training_step, *args, **kwargs)

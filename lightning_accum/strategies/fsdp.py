@@ -54,8 +54,7 @@ class ShardedMixin(ParallelMixin):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.accumulation is None:
             return super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
-        return self.sync.forward(self.lightning_module.training_step, *args, **kwargs)
+        return self.sync.forward(self.module.training_step, *args, **kwargs)
 
     def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step as the engine wants it."""
@@ -110,9 +109,8 @@ class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
     def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.model is self.lightning_module:  # the user wrapped parts of it
             return step(*args, **kwargs)
-        assert self.lightning_module is not None
         assert self.model is not None
-        with forward_replaced(self.lightning_module, step):
+        with forward_replaced(self.module, step):
             return self.model(*args, **kwargs)
 
     @override

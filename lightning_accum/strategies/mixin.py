@@ -19,7 +19,7 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.check import MOST_BATCHES
 from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.engine import Engine
-from lightning_accum.from_lightning import TrainerFn, accelerator_connector, pl, rank_zero_info
+from lightning_accum.from_lightning import TrainerFn, pl, rank_zero_info
 from lightning_accum.loops.hooks import callbacks_of, gradient_reads
 from lightning_accum.loops.installation import installed, naming_launcher
 from lightning_accum.loops.specialised import own_attributes
@@ -75,7 +75,7 @@ class AccumulationMixin(Engine):
         self._from_before, self._fit = frozenset(vars(self)), ExitStack()
         self.watch = Watch(model, trainer.fit_loop.epoch_loop.batch_progress)
         self._fit.callback(self._forget_fit)
-        self._fit.callback(lambda: None if self.ranks is None else self.ranks.close())
+        self._fit.callback(lambda: self.ranks.close())
         self._fit.enter_context(installed(trainer))
         self._fit.callback(self._show_window_size)  # if something fails before it is
         if not model.automatic_optimization:
@@ -111,16 +111,6 @@ class AccumulationMixin(Engine):
         return naming_launcher(self)
 
     @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if accelerator_connector._IS_INTERACTIVE and self.launcher and not self.launcher.is_interactive_compatible:
-            # Lightning would go on to advise its own "ddp_notebook"
-            raise MisconfiguredError(
-                f"{type(self).__name__} starts its processes in a way that does not work in a notebook. Use"
-                ' Trainer(strategy="accum_ddp_notebook"), or run the code as a script.'
-            )
-
-    @override
     def setup_environment(self) -> None:
         # torch's pool of threads does not survive a fork: the first thread that needs it makes a new one, and several at once fail
         # or abort ("Invalid thread pool!", pytorch/pytorch#178535; read in torch 2.13 and 2.15); here there is only one
@@ -133,8 +123,8 @@ class AccumulationMixin(Engine):
     def setup(self, trainer: pl.Trainer) -> None:
         self.accumulation, self.estimated_windows = None, None
         if trainer.state.fn == TrainerFn.FITTING:
-            for hook, made in {"connect": self._fit, "setup_environment": self.ranks}.items():
-                if made is None:
+            for hook, made in {"connect": "_fit", "setup_environment": "ranks"}.items():
+                if vars(self).get(made) is None:
                     raise seams.broken(f"Strategy.{hook} was not called before Strategy.setup.")
             self.watch.is_set_up = True
             callback = _callback_of(trainer)
@@ -146,10 +136,8 @@ class AccumulationMixin(Engine):
             self._begin(trainer, callback)
 
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self.module
         refuse(self._asked(trainer))
-        assert self.ranks is not None
         with misconfigured():
             self.row_wise = row_wise_of(self.policy, module, self.ranks, self.reduces_every_backward_by_itself)
         if self.row_wise is not None and self.row_wise.proofs_left and not module.automatic_optimization:
@@ -211,14 +199,11 @@ class AccumulationMixin(Engine):
 
     def _asked(self, trainer: pl.Trainer) -> Asked:
         """What this training is asked for."""
-        module = self.lightning_module
-        assert module is not None
-        assert self.ranks is not None
         return Asked(
             self.policy,
             trainer.accumulate_grad_batches,
-            module,
-            not module.automatic_optimization,
+            self.module,
+            not self.module.automatic_optimization,
             self.optimizers,
             self.parameters(),
             type(self).__name__,
@@ -232,13 +217,10 @@ class AccumulationMixin(Engine):
 
     def _why_unchecked(self) -> str | None:
         """Why training_step cannot be tried out on a few rows; None where it can."""
-        module = self.lightning_module
-        assert module is not None
         if self.policy.weight == "equal":
             return "a mean of means was asked for"
-        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
             return "training_step draws its batches by itself"
-        assert self.ranks is not None
         found = self.snapshotter.iterators()
         if self.ranks.largest(bool(found))[0] == 0:
             return None
@@ -250,11 +232,9 @@ class AccumulationMixin(Engine):
         return held
 
     def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
-        ranks, module = self.ranks, self.lightning_module
+        ranks, module = self.ranks, self.module
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         assert self._fit is not None
-        assert ranks is not None
-        assert module is not None
         if ranks.size == 1 and not is_long:
             how = f"; {offload_in_words(ranks.device)}" if self.policy.offload else ""
             rank_zero_info(

@@ -104,11 +104,10 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
         self._tensor_parallel_size = self._sizes.get(SAME_LOSS, 1)
         self._data_parallel_size = devices // self._tensor_parallel_size
         super().setup_environment()
-        assert self.lightning_module is not None
         self._lightnings_mesh = self._device_mesh
         kind, names = self.root_device.type, tuple(self._sizes)
         self._device_mesh = init_device_mesh(kind, tuple(self._sizes.values()), mesh_dim_names=names)
-        self.lightning_module._device_mesh = self._device_mesh
+        self.module._device_mesh = self._device_mesh
 
     @property
     @override
@@ -148,7 +147,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
             raise MisconfiguredError(
                 f"GradientAccumulation(accumulate_dtype={dtype}): here it is fully_shard that adds up the gradients of a window,"
                 f" and it does so in {found}. Apply it to all layers with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype}), in"
-                f" {type(self.lightning_module).__name__}.configure_model."
+                f" {type(self.module).__name__}.configure_model."
             )
 
     @override
@@ -182,26 +181,24 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
 
     @override
     def _sync_of_units(self) -> FSDP2Sync:
-        assert self.lightning_module is not None
-        assert self.ranks is not None
         seams.check_nothing_is_missing(seams.FSDP2)
         if self._sync_policy == "shard":
-            self._refuse_without_replicas(self.lightning_module)
-        sync = FSDP2Sync(self.lightning_module, self._sync_policy, self, self.ranks)
+            self._refuse_without_replicas(self.module)
+        sync = FSDP2Sync(self.module, self._sync_policy, self, self.ranks)
         size = self.gradient_mesh["data_parallel"].size()
         sharded = sync.parameters()
-        left = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p not in sharded]
+        left = [n for n, p in self.module.named_parameters() if p.requires_grad and p not in sharded]
         if left and size > 1:
             raise MisconfiguredError(
                 f"Nothing averages the gradients of {listed(left)} over the {size} data-parallel ranks: apply fully_shard to what"
-                f" they are in, in {type(self.lightning_module).__name__}.configure_model."
+                f" they are in, in {type(self.module).__name__}.configure_model."
             )
         expected = set(dist.get_process_group_ranks(self.ranks.group))
         if others := [ranks for ranks in sync.averaged_ranks() if ranks != expected]:
             raise MisconfiguredError(
                 f"fully_shard averages gradients over ranks {_ranks_in_words(others[0])}, but the data-parallel ranks are"
                 f" {_ranks_in_words(expected)}, whose weights are summed. Have the mesh that"
-                f" {type(self.lightning_module).__name__}.configure_model passes to it hold these."
+                f" {type(self.module).__name__}.configure_model passes to it hold these."
             )
         if factors := sync.divide_factors() - {float(size)}:
             raise MisconfiguredError(

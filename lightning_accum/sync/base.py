@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
@@ -71,15 +71,15 @@ class GradientSync:
     def end_window(self) -> None:
         """The gradients of a window are reduced."""
 
-    def accumulated(self, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    def accumulated(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """The gradients of these parameters that are not reduced yet."""
-        return {name: own.grad for name, own in named.items() if own.requires_grad and own.grad is not None}
+        return {own: own.grad for own in parameters if own.requires_grad and own.grad is not None}
 
-    def restore_accumulated(self, named: Mapping[str, nn.Parameter], kept: Mapping[str, Tensor]) -> None:
+    def restore_accumulated(self, parameters: Iterable[nn.Parameter], kept: Mapping[nn.Parameter, Tensor]) -> None:
         """Have the gradients be ``kept``, copies of what :meth:`accumulated` gave before a backward."""
-        for name, parameter in named.items():
+        for parameter in parameters:
             if parameter.requires_grad:
-                parameter.grad = kept.get(name)
+                parameter.grad = kept.get(parameter)
 
     def gradients_of(
         self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False

@@ -147,19 +147,19 @@ class FSDP2Sync(ShardedSync):
         return {own: one for one in sharded for own in (one.sharded_param, _whole_parameter(one)) if own is not None}
 
     @override
-    def accumulated(self, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        sharding = self._sharding_of()
-        found = super().accumulated({name: own for name, own in named.items() if own not in sharding})
-        whole = {name: _whole_gradient(sharding[own]) for name, own in named.items() if own in sharding}
-        return {**found, **{name: gradient for name, gradient in whole.items() if gradient is not None}}
+    def accumulated(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        sharding, parameters = self._sharding_of(), list(parameters)
+        found = super().accumulated(own for own in parameters if own not in sharding)
+        whole = {own: _whole_gradient(sharding[own]) for own in parameters if own in sharding}
+        return {**found, **{own: gradient for own, gradient in whole.items() if gradient is not None}}
 
     @override
-    def restore_accumulated(self, named: Mapping[str, nn.Parameter], kept: Mapping[str, Tensor]) -> None:
-        sharding = self._sharding_of()
-        super().restore_accumulated({name: own for name, own in named.items() if own not in sharding}, kept)
-        for name, gradient in self.accumulated({name: own for name, own in named.items() if own in sharding}).items():
-            if name in kept:
-                gradient.copy_(kept[name])
+    def restore_accumulated(self, parameters: Iterable[nn.Parameter], kept: Mapping[nn.Parameter, Tensor]) -> None:
+        sharding, parameters = self._sharding_of(), list(parameters)
+        super().restore_accumulated((own for own in parameters if own not in sharding), kept)
+        for own, gradient in self.accumulated(own for own in parameters if own in sharding).items():
+            if own in kept:
+                gradient.copy_(kept[own])
             else:  # not None: other ranks wait for this one in the reduction of what each micro-batch has given a gradient to
                 gradient.zero_()
 
