@@ -23,7 +23,7 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 15_480,
+    "lines of code": 15_050,
     "lines of the package": 22_795,
     "files of the package": 126,
     "width of the package": 152,
