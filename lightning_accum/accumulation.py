@@ -21,6 +21,7 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
+from lightning_accum.weighing.alike import Alike
 from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.modes import Contribution
 from lightning_accum.weighing.terms import Denominator, scale_terms
@@ -93,6 +94,7 @@ class Accumulation(Windows):
         self.verdict: Verdict | None = None
         self.checked_rows: Any = None
         """A few rows of the last loader batch that was checked."""
+        self.alike = Alike()
         self.doubted: list[tuple[Denominator, Any, bool]] = []
         """Micro-batches of the window whose loss is to be looked at, if the number is not 0; whether for terms that are new."""
         self.doubts_left = 8
@@ -190,17 +192,13 @@ class Accumulation(Windows):
             if (self.world_size == 1 or self.policy.on_nonfinite != "propagate") and not self._is_one_micro_batch():
                 raise
             contribution = Contribution(math.nan if self.world_size > 1 else None)  # one alone depends on no weight
+        self._note_doubts(contribution, micro_batch)
         again = self._again
         if again is not None and contribution is again[0] and loss.dtype is again[1] and not again[2].is_written_to:
             self.window.add_again(loss, contribution)
             if micro_batch.is_boundary:
                 self.reduce()
             return again[2]
-        is_new = contribution.structure and not self.checks_left and self.weigher.is_new(contribution.structure)
-        doubt = 1.0 if is_new else contribution.doubt if self.doubts_left else 0.0
-        if isinstance(doubt, Tensor) or doubt:
-            self.doubted.append((doubt, micro_batch.batch, bool(is_new)))
-            self.window.note_doubt(doubt)
         if self.window.counted is not None and contribution.of_terms is None:
             contribution = contribution._replace(weight=None, of_terms={})
         if contribution.of_terms is not None:
@@ -228,6 +226,16 @@ class Accumulation(Windows):
         if self.sums is None and self.observer is None and not self.checks_left:
             self._again = (contribution, loss.dtype, weighed)
         return weighed
+
+    def _note_doubts(self, contribution: Contribution, micro_batch: MicroBatch) -> None:
+        """Keep a micro-batch that is other than those that were checked, to look at it before the step of its window."""
+        if self.checks_left:
+            return
+        is_new = bool(contribution.structure) and self.weigher.is_new(contribution.structure)
+        doubt = self.alike.unlike(micro_batch.batch) + (1.0 if is_new else contribution.doubt if self.doubts_left else 0.0)
+        if isinstance(doubt, Tensor) or doubt:
+            self.doubted.append((doubt, micro_batch.batch, is_new))
+            self.window.note_doubt(doubt)
 
     def _add_terms(self, loss: Tensor, contribution: Contribution, micro_batch: MicroBatch) -> Weighed:
         """Take in a micro-batch of which each term has its own weight."""

@@ -21,11 +21,12 @@ def check_doubted(checked: Checked) -> None:
         DoesNotAddUpError: they do not add up together with rows that were checked. On all ranks.
     """
     accumulation = checked.accumulation
-    of_others = (0.0, accumulation.checked_rows, True)
-    _, rows, is_new = next((doubted for doubted in reversed(accumulation.doubted) if doubted[0]), of_others)
+    doubted = [one for one in reversed(accumulation.doubted) if one[0]] or [(0.0, accumulation.checked_rows, True)]
+    _, rows, is_new = max(doubted, key=lambda one: (one[2], one[2] or float(one[0])))  # the last new terms, or what differs most
     accumulation.doubted.clear()
-    accumulation.doubts_left -= not is_new
-    if not (is_new or accumulation.doubts_left):
+    is_unlike = accumulation.alike.learn(rows)
+    accumulation.doubts_left -= not (is_new or is_unlike)
+    if not (is_new or is_unlike or accumulation.doubts_left):
         accumulation.warn_once(OF_COUNTS_OF_ONE)
     if checked.on_any(rows is None):
         return
@@ -38,10 +39,15 @@ def check_doubted(checked: Checked) -> None:
             joined, turned = trial.together(lambda: (own.by_turns(others), others.by_turns(own)))
             if checked.sync.is_waited_for_in_forward or not _goes_by_order(checked, trial, joined, turned):
                 own = joined
+            elif not checked.is_window_long and not checked.on_any((plan := accumulation.plan) is None or not plan.is_read):
+                assert plan is not None  # of the rows beside it in its own loader batch it may be of another kind, too
+                own = trial.together(lambda: own.by_turns(FewRows(plan.batch, checked.samples)))
         modes, names = dict(accumulation.weigher.modes), accumulation.weigher.names()
         numbers = accumulation.ranks.largest(-own.of_batch, own.number, -own.at_once)
         Check(checked, Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False), is_later=True).run()
     except CannotCheckError as reason:
+        if checked.on_any(is_unlike and not is_new):
+            return  # it is weighed as it was, and nothing speaks against that
         accumulation.warn_once(
             "The loss of a micro-batch has terms that the batches which were checked had not, and they could not be checked:"
             f" {reason}."

@@ -108,10 +108,8 @@ def _telling_first(layout: Layout) -> list[int]:
         [0, 5, 6, 3, 9, 1, 7, 4, 2, 8, 10, 11]
     """
     size = layout.size
-    if size <= MOST_ROWS:
-        return [*range(size)]
-    first = [place * (size - 1) // (MOST_ROWS - 1) for place in (0, 7, 4, 2, 6, 1, 5, 3)]
-    replaced = iter((1, 3, 2))
+    first = [*dict.fromkeys(place * (size - 1) // (MOST_ROWS - 1) for place in (0, 7, 4, 2, 6, 1, 5, 3))]
+    replaced = iter([place for place in (1, 3, 2) if place < size])
     for tensor in layout.tensors.values():
         for shown in (tensor, tensor == IGNORE_INDEX):
             differs = (shown != shown[first[0]]).reshape(size, -1).any(1).tolist() if shown.numel() else []

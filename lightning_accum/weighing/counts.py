@@ -255,7 +255,7 @@ def adopted(counts: Sequence[Any], batch: Any) -> Adopted | None:
 def counts_of(batch: Any) -> list[Any]:
     """The usual ones, of a batch."""
     found: list[Any] = []
-    for path, tensor in _tensors_of(batch):
+    for path, tensor in tensors_of(batch):
         is_mask = tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
         is_labels = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
         for what in ["labels"] * is_labels + ["mask"] * is_mask:
@@ -267,14 +267,15 @@ def counts_of(batch: Any) -> list[Any]:
     return [*found, SampleCount()]
 
 
-def _tensors_of(batch: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+def tensors_of(batch: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Those of a batch, each with the keys and places that lead to it."""
     if isinstance(batch, Tensor):
         if batch.dim() > 0:
             yield path, batch
     elif isinstance(batch, (Mapping, Sequence)) and not isinstance(batch, str) and len(path) < _DEPTH:
         pairs = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
         for key, value in pairs:
-            yield from _tensors_of(value, (*path, key))
+            yield from tensors_of(value, (*path, key))
 
 
 _DEPTH = 3

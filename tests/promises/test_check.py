@@ -296,6 +296,37 @@ def test_tasks_by_turns_that_are_all_means_over_samples_are_no_false_alarm() -> 
     assert window_that_is_told_of(module, masks(4), window=3) is None
 
 
+ALIKE: dict[str, Callable[..., Tensor]] = {  # a loss that compares its rows where they are not alike in their last column
+    "by weights over their mean": lambda n, b: (_squares(n, b) * b[2] / b[2].mean()).mean(),
+    "by weights over the largest": lambda n, b: (_squares(n, b) * b[2] / b[2].max()).mean(),
+    "by the softmax of weights": lambda n, b: (_squares(n, b) * b[2].softmax(0)).sum(),
+    "the mean of the means of two sets": lambda n, b: sum(_squares(n, b)[b[2] == w].mean() for w in b[2].unique()) / 2,
+    "a branch on the first row": lambda n, b: _each(n, b).mean() * b[2][0],
+}  # fmt: skip
+
+
+def of_weights(*of_batches: Sequence[float]) -> list[list[Tensor]]:
+    batches = labelled(*map(len, of_batches))
+    return [[*batch, torch.tensor(weights, dtype=torch.float64)] for batch, weights in zip(batches, of_batches, strict=True)]
+
+
+@pytest.mark.some_cases(3)
+@pytest.mark.parametrize("later", [[1, 1, 2, 2, 3, 3, 4, 4], [2, 2, 2, 2, 1, 1, 4, 4]])
+@pytest.mark.parametrize("name", ALIKE)
+def test_rows_are_looked_at_again_where_they_are_not_alike_in_what_all_that_were_checked_were(
+    name: str, later: list[float]
+) -> None:
+    data = of_weights([1] * 8, [1] * 8, later)
+    assert window_that_is_told_of(Toy(ALIKE[name]), data, window=1, micro_batch=2) == 2
+
+
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}])
+def test_weights_and_masks_that_begin_later_are_no_false_alarm(policy: dict[str, Any]) -> None:
+    module = Toy(lambda n, b: (_squares(n, b) * b[2]).sum() / b[2].sum())
+    data = of_weights([1] * 8, [1] * 8, [1, 1, 0, 0, 0, 0, 2, 3], [0] * 7 + [1])
+    assert window_that_is_told_of(module, data, **policy) is None
+
+
 def test_a_hand_written_loop_is_told_of_a_later_break_too() -> None:
     module = Toy(LATER["the mean of all where the mask is empty"])
     step: Callable[..., Tensor] = lambda m, batch: m.training_step(batch, 0)  # noqa: E731
@@ -351,12 +382,28 @@ def _labelled_by_rank(number: int, later: int = 0) -> list[list[list[Tensor]]]:
         (LATER["the mean of all where the mask is empty"], [masks(None), masks(4)], {"window": 3}, True),
         (EXACT["zero where the mask is empty"], [masks(None), masks(4)], {"window": 3}, False),
         (_on_rank_1(adds_up, lambda n, b: F.mse_loss(n(b[0]), b[0])), _labelled_by_rank(4, 2), {"window": 2}, True),
+        (
+            ALIKE["by weights over the largest"],
+            [of_weights(*[[1] * 8] * 4), of_weights(*[[1] * 8] * 3, [1] * 4 + [2] * 4)],
+            {"window": 2},
+            True,
+        ),
         (_on_rank_1(adds_up, lambda n, b: _each(n, b).mean()), _labelled_by_rank(4, 2), {"window": 2}, False),
         (_on_rank_1(adds_up, lambda n, b: 0.25 * adds_up(n, b)), _labelled_by_rank(1), {"window": 1, "check": False}, True),
         (_on_rank_1(adds_up, lambda n, b: 0.0 * n(b[0]).sum()), _labelled_by_rank(1), {"window": 1, "check": False}, False),
         (_on_rank_1(adds_up, lambda n, b: adds_up(n, b).sqrt()), _labelled_by_rank(2), {"window": 2, "check": False}, True),
     ],
-    ids=["a break", "a later break", "a later zero", "elements", "rows", "a factor", "nothing", "another function"],
+    ids=[
+        "a break",
+        "a later break",
+        "a later zero",
+        "elements",
+        "weights that begin",
+        "rows",
+        "a factor",
+        "nothing",
+        "another function",
+    ],
 )
 def test_what_one_of_two_ranks_finds_is_told_of_and_nobody_waits(
     loss: Any, data: list[Any], policy: dict[str, Any], told: bool
