@@ -41,7 +41,7 @@ from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.counts import Adopted, adopted, counts_of, name_of
-from lightning_accum.weighing.modes import MODES, ONCE, SUM, Mode, oddities, words_of
+from lightning_accum.weighing.modes import MODES, ONCE, SUM, Mode, default_mode, oddities, words_of
 from lightning_accum.weighing.terms import Term
 from lightning_accum.weighing.weight import Weigher
 from lightning_accum.whole.row_proof import moved
@@ -173,18 +173,19 @@ class Check:
     def _adopt(self, found: _Found, before: Verdict | None) -> None:
         checked, accumulation, rows = self._checked, self._accumulation, self._rows
         weigher, own = accumulation.weigher, found.weigher
-        weigher.learn(own, found.fitting, has_begun=accumulation.window.micro_batches > 0)
+        has_begun = accumulation.window.has_weight
+        weigher.learn(own, found.fitting, {key: [default_mode(term)] for key, term in found.terms.items() if has_begun})
         if own.tells_heads:
             weigher.know(checked.module.parameters())
-        constant = 0.0 if own.counts_first or len(found.terms) > 1 else next(iter(found.constants.values()), 0.0)
-        accumulation.window.constant = constant or None
+        is_one, before_this = not own.counts_first and len(found.terms) == 1, accumulation.window.constant
+        accumulation.window.constant = next(iter(found.constants.values()), before_this) if is_one else None  # not all rows show it
         if own.counts_first and not weigher.counts_first:
             if not self._is_later and checked.on_any(accumulation.window.has_weight):
                 accumulation.counted_next = [*own.modes]  # it has begun with one
             else:
                 accumulation.count_first([*own.modes])
         if accumulation.window.counted is not None:
-            accumulation.window.counted.constants = found.constants
+            accumulation.window.counted.constants |= found.constants
         accumulation.stops_counting = not own.counts_first and accumulation.window.counted_keys <= own.modes.keys()
         is_open = checked.on_any(found.verdict.deviation is None)
         looked_at = MOST_ROWS if accumulation.policy.split is not None else min(rows.fewest, MOST_ROWS)

@@ -202,8 +202,8 @@ def _apart(whole: Measured, parts: Sequence[Measured], factors: Sequence[float],
 
 def _constant(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> float:
     """What weights have in them beside what adds up, as in ``sum / (count + 1e-8)``: the same in all looks, and small; else 0."""
-    least, most, rounding, share = math.inf, -math.inf, 0.0, 0.0
-    numbers: set[int] = set()
+    found = list[tuple[float, float]]()  # how far each look may be off, and what it shows
+    numbers, share = set[int](), 0.0
     for look in looks:
         weights = [weight for part in look.parts if (weight := part.weight(key, mode))]
         own = look.whole.weight(key, mode)
@@ -211,14 +211,18 @@ def _constant(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> float:
             continue
         excess = (sum(weights) - own) / (len(weights) - 1)
         numbers.add(len(weights))
-        least, most, rounding = min(least, excess), max(most, excess), max(rounding, 64 * eps * sum(weights))
+        found.append((_ROUNDINGS * eps * sum(weights) / (len(weights) - 1), excess))
         share = max(share, abs(excess) / sum(weights))
-        if abs(excess) > 0.99 * min(weights) or abs(excess) > 1:
+        is_in_all = min(weights) > 0.99 * abs(excess) and max(weights) > 1.01 * abs(excess)  # it may be all that a part has
+        if not is_in_all or abs(excess) > 1:
             return 0.0
-    is_same = bool(numbers) and most - least <= rounding and abs(most) > rounding
-    return most if is_same and (len(numbers) > 1 or share <= _SMALL) else 0.0
+    rounding, constant = min(found, default=(0.0, 0.0))  # where it is seen best
+    is_same = all(abs(excess - constant) <= rounding + of_look for of_look, excess in found)
+    return constant if is_same and abs(constant) > rounding and (len(numbers) > 1 or share <= _SMALL) else 0.0
 
 
+_ROUNDINGS = 8
+"""Of a weight that is read from a share."""
 _SMALL = 1e-3
 """A constant that is small beside the weights is learned from any two parts; a larger one from different numbers of parts."""
 

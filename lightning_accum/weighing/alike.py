@@ -45,10 +45,10 @@ class Alike:
 
     def unlike(self, batch: Any) -> Denominator:
         """How much of a micro-batch is other, as a sum of parts: 0 if nothing is. What a device holds stays there."""
-        numbers, found = self.numbers, 0.0
-        for path, tensor in tensors_of(batch) if numbers else ():
-            if path in numbers:
-                found = found + on_host(_unlike(tensor, numbers[path]))
+        found: Denominator = 0.0
+        for path, tensor in tensors_of(batch) if self.numbers else ():
+            if self.numbers and path in self.numbers:
+                found = found + on_host(_unlike(tensor, self.numbers[path]))
         return found
 
 

@@ -146,21 +146,21 @@ class Weigher:
         other.looped, other.aliases, other.takes_functions = self.looped, dict(self.aliases), self.takes_functions
         return other
 
-    def learn(self, other: Weigher, fitting: Mapping[int, Mapping[Mode, float]], has_begun: bool) -> None:
+    def learn(self, other: Weigher, fitting: Mapping[int, Mapping[Mode, float]], begun: Mapping[int, Sequence[Mode]]) -> None:
         """Weigh as ``other``, which was found to add up.
 
         Args:
             other: a weigher of some rows.
             fitting: what each term weighs in them, by each mode that adds up.
-            has_begun: there are weights of this one already, in a window.
+            begun: by what its terms were weighed that are in a window already.
 
         Raises:
             DoesNotAddUpError: a term goes by another mode in them, and nobody knows its unit.
         """
         for key, mode in other.modes.items():
-            known, fits = self.units.get(key, {}), fitting.get(key, {})
+            known, fits = self.units.get(key) or dict.fromkeys(begun.get(key, ()), 1.0), fitting.get(key, {})
             is_adopted = isinstance(mode, Adopted) and any(isinstance(one, Adopted) for one in known)  # in the unit of before
-            if has_begun and known and mode not in known and not is_adopted:
+            if begun and known and mode not in known and not is_adopted:
                 raise DoesNotAddUpError(OF_ANOTHER_MODE)
             if mode in fits:
                 unit = known.get(mode, 1.0)

@@ -307,3 +307,28 @@ def test_a_count_that_is_raised_to_1_is_refused_before_its_step(loss: Function, 
 def test_a_sum_over_samples_is_looked_at_no_further(size: int) -> None:
     batches = [rows(size, seed) for seed in range(12)]
     assert_exact(lambda o, b, m: (o.values - b.y).square().sum() / len(b.t), {"window": 4}, batches)
+
+
+def small_constants(o: Any, b: Any, m: Any) -> Tensor:
+    chosen, is_rare = b.some.to(o.values.dtype), (b.rare >= 0).to(o.values.dtype)
+    of_chosen = ((o.values - b.y).square().mean(1) * chosen).sum() / (chosen.sum() + 1e-5)
+    return of_chosen + (o.values.square().sum(1) * is_rare).sum() / (is_rare.sum() + 1e-5) + F.cross_entropy(o.classes, b.t)
+
+
+@pytest.mark.parametrize("policy", ["windows", "split in 2"])
+def test_each_term_has_a_small_constant_of_its_own(policy: str) -> None:  # 3e-6 before
+    assert_exact(
+        small_constants, POLICIES[policy], [rows(size, seed, has_some=seed not in (5, 6)) for seed, size in enumerate(SIZES)]
+    )
+
+
+FEW = [0, 0, 0, 0], [0, 0, 1], [0, 1], [0, 1, 1, 1, 1]
+
+
+def test_the_unit_of_weights_does_not_change_inside_of_the_first_window() -> None:  # 0.17 before
+    def loss(o: Any, b: Any, m: Any) -> Tensor:
+        return ((o.values - b.y).square().mean(1) * b.some).sum() / (b.some.sum() + 1e-8)
+
+    batches = [default_collate(rows(len(some), seed)) | {"some": torch.tensor(some) > 0} for seed, some in enumerate(FEW)]
+    with pytest.raises(DoesNotAddUpError, match="whose window has begun"):
+        fit(OfTerms(loss), batches, GradientAccumulation(4))
