@@ -161,7 +161,7 @@ class Engine(Strategy):
             owners: list[tuple[Any, type]] = [(trainer.lightning_module, pl.LightningModule)]
             owners += [] if data is None else [(data, pl.LightningDataModule)]
             if all(is_lightnings(owner, hook, kind) for owner, kind in owners for hook in _MOVES):  # else it comes out as another
-                splitting.planner.look_at(batch)
+                splitting.look_at(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override

@@ -161,7 +161,7 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None, shared:
     if accumulation.policy.split is not None:
         return SplitRows(batches[0], accumulation.policy.split, size)
     before = [] if accumulation.checked_rows is None else [accumulation.checked_rows]
-    known = None if accumulation.splitting is None else accumulation.splitting.planner.kinds
+    known = None if accumulation.splitting is None else accumulation.splitting.kinds
     try:
         found = FewRows(batches[0], checked.samples, before, {**(known or {}), **dict.fromkeys(shared, "shared")})
     except CannotCheckError:

@@ -32,7 +32,7 @@ def start_line(
     else:
         parts = [window_in_words(loader_batches, accumulation.world_size // accumulation.ranks.same_rows, samples)]
     if accumulation.splitting is not None:
-        parts.append(f"each runs {accumulation.splitting.planner.describe()}")
+        parts.append(f"each runs {accumulation.splitting.describe()}")
     if policy.offload:
         parts.append(offload_in_words(accumulation.ranks.device))
     if accumulation.row_wise is not None:

@@ -25,7 +25,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.ranks import END, LoaderBatch, Ranks, draw, of_all_ranks
 from lightning_accum.session import Session
 from lightning_accum.splitting.micro_batch import samples_of
-from lightning_accum.splitting.plan import Planner, Splitting
+from lightning_accum.splitting.plan import Splitting
 from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.whole.row_proof import prove_row_wise
@@ -74,7 +74,7 @@ class Passes:
                 " function: pass loss_of=; and a model that is not sharded."
             )
         trim, warn = policy.trim_padding and may_trim, self._words.rank_zero_warn
-        return Splitting(Planner(policy.micro_batch, trim, policy.split, warn, lambda: self._samples), ranks.world_size > 1)
+        return Splitting(policy.micro_batch, ranks.world_size > 1, trim, policy.split, warn, lambda: self._samples)
 
     def begin(self, accumulation: Accumulation, session: Session) -> None:
         """Have windows, and a session that runs them."""

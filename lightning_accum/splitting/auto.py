@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_accum.errors import AccumulationError, UsageError
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.plan import Mark, Plan, Planner, Splitting
+from lightning_accum.splitting.plan import Mark, Plan, Splitting
 from lightning_accum.undo import Undo
 
 T = TypeVar("T")
@@ -149,16 +149,18 @@ def _rounded(cost: int) -> int:
 class RetriedSplitting(Splitting):
     """Runs each loader batch as often as it takes, in micro-batches as large as memory allows."""
 
-    def __init__(
-        self, planner: Planner, sizes: MicroBatchSizes, snapshotter: Undo, device: torch.device, say: Callable[[str], None]
-    ) -> None:
-        super().__init__(planner, has_ranks=True)
-        self.sizes, self._snapshotter, self._device, self._say = sizes, snapshotter, device, say
+    def __init__(self, snapshotter: Undo, device: torch.device, say: Callable[[str], None], **arguments: Any) -> None:
+        super().__init__("auto", has_ranks=True, **arguments)
+        self.sizes, self._snapshotter, self._device, self._say = MicroBatchSizes(), snapshotter, device, say
 
     @override
     def begin_epoch(self) -> None:
         super().begin_epoch()
         self.sizes.begin_epoch()
+
+    @override
+    def _as_many_as_fit(self, cost: int, rows: int) -> int:
+        return self.sizes.size_for(cost, rows)
 
     @override
     def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
@@ -198,4 +200,4 @@ class RetriedSplitting(Splitting):
                 f'GradientAccumulation(micro_batch="auto"): {failed.count} samples of {failed.cost} elements do not fit into'
                 f" memory ({seen}). The batch runs again in micro-batches of {rows}."
             )
-            self.plan = self.planner.plan(self.plan.batch, self._proof)
+            self.plan = self._planned(self.plan.batch)

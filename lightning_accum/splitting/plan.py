@@ -89,33 +89,39 @@ class Plan:
             yield self.batch if self.is_whole else self.make(piece)
 
 
-class Planner:
-    """Plans every batch of a training.
+class Splitting:
+    """How the loader batches of a training are split, and the one that is under way.
 
     Args:
         size: of a micro-batch.
+        has_ranks: whether there are others. What is logged in a split batch is reduced over them at its end, and so what is logged
+            in one that fits as it is has to be, too.
         trim: whether to trim padding; or the key of the lengths of rows, see :func:`read_spans`.
         split: cuts batches instead.
         warn: takes a warning that should be seen once.
         samples: returns how many samples the loader puts into a batch; empty where it does not say so.
-        size_for: with ``"auto"``, the rows that a micro-batch may have, by the elements in a row and the rows there are.
     """
 
     def __init__(
         self,
         size: MicroBatchSize,
-        trim: bool | str = True,
-        split: Split | None = None,
-        warn: Callable[[str], None] = print,
-        samples: Callable[[], Collection[int]] = frozenset,
-        size_for: Callable[[int, int], int] = lambda cost, rows: rows,
+        has_ranks: bool,
+        trim: bool | str,
+        split: Split | None,
+        warn: Callable[[str], None],
+        samples: Callable[[], Collection[int]],
     ) -> None:
-        self.size, self._trim, self._split = size, trim, split
-        self._warn, self._samples, self._size_for = warn, samples, size_for
-        self.trimming = TrimmingCheck(warn)
-        """What was found out about padding."""
+        self.size, self._may_be_whole, self._trim, self._split = size, not has_ranks, trim, split
+        self._warn, self._samples = warn, samples
+        self.plan: Plan | None = None
+        """That of the loader batch under way; None where it runs as it is."""
+        self.largest: int | None = None
+        """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
         self.kinds: dict[str, str] = {}
         """What each part of a batch is, by path: found in the first batch, and held to."""
+        self._trimming = TrimmingCheck(warn)
+        self._rows_of_whole: int | None = None
+        self._proof: Proof = lambda padded, trimmed: None
         self._seen: tuple[Any, dict[int, Spans]] | None = None
         self._has_warned_of_long_rows = False
         self._description = ""
@@ -136,18 +142,51 @@ class Planner:
             if not self._fits(layout):
                 self._seen = (_shapes(layout), self._read_spans(layout))
 
-    def plan(self, batch: Any, proof: Proof) -> Plan:
-        """Plan one batch; ``proof`` is asked before padding is trimmed.
+    def begin_epoch(self) -> None:
+        """What a loss depends on may change in a training: try out again what was tried."""
+        self._trimming.prove_again()
+
+    def begin(self, batch: Any, proof: Proof) -> None:
+        """Plan a loader batch; ``proof`` is asked before padding is trimmed.
 
         Raises:
             UnsplittableBatchError: there are no rows to be found in it, or no columns for :class:`Tokens`.
             ArgumentError: the key for lengths is not in the batch.
         """
+        self._proof = proof
+        plan = self._planned(batch)
+        self.plan = None if plan.is_whole and self._may_be_whole else plan
+        self._rows_of_whole = plan.rows
+
+    def share(self, path: str) -> None:
+        """Have all rows share a part of a batch that has as many entries."""
+        self.kinds = {**self.kinds, path: "shared"}
+        if self.plan is not None:
+            self.begin(self.plan.batch, self._proof)
+
+    @property
+    def rows(self) -> int | None:
+        """The samples of the micro-batch under way, where it is known to be made of them."""
+        return self._rows_of_whole if self.plan is None else self.plan.rows
+
+    def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
+        """Run the loader batch under way."""
+        assert self.plan is not None
+        try:
+            return attempt(self.plan)
+        except Exception as error:
+            self.plan.note(error)
+            raise
+
+    def _planned(self, batch: Any) -> Plan:
         seen, self._seen = self._seen, None
         if self._split is not None:
             return self._plan_by_function(batch, self._split)
         layout = self._layout_of(batch)
-        spans = self._trimmable(layout, proof, seen[1] if seen is not None and seen[0] == _shapes(layout) else None)
+        spans = dict[int, Spans]()
+        if self._trim and not self._fits(layout):
+            found = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_spans(layout)
+            spans = self._trimming.trimmable(layout, found, self._proof)
         pieces, order = self._pack(layout, spans)
         if not self._description:
             shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in layout.shared_tensors.items())
@@ -157,12 +196,6 @@ class Planner:
         is_whole = len(pieces) == 1 and not pieces[0].columns and self.size != "auto"
         tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
         return Plan(batch, pieces, lambda piece: layout.take(piece.rows, piece.columns), order, is_whole, tensors)
-
-    def _trimmable(self, layout: Layout, proof: Proof, seen: dict[int, Spans] | None) -> dict[int, Spans]:
-        """Where rows begin and end, as far as the padding around them may be trimmed; empty where nothing is to be."""
-        if not self._trim or self._fits(layout):
-            return {}
-        return self.trimming.trimmable(layout, self._read_spans(layout) if seen is None else seen, proof)
 
     def _layout_of(self, batch: Any) -> Layout:
         layout = layout_of_samples(batch, self._samples(), self.kinds)
@@ -175,7 +208,7 @@ class Planner:
     def _plan_by_function(self, batch: Any, split: Split) -> Plan:
         size = self.size.at(0) if isinstance(self.size, Tokens) else self.size
         if size == "auto":
-            size = self._size_for(1, len(_cut(split, batch, 1)))
+            size = self._as_many_as_fit(1, len(_cut(split, batch, 1)))
         micro_batches = _cut(split, batch, size)
         self._description = self._description or f"cut by {getattr(split, '__name__', split)}"
         counts = [min(size, count_samples(micro_batch) or size) for micro_batch in micro_batches]
@@ -226,7 +259,7 @@ class Planner:
         if isinstance(self.size, int):
             return self.size
         if not isinstance(self.size, Tokens):
-            return self._size_for(cost, rows)
+            return self._as_many_as_fit(cost, rows)
         if width > self.size.at(0) and not self._has_warned_of_long_rows:
             self._has_warned_of_long_rows = True
             self._warn(
@@ -234,6 +267,10 @@ class Planner:
                 " would change the result."
             )
         return max(1, self.size.at(0) // max(1, width))
+
+    def _as_many_as_fit(self, cost: int, rows: int) -> int:
+        """With ``"auto"``, how many of the rows that are left a micro-batch may have, with so many elements in each."""
+        raise NotImplementedError
 
 
 def columns_of(tensors: Mapping[str, Tensor]) -> list[int]:
@@ -253,52 +290,6 @@ def columns_of(tensors: Mapping[str, Tensor]) -> list[int]:
             " GradientAccumulation(micro_batch=8)."
         )
     return columns
-
-
-class Splitting:
-    """How the loader batches of a training are split, and the one that is under way."""
-
-    def __init__(self, planner: Planner, has_ranks: bool) -> None:
-        self.planner = planner
-        self.plan: Plan | None = None
-        """That of the loader batch under way; None where it runs as it is."""
-        self.largest: int | None = None
-        """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
-        self._rows_of_whole: int | None = None
-        # what is logged in a split batch is reduced over ranks at its end, so in one that is not split it has to be, too
-        self._may_be_whole = not has_ranks
-        self._proof: Proof = lambda padded, trimmed: None
-
-    def begin_epoch(self) -> None:
-        """What a loss depends on may change in a training: try out again what was tried."""
-        self.planner.trimming.prove_again()
-
-    def begin(self, batch: Any, proof: Proof) -> None:
-        """Plan a loader batch."""
-        self._proof = proof
-        plan = self.planner.plan(batch, proof)
-        self.plan = None if plan.is_whole and self._may_be_whole else plan
-        self._rows_of_whole = plan.rows
-
-    def share(self, path: str) -> None:
-        """Have all rows share a part of a batch that has as many entries."""
-        self.planner.kinds = {**self.planner.kinds, path: "shared"}
-        if self.plan is not None:
-            self.begin(self.plan.batch, self._proof)
-
-    @property
-    def rows(self) -> int | None:
-        """The samples of the micro-batch under way, where it is known to be made of them."""
-        return self._rows_of_whole if self.plan is None else self.plan.rows
-
-    def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
-        """Run the loader batch under way."""
-        assert self.plan is not None
-        try:
-            return attempt(self.plan)
-        except Exception as error:
-            self.plan.note(error)
-            raise
 
 
 def _cut(split: Split, batch: Any, size: int) -> Sequence[Any]:

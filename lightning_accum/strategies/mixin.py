@@ -29,9 +29,9 @@ from lightning_accum.manual import ManualWindows
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.session import Session
-from lightning_accum.splitting.auto import MicroBatchSizes, RetriedSplitting
+from lightning_accum.splitting.auto import RetriedSplitting
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.splitting.plan import Planner, Splitting
+from lightning_accum.splitting.plan import Splitting
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import Verdict
@@ -261,16 +261,15 @@ class AccumulationMixin(Engine):
             self.trainer().accumulate_grad_batches = size
 
     def _splitting(self) -> Splitting | None:
-        policy, device = self.policy, self.root_device
+        policy = self.policy
         if policy.micro_batch is None:
             return None
         # whether trimming is exact is tried with two rows, where this rank would be alone in a forward
         trim = False if self.reduces_every_backward_by_itself else policy.trim_padding
-        sizes = MicroBatchSizes()
-        planner = Planner(policy.micro_batch, trim, policy.split, rank_zero_warn, self.samples_of_loader, sizes.size_for)
+        how: dict[str, Any] = {"trim": trim, "split": policy.split, "warn": rank_zero_warn, "samples": self.samples_of_loader}
         if policy.micro_batch == "auto":
-            return RetriedSplitting(planner, sizes, self.snapshotter, device, _log.info)
-        return Splitting(planner, self.world_size > 1)
+            return RetriedSplitting(self.snapshotter, self.root_device, _log.info, **how)
+        return Splitting(policy.micro_batch, self.world_size > 1, **how)
 
     @override
     def on_train_start(self) -> None:
