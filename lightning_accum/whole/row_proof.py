@@ -8,6 +8,7 @@ as they are, and moved: a last layer of zeros hides what is before it.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
@@ -121,13 +122,13 @@ class _Proof:
     Attributes:
         take: makes a batch of some rows.
         number: of rows, on the rank that has the fewest.
-        kinds: of the calls that were there.
+        kinds: of the calls that were there, by the number of rows.
     """
 
     row_wise: RowWise
     take: Callable[[Any], Any]
     number: int
-    kinds: set[Hashable] = field(default_factory=set)
+    kinds: dict[int, set[Hashable]] = field(default_factory=lambda: defaultdict(set))
 
     def run(self, trial: Trial) -> set[Hashable]:
         """Look with parameters moved, and as they are. Returns the kinds of calls that were there.
@@ -142,11 +143,11 @@ class _Proof:
                 has_evidence |= trial.in_widest_type(self._look)
         if not trial.largest(float(has_evidence)):
             raise UnsuitableRowsError("the first rows have no gradient")
-        return self.kinds
+        return set[Hashable]().union(*self.kinds.values())
 
     def _look(self, trial: Trial) -> bool:
         """Returns whether there was something to compare."""
-        wrong: list[int] = []
+        wrong: tuple[Deviation, int] | None = None
         with trial.held():
             for number in [few for few in (7, 6, 5, 3, 2) if few <= self.number]:  # memory may run out
                 try:
@@ -155,11 +156,13 @@ class _Proof:
                     if number == 2:
                         raise
                     continue
-                if not self._is_wrong(trial, found):
-                    break
-                wrong.append(number)
-                if len(wrong) > 1 or number == 2:  # no argument without rows is as large by chance twice
-                    self._refuse(trial, found, number)
+                if is_wrong := self._is_wrong(trial, found):
+                    wrong = wrong or (found, number)
+                    if wrong[1] == number > 2:  # an argument without rows may be as large by chance, and be taken for rows
+                        continue
+                if wrong is not None and (is_wrong or trial.largest(float(self.kinds[number] == self.kinds[wrong[1]]))):
+                    self._refuse(trial, *wrong)
+                break
             size = self.row_wise.size
             of_training = min(self.number, size) if isinstance(size, int) and self.row_wise.largest is None else 0
             if of_training > number:  # what few rows cannot show
@@ -192,7 +195,7 @@ class _Proof:
 
             found = trial.measure(batch, None, range(number), number)
             trial.together(row_wise.end_backward)
-        self.kinds |= row_wise.kinds
+        self.kinds[number] |= row_wise.kinds
         return found
 
     def _deviation(self, trial: Trial, whole: Measured, part: Measured) -> Deviation:
