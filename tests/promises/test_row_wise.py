@@ -20,12 +20,14 @@ from sharded import needs_sharding_on_cpu, shard
 from support import Toy, ddp, fit, relative_error, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, rnn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 from whole_batch_losses import LOSSES, Loss, barlow_twins, clip, siglip
 
 from lightning_accum import (
     AccumulationError,
+    AccumulationWarning,
     DoesNotAddUpError,
     GradientAccumulation,
     ModelParallelAccumulationStrategy,
@@ -254,6 +256,154 @@ def in_a_checkpoint(net: Any, x: Tensor, use_reentrant: bool = False) -> Tensor:
     return checkpoint(lambda x: encoded(net, x), net.stem(x), use_reentrant=use_reentrant) + encoded(net, x)
 
 
+# --- as others write them
+
+
+LENGTH, CLASSES = 6, 31
+
+
+def sequences(x: Tensor) -> Tensor:
+    return torch.stack([x + step for step in range(LENGTH)], 1).sin()
+
+
+def images(x: Tensor) -> Tensor:
+    return (x.sum(1)[:, None] * torch.linspace(-2, 2, 3 * 16 * 16).to(x)).sin().reshape(-1, 3, 16, 16)
+
+
+def texts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers of words, their mask and the lengths of rows."""
+    lengths = (x[:, 0].abs() * 1000).long() % LENGTH + 1
+    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    return ((x.sum(1).abs()[:, None] * 1000).long() + torch.arange(LENGTH) * 7) % (CLASSES - 3) * mask + 3 * mask, mask, lengths
+
+
+def alike(a: Tensor, b: Tensor) -> Tensor:
+    return clip(a, b, a, torch.tensor(1.1).to(a))
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def clip_model() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    text = {**SMALL, "vocab_size": CLASSES, "max_position_embeddings": LENGTH, "eos_token_id": 2, "pad_token_id": 0}
+    vision = {**SMALL, "image_size": 16, "patch_size": 8}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+
+
+def clip_step(net: Any, x: Tensor) -> Tensor:
+    ids, mask, _ = texts(x)
+    return net.a(input_ids=ids, attention_mask=mask, pixel_values=images(x), return_loss=True).loss
+
+
+def gpt_model() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2Model(transformers.GPT2Config(vocab_size=CLASSES, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+
+
+class Residual(nn.Module):
+    """As in a ResNet, with GroupNorm, and in place where torchvision is."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(before, after, 3, 2, 1, bias=False), nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList([nn.GroupNorm(2, after), nn.GroupNorm(2, after)])
+        self.down, self.relu = nn.Conv2d(before, after, 1, 2), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norms[1](self.second(self.relu(self.norms[0](self.first(x)))))
+        z += self.down(x)
+        return self.relu(z)
+
+
+def resnet() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), Residual(4, 8), Residual(8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 6))
+
+
+class Packed(nn.Module):
+    """An LSTM over packed sequences."""
+
+    def __init__(self, is_padded_to_batch: bool) -> None:
+        super().__init__()
+        self.rnn, self.is_padded_to_batch = nn.LSTM(5, 7, 2, batch_first=True, bidirectional=True), is_padded_to_batch
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        output, _ = self.rnn(rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        return rnn.pad_packed_sequence(output, batch_first=True, total_length=x.shape[1] if self.is_padded_to_batch else None)[0]
+
+
+def packed(net: Any, x: Tensor) -> Tensor:
+    return spread(net.a(sequences(x), texts(x)[2]).mean(-2))
+
+
+class Experts(nn.Module):
+    """A mixture of experts, of which each row has one."""
+
+    def __init__(self, capacity: float = math.inf) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(5, 3), nn.ModuleList(nn.Linear(5, 6) for _ in range(3))
+        self.capacity = capacity
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        probabilities = self.gate(x).softmax(-1)
+        output, most = x.new_zeros(len(x), 6), min(len(x), self.capacity * len(x) / 3)
+        for index, expert in enumerate(self.experts):
+            rows = (probabilities.argmax(-1) == index).nonzero()[: math.ceil(most), 0]
+            output = output.index_add(0, rows, expert(x[rows]) * probabilities[rows, index, None])
+        return output, probabilities
+
+
+def routed(net: Any, x: Tensor) -> Tensor:
+    output, probabilities = net.a(x)
+    return spread(output) + probabilities.mean(0).square().sum()
+
+
+def with_teachers(net: Any, x: Tensor) -> Tensor:
+    older = {name: 0.9 * value for name, value in net.a.named_parameters()}
+    with torch.no_grad():
+        targets = net.a(x + 1), torch.func.functional_call(net.a, older, x)
+    return alike(net.a(x), targets[0]) + alike(net.a(x), targets[1])
+
+
+def embedding(**options: Any) -> nn.Module:
+    return nn.Sequential(nn.Embedding(CLASSES, 6, **options), nn.Flatten(), nn.Linear(6 * LENGTH, 6))
+
+
+def of_ids(net: Any, x: Tensor) -> Tensor:
+    return spread(net.a(texts(x)[0]) @ net.a[0].weight.T) + net.a[0].weight.square().sum()
+
+
+def keeps(what: Callable[[Any, Tensor], Any]) -> Callable[[], nn.Module]:
+    """Leaves something in an attribute."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        z: Tensor = self.net(x)
+        self.kept = what(self.net, z)
+        return z
+
+    return of(forward)
+
+
+def of_attribute(net: Any, x: Tensor) -> Tensor:
+    return encoded(net, x) + net.a.kept
+
+
+def by_hook(register: Callable[[Any], Any]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        made = mlp()
+        register(made)
+        return made
+
+    return make
+
+
+KEPT: list[Tensor] = []
+
+
+def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+    KEPT[:] = [output.detach()]
+
+
 TRANSFORMER = partial(nn.TransformerEncoderLayer, 6, 2, 8, dropout=0.0, batch_first=True)
 CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]] = {
     "nested inputs and outputs, keyword arguments, a learned argument without rows": (with_nested, of(nested)),
@@ -270,6 +420,18 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]] = {
     "a checkpoint around a call": (in_a_checkpoint, mlp),
     "a reentrant checkpoint around a call": (partial(in_a_checkpoint, use_reentrant=True), mlp),
     "a compiled submodule": (encoded, lambda: torch.compile(mlp(), backend="aot_eager")),
+    "CLIP of transformers": (clip_step, clip_model),
+    "ResNet with GroupNorm": (lambda net, x: alike(net.a(images(x)), net.a(images(x).flip(3) + 0.1)), resnet),
+    "packed sequences, padded to the batch": (packed, lambda: Packed(True)),
+    "a mixture of experts, whose balance the step computes": (routed, Experts),
+    "weights tied to those of a head": (of_ids, embedding),
+    "teachers without gradients, one by functional_call": (with_teachers, mlp),
+    "a hook that normalises each row": (encoded, by_hook(lambda m: m.register_forward_hook(lambda *a: F.normalize(a[2])))),
+    "an attribute that is only looked at": (encoded, keeps(lambda net, z: z * 2)),
+}
+NAMES = {
+    "two stages, and inputs that need gradients": ["net.a", "net.b"],
+    "CLIP of transformers": ["net.a.vision_model", "net.a.text_model"],
 }
 
 
@@ -277,15 +439,13 @@ def of_x(step: Callable[..., Tensor], net: Any, batch: Any) -> Tensor:
     return step(net, batch[0])
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(13)
 @pytest.mark.parametrize("rows", [3, 1])
 @pytest.mark.parametrize("case", CALLS)
 def test_any_call_has_the_step_of_the_whole_batch(case: str, rows: int) -> None:
     step, make = CALLS[case]
-    names = ["net.a", "net.b"] if "stages" in case else "net.a"
-    assert_window_equals_batch(
-        lambda: Toy(partial(of_x, step), net=lambda: model(make)), batches(ROWS, ROWS), row_wise(names=names, micro_batch=rows)
-    )
+    policy = row_wise(names=NAMES.get(case, "net.a"), micro_batch=rows)
+    assert_window_equals_batch(lambda: Toy(partial(of_x, step), net=lambda: model(make)), batches(ROWS, ROWS), policy)
 
 
 def test_under_autocast_the_step_is_that_of_the_whole_batch() -> None:
@@ -350,13 +510,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module
     "writes into its input": (encoded, of(lambda self, x: self.net(x.mul_(0.5)))),
     "BatchNorm": (encoded, lambda: mlp(nn.BatchNorm1d(6))),
     "attention over the batch": (lambda net, x: spread(net.a(x[:, None])[:, 0]), lambda: mlp(nn.TransformerEncoderLayer(6, 2, 8))),
-    "a mean over rows": (encoded, of(lambda self, x: self.net(x - x.mean(0)))),
     "one output for all rows": (lambda net, x: sum(map(torch.sum, net.a(x))), of(lambda self, x: ((z := self.net(x)), z.mean()))),
     "a buffer that counts": (encoded, of(lambda self, x: self.net(x) + 0 * self.seen.add_(1))),
     "rows in dimension 1": (lambda net, x: spread(net.a(x[:, None].repeat(1, 4, 1))[0].mean(1)), lambda: nn.LSTM(5, 6)),
     "a number of rows": (lambda net, x: net.a(x)[0].sum(), of(lambda self, x: ((z := self.net(x)), float(z.detach().norm())))),
     "an output for all rows that one row changes": (last_is_large, of(lambda self, x: (self.net(x), (x[:, 0] > 5).any()))),
-    "shapes that one row changes": (last_is_large, of(lambda self, x: self.net(x)[:, : 6 if (x[:, 0] > 5).any() else 4])),
     "an attribute that is set between calls": (
         lambda net, x: spread(net.a(x) * (setattr(net.a, "factor", 2.0) or net.a(x))),
         of(lambda self, x: self.net(x) * self.factor),
@@ -365,6 +523,28 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module
     "an argument of an unknown class": (
         lambda net, x: spread(net.a(x, SimpleNamespace(hidden=torch.zeros(2)))),
         of(lambda self, x, kept: self.net(x)),
+    ),
+    "a cache of keys and values": (lambda net, x: spread(net.a(input_ids=texts(x)[0]).last_hidden_state.mean(1)), gpt_model),
+    "packed sequences, padded to the longest": (packed, lambda: Packed(False)),
+    "experts that take so many rows": (routed, lambda: Experts(1.25)),
+    "a mean over rows where there are several": (encoded, of(lambda self, x: self.net(x) - (len(x) > 2) * self.net(x).mean(0))),
+    "a mode in which rows are not independent": (
+        lambda net, x: spread(net.a(x, False)) + spread(net.a(x, True)),
+        of(lambda self, x, centred: self.net(x) - centred * self.net(x).mean(0)),
+    ),
+    "spectral norms that are updated": (encoded, lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 6)))),
+    "a generator": (lambda net, x: sum(map(spread, net.a(x))), of(lambda self, x: (layer(x) for layer in self.net[:1]))),
+    "a loss in an attribute": (of_attribute, keeps(lambda net, z: z.square().mean())),
+    "a number in an attribute": (of_attribute, keeps(lambda net, z: z.detach().mean())),
+    "what a hook keeps": (
+        lambda net, x: encoded(net, x) * KEPT[0].square().mean(),
+        by_hook(lambda m: m[1].register_forward_hook(keep)),
+    ),
+    "gradients by frequency": (lambda net, x: spread(net.a(texts(x)[0])), lambda: embedding(scale_grad_by_freq=True)),
+    "gradients that a hook clips": (encoded, by_hook(lambda m: m[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01)))),
+    "gradients that a hook of a module normalises": (
+        encoded,
+        by_hook(lambda m: m[1].register_full_backward_hook(lambda module, given, of_output: (given[0] / given[0].norm(),))),
     ),
 }
 
@@ -376,6 +556,12 @@ def test_what_row_wise_cannot_have_is_refused_by_name(case: str) -> None:
     with pytest.raises(RowWiseError, match=NAMED.get(case, "net.a")):
         fit(module, collated(ROWS), row_wise(names="net.a", micro_batch=3))
     module.net.stem(torch.zeros(1, 5).double()).sum().backward()  # backwards are torch's own again
+
+
+def test_a_hook_after_each_accumulation_is_warned_of() -> None:
+    make = by_hook(lambda m: m[0].weight.register_post_accumulate_grad_hook(lambda parameter: None))
+    with pytest.warns(AccumulationWarning, match=r"a.0.weight"):
+        fit(Toy(partial(of_x, encoded), net=lambda: model(make)), collated(ROWS), row_wise(names="net.a", micro_batch=3))
 
 
 WRONG = [{"micro_batch": None}, {"micro_batch": 0}, {"names": 3}, {"names": []}, {"names": "net.decoder"}]
