@@ -103,15 +103,7 @@ def _made(name: str) -> Any:
         thing = pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
         raise ArgumentError(f"{name!r} cannot be imported here: {error}") from error
-    if not isinstance(thing, (type, partial)) and not inspect.isroutine(thing):
-        return thing
-    try:
-        inspect.signature(thing).bind()
-    except TypeError as error:
-        raise ArgumentError(f"{name} is called without arguments, but: {error}. Write a function that makes it.") from error
-    except ValueError:  # it has no signature
-        pass
-    return thing()
+    return thing() if isinstance(thing, (type, partial)) or inspect.isroutine(thing) else thing
 
 
 def _natural(text: str) -> int:

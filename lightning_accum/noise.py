@@ -24,7 +24,6 @@ from lightning_accum.from_lightning import Callback, pl, rank_zero_info
 from lightning_accum.loops.watch import parameters_of
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.package import check_package
-from lightning_accum.policy import is_natural
 from lightning_accum.sync import ShardedSync
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.terms import tensor_of as as_tensor
@@ -77,10 +76,9 @@ class GradientNoiseScale(Callback):
     Args:
         smoothing: how much a window counts, compared to the next: 0.99 looks back over about 200 windows, 1 counts all alike. The
             mean lags behind a noise scale that grows or shrinks.
-        every_n_windows: measure one window in so many. A measured micro-batch takes the norm of the gradient of each parameter.
 
     Raises:
-        MisconfigurationException: an argument is out of its range; or, before training starts: the strategy is not one of this
+        MisconfigurationException: ``smoothing`` is out of its range; or, before training starts: the strategy is not one of this
             package, the module optimizes manually, or no rank has the gradient of a micro-batch (FSDP1, tensor parallelism).
 
     Example:
@@ -94,12 +92,10 @@ class GradientNoiseScale(Callback):
         16
     """
 
-    def __init__(self, *, smoothing: float = 0.99, every_n_windows: int = 1) -> None:
+    def __init__(self, *, smoothing: float = 0.99) -> None:
         if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)) or not 0 < smoothing <= 1:
             raise MisconfiguredError(f"smoothing={smoothing!r}: expected a number above 0, up to 1")
-        if not is_natural(every_n_windows):
-            raise MisconfiguredError(f"every_n_windows={every_n_windows!r}: expected a number of windows from 1")
-        self.smoothing, self.every_n_windows = smoothing, every_n_windows
+        self.smoothing = smoothing
         self._accumulation: Accumulation | None = None
         self._optimizers: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
@@ -108,7 +104,7 @@ class GradientNoiseScale(Callback):
         """Takes the norms of a backward, by the number of the parameter; None while nobody looks."""
         self._current: tuple[Tensor | float | None, float] = (None, math.nan)  # of a micro-batch: weight (None for a sum), samples
         self._micro_batches: list[Tensor] = []  # of the window so far, see end_backward
-        self._windows, self._sums = 0, torch.zeros(len(_SUMMED))
+        self._sums = torch.zeros(len(_SUMMED))
 
     @property
     def estimate(self) -> NoiseScale | None:
@@ -131,7 +127,7 @@ class GradientNoiseScale(Callback):
         if stage == "fit":
             check_package(trainer)
             # an earlier fit was of another training, unless a checkpoint brings it back
-            self._windows, self._sums = 0, torch.zeros(len(_SUMMED))
+            self._sums = torch.zeros(len(_SUMMED))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -161,8 +157,6 @@ class GradientNoiseScale(Callback):
     def begin_backward(self, micro_batch: MicroBatch, weight: Tensor | float | None) -> None:
         """Watch the next backward, of a micro-batch with a weight (None for a loss that is a sum). Called by the strategy."""
         assert self._accumulation is not None
-        if self._windows % self.every_n_windows:
-            return
         window = self._accumulation.window
         del self._micro_batches[window.micro_batches - 1 :]  # of a batch that runs again, or of a window that was dropped
         if not self._micro_batches:
@@ -216,9 +210,7 @@ class GradientNoiseScale(Callback):
         accumulation = self._accumulation
         if accumulation is None:
             return
-        is_measured = self._windows % self.every_n_windows == 0 and not accumulation.is_passthrough()
-        self._windows += 1
-        if is_measured:
+        if not accumulation.is_passthrough():
             self._measure(cast("Engine", trainer.strategy), accumulation, optimizer)
             self._show(trainer)
         self._micro_batches.clear()
@@ -294,11 +286,10 @@ class GradientNoiseScale(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"windows": self._windows, "sums": dict(zip(_SUMMED, self._sums.tolist(), strict=True))}
+        return {"sums": dict(zip(_SUMMED, self._sums.tolist(), strict=True))}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._windows = state_dict["windows"]
         self._sums = torch.tensor([state_dict["sums"][name] for name in _SUMMED], dtype=torch.float64)
 
 

@@ -142,17 +142,19 @@ def compare_window_with_batch(
     make = partial(copy.deepcopy, module) if isinstance(module, nn.Module) else module
     ranks = devices if ranks is None else ranks
     trainer = {"accelerator": "cpu", "use_distributed_sampler": False, "max_epochs": 1, **QUIET, **(trainer or {})}
+    size: Any
     if isinstance(policy, int):
-        in_windows = {**trainer, "accumulate_grad_batches": policy}
+        in_windows, size, tail = {**trainer, "accumulate_grad_batches": policy}, policy, "step"
     else:
         in_windows = {**trainer, "callbacks": [copy.deepcopy(policy), *trainer.get("callbacks", [])]}
+        size, tail = policy.policy.window or trainer.get("accumulate_grad_batches", 1), policy.policy.tail
     data = batches
     if isinstance(batches, Sequence):
         each = [list(own) for own in batches] if by_rank else [list(batches[rank::ranks]) for rank in range(ranks)]
         data = _Dealt([[None if rows is None else collate(rows) for rows in own] for own in each])
-        windows = _windows_by(policy, each, trainer, epochs) if windows is None else windows
-    elif windows is None:
-        raise ArgumentError("Pass windows=, the rows of each window: only those of a list of batches can be counted.")
+        windows = windows_of(each, size, epochs, tail) if windows is None and isinstance(size, int) else windows
+    if windows is None:
+        raise ArgumentError("Pass windows=, the rows of each: they are counted for so many loader batches of a list alone.")
     kind = strategy if isinstance(strategy, str) else strategy()
     in_windows = {**in_windows, "strategy": kind, "devices": devices, "max_epochs": epochs}
     results = _train(make(), data, optimizer, in_windows, ckpt_path)
@@ -177,15 +179,6 @@ def compare_window_with_batch(
         (results[0]["steps"], expected["steps"]),
         {step: weight for step, (_, weight) in results[0]["windows"].items()},
     )
-
-
-def _windows_by(policy: Any, by_rank: Sequence[Sequence[Rows | None]], trainer: Mapping[str, Any], epochs: int) -> list[list[Any]]:
-    if isinstance(policy, int):
-        return windows_of(by_rank, policy, epochs)
-    size = policy.policy.window or trainer.get("accumulate_grad_batches", 1)
-    if not isinstance(size, int):
-        raise ArgumentError(f"Pass windows=, the rows of each window: with {size!r} they cannot be counted ahead.")
-    return windows_of(by_rank, size, epochs, policy.policy.tail)
 
 
 def windows_of(by_rank: Sequence[Sequence[Rows | None]], size: int, epochs: int = 1, tail: str = "step") -> list[list[Any]]:

@@ -97,22 +97,9 @@ def error_of_updates(found: Any, expected: nn.Module, start: nn.Module) -> float
     return relative_error([found[name] - before[name] for name in after], [after[name] - before[name] for name in after])
 
 
-class ListOfBatches(torch.utils.data.Dataset):
-    """A dataset whose items are whole batches."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.batches[index]
-
-
 def loader(batches: Sequence[Any]) -> DataLoader:
     """A loader that yields exactly ``batches``, None included."""
-    return DataLoader(ListOfBatches(batches), batch_size=None, shuffle=False)
+    return DataLoader(list(batches), batch_size=None, shuffle=False)
 
 
 class StatefulLoader:

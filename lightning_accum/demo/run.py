@@ -22,14 +22,12 @@ from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrat
 from lightning_accum.demo.model import count_targets, loader_of, new_model, sample_corpus
 from lightning_accum.errors import UsageError
 from lightning_accum.from_lightning import Callback, LightningEnvironment, pl
-from lightning_accum.testing import QUIET, distance, whole_parameters
+from lightning_accum.testing import EXACT, QUIET, distance, whole_parameters
 from lightning_accum.verification.processes import RanksFailedError, run_on_ranks
 
 GLOBAL_BATCH = 32
 SAMPLES, LONGEST = 101, 256  # bytes
 """Three windows and a tail of 5 samples in an epoch, which two ranks share as 51 and 50, and four as 26 and three times 25."""
-EXACT = 1e-12
-"""Runs in float64 that take the same steps differ by less than this: in the order of additions alone."""
 COLUMNS = "{:<32}{:>10}{:>10}{:>12}{:>8}"
 CAPTION = (
     "Run: ranks x loader batches in a window x samples in a loader batch; 32/4: batches of 32, split into fours. Loss: of the last"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.arguments import MisconfiguredError
-from lightning_accum.errors import AccumulationError, DoesNotAddUpError, UnreadableLossError, UnsplittableBatchError
+from lightning_accum.errors import AccumulationError, DoesNotAddUpError, UnsplittableBatchError
 from lightning_accum.splitting.micro_batch import Layout
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.report import Break
@@ -95,20 +95,14 @@ class Diagnosis:
                 " that the Trainer's optimizers step on. Pass other data, or look for optimizers that step elsewhere."
             )
         self.tolerance = tolerance(self.full.dtype, self._measure_noise())
-        self.gradient = Difference(math.nan, {})
-        self.window: Step | None = None  # if it could not be run, since its weight cannot be read
         refusal: Exception | None = None
         try:
-            try:
-                self.window = runner.accumulated(comparison.batches, self.change)
-            except DoesNotAddUpError as error:  # the check refuses it: run without, it is measured
-                refusal = error
-                self._runner = replace(runner, policy={**runner.policy, "check": False})
-                self.window = self._runner.accumulated(comparison.batches, self.change)
-        except UnreadableLossError as error:
-            self._add(_DOES_NOT_ADD_UP, str(error), math.nan)
-            return
-        self.gradient = Difference.between(self.window.gradients, self.full.gradients)
+            self.window = runner.accumulated(comparison.batches, self.change)
+        except DoesNotAddUpError as error:  # the check refuses it: run without, it is measured
+            refusal = error
+            self._runner = replace(runner, policy={**runner.policy, "check": False})
+            self.window = self._runner.accumulated(comparison.batches, self.change)
+        self.loss, self.gradient = self.window.loss, Difference.between(self.window.gradients, self.full.gradients)
         if self.gradient.largest <= self.tolerance:
             self._check_step(self.window)
         if not self.breaks and (refusal is not None or self.gradient.largest > self.tolerance):
@@ -136,10 +130,6 @@ class Diagnosis:
             self.notes.append(
                 f"Random numbers ({', '.join(sorted(self.full.noise))}) were made the same for every row, to compare batches of"
                 " different sizes. In training a window is equal to its batch in distribution."
-            )
-        if of_itself < noise:
-            self.notes.append(
-                f"The gradient of the full batch depends on the order of its rows: in reverse it is {noise:.1e} away."
             )
         return of_itself
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import re
@@ -17,8 +16,6 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_accum.callback import GradientAccumulation
-from lightning_accum.engine import Engine
 from lightning_accum.from_lightning import ModelParallelStrategy, Strategy, TorchElasticEnvironment
 from lightning_accum.strategies import ModelParallelAccumulationStrategy
 from lightning_accum.user_warnings import listed
@@ -35,7 +32,7 @@ class OverRanks:
     """Runs a window over ranks, and compares it with the full batch, whose step it takes in one process (``alone``)."""
 
     def __init__(self, runner: StepRunner, comparison: Comparison, alone: Diagnosis, ranks: int, strategy: str | Strategy) -> None:
-        self.ranks, self.strategy = ranks, strategy
+        self.ranks = ranks
         self._alone, self._full, self._tolerance = alone, alone.full, alone.tolerance
         shares = [list(comparison.batches[rank::ranks]) for rank in range(ranks)]  # the ranks take turns
         self._steps = _steps(runner, shares, strategy, alone.change)
@@ -43,16 +40,11 @@ class OverRanks:
         differences = [Difference.between(step.gradients, self._full.gradients) for step in self._steps]
         worst = max(range(ranks), key=lambda rank: differences[rank].largest)
         self.gradient = differences[worst]
-        self.loss = self._steps[worst].loss if _is_of_this_package(strategy) else math.nan
+        self.loss = self._steps[worst].loss
         is_equal = self.gradient.largest <= self._tolerance
         stages = [self._of_step()] if is_equal else [self._of_losses(), self._of_gradients()]
         found = next(filter(None, map(list, stages)), [])  # what comes later follows from the first
         self.breaks = [Break(name, text, self.gradient.largest, None, mend) for name, text, mend in found]
-
-    @property
-    def strategy_in_words(self) -> str:
-        """Its name, or its class."""
-        return self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
 
     def _of_losses(self) -> Iterator[_Found]:
         """The losses of the same rows are others than in one process."""
@@ -90,8 +82,6 @@ class OverRanks:
             return
         mend = "Look for what multiplies losses or gradients by the rank or the number of ranks, for communication hooks, and for"
         mend += " parameters that no group reduces."
-        if not _is_of_this_package(self.strategy):
-            mend = f'strategy="accum_ddp" weights the micro-batches of all ranks; {self.strategy_in_words} may not. Or: {mend}'
         counts = self._counts(bad)
         if counts is None:
             found = f"The losses are right, but no multiples of the ranks' gradients add up to the reduced ones of {listed(bad)}."
@@ -136,11 +126,6 @@ def _flat(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     return torch.cat([tensors[name].to(torch.float64).flatten() for name in names])
 
 
-def _is_of_this_package(strategy: str | Strategy) -> bool:
-    """Whether it weights micro-batches, and takes this package's callback."""
-    return isinstance(strategy, Engine) or str(strategy).startswith("accum")
-
-
 def _steps(runner: StepRunner, shares: Sequence[Sequence[Any]], strategy: str | Strategy, change: Change) -> list[Step]:
     """The step of a window over ranks, of whose loader batches these are the ``shares``, as each rank saw it."""
     runner_there = replace(runner, state=None)  # type: ignore[arg-type]  # nothing is restored there
@@ -171,11 +156,6 @@ def _run_rank(sent: bytes, hand_over: Callable[[list[Step]], None]) -> None:
         runner.module.double()
         trainer["precision"] = "32-true"
         batches = [apply_to_collection(batch, Tensor, lambda t: t.double() if t.is_floating_point() else t) for batch in batches]
-    callbacks = []
-    if _is_of_this_package(strategy):
-        callbacks = [GradientAccumulation(**{"log": False, **runner.policy, "window": len(batches)})]
-    else:
-        trainer["accumulate_grad_batches"] = len(batches)
     if isinstance(strategy, str):
         strategy = re.sub("_(spawn|fork|notebook)$", "", strategy)  # the processes are there
 
@@ -186,4 +166,5 @@ def _run_rank(sent: bytes, hand_over: Callable[[list[Step]], None]) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        runner.fit(batches, change, StepRecorder(ranks=ranks, finish=finish), callbacks, strategy=strategy, **trainer)
+        recorder = StepRecorder(ranks=ranks, finish=finish)
+        runner.fit(batches, change, recorder, [runner.policy_for(batches)], strategy=strategy, **trainer)

@@ -13,8 +13,7 @@ SHOWN = 10  # parameters in the table
 class Break(NamedTuple):
     """Something that breaks equality, and the argument, or the change to the module, that mends it.
 
-    The relative error of the gradients is ``difference`` with it (NaN if that could not be measured), and ``without`` it; None if
-    it could not be taken out.
+    The relative error of the gradients is ``difference`` with it, and ``without`` it; None if it could not be taken out.
     """
 
     name: str
@@ -72,30 +71,18 @@ class Report:
         """As plain text of up to 100 columns."""
         paragraphs = [[self.verdict, self.compared]]
         for found in self.breaks:
-            paragraphs.append([f"{found.name}: {found.found} {_effect(found)}", f"    To mend it: {found.mend}"])
+            without = "" if found.without is None else f" with it, by {found.without:.2g} without"
+            effect = f"The worst gradient differs by {found.difference:.2g}{without}."
+            paragraphs.append([f"{found.name}: {found.found} {effect}", f"    To mend it: {found.mend}"])
         rows = [("relative difference of the gradient", self.gradient), *list(self.parameters.items())[:SHOWN]]
         width = max(len(name) for name, _ in rows)
         more = [f"... and {len(self.parameters) - SHOWN} more that are closer"] if len(self.parameters) > SHOWN else []
-        paragraphs.append([*(f"{name.ljust(width)}  {_number(value):>7}" for name, value in rows), *more])
+        paragraphs.append([*(f"{name.ljust(width)}  {value:>7.2g}" for name, value in rows), *more])
         full, window = self.losses
-        of_window = f", {window:.12g} of the micro-batches" if window == window else ""
-        facts = [f"loss: {full:.12g} of the full batch{of_window}", f"weight: {self.weight}"]
+        facts = [f"loss: {full:.12g} of the full batch, {window:.12g} of the micro-batches", f"weight: {self.weight}"]
         paragraphs.append([f"tolerance: {self.tolerance:.2g} ({self.tolerance_reason})", *facts])
         paragraphs.append([f"- {note}" for note in self.notes])
         return "\n\n".join("\n".join(map(_wrapped, paragraph)) for paragraph in paragraphs if paragraph)
-
-
-def _number(value: float) -> str:
-    if value != value:
-        return "?"
-    return f"{value:.2g}" if value == 0 or 0.001 <= value < 1000 else f"{value:.1e}"
-
-
-def _effect(found: Break) -> str:
-    if found.difference != found.difference:
-        return ""
-    without = "." if found.without is None else f" with it, by {_number(found.without)} without."
-    return f"The worst gradient differs by {_number(found.difference)}{without}"
 
 
 def _wrapped(text: str) -> str:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.callback import GradientAccumulation
+from lightning_accum.engine import Engine
 from lightning_accum.from_lightning import CombinedLoader, Strategy, is_overridden, isolate_rng, pl
 from lightning_accum.package import check_package
 from lightning_accum.policy import is_natural
@@ -76,13 +77,14 @@ def verify(
             single batch is cut into as many), and if one process takes the step of the full batch, so must the ranks: fresh
             processes on the CPU, beside those of torchrun if it has started this one. What is sent to them has to be picklable, and
             a script calls ``verify`` below ``if __name__ == "__main__":``. The report names the rank, the parameter and the factor.
-        strategy: what trains over these ranks: a name, or an object of any strategy, this package's or not.
+        strategy: what trains over these ranks: the name of a strategy of this package, or an object of one.
         policy: further arguments of :class:`GradientAccumulation`: ``weight``, ``split``, ``trim_padding``, ...
 
     Returns:
         A report that is true where equality holds. Print it.
 
     Raises:
+        UnreadableLossError: what the micro-batches weigh cannot be read from their losses.
         MisconfigurationException: there is nothing to compare: manual optimization, a window of one micro-batch, too few batches;
             or the module holds an iterator, is in a training now, or does not run in this precision. A rank fails,
             or they wait for each other.
@@ -97,7 +99,7 @@ def verify(
     given, module = module, uncompiled(module)
     for value in (module, data):
         check_package(value)
-    if (objection := _objection(module, window, micro_batch, devices, accelerator)) is not None:
+    if (objection := _objection(module, window, micro_batch, devices, accelerator, strategy)) is not None:
         raise MisconfiguredError(objection)
     size = (window or 1) * devices
     arguments = {"window": size, "micro_batch": micro_batch, **policy}
@@ -122,7 +124,7 @@ def verify(
                 " converted to it (but no tensors in objects of a class of their own); pass"
                 ' verify(precision="32-true") for operations that it is too wide for.'
             ) from error
-    if diagnosis.window is not None and diagnosis.window.parts < 2 and size < 2 and not policy.get("row_wise"):
+    if diagnosis.window.parts < 2 and size < 2 and not policy.get("row_wise"):
         rows = "" if comparison.rows is None else f" of {comparison.rows} rows"
         raise MisconfiguredError(
             f"verify(micro_batch={micro_batch!r}) has nothing to compare: the batch{rows} is one micro-batch. Pass a smaller one or"
@@ -189,7 +191,7 @@ def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
     return (item[0] for item in data) if isinstance(data, CombinedLoader) else data
 
 
-def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, accelerator: str) -> str | None:
+def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, accelerator: str, strategy: Any) -> str | None:
     """What is wrong with the arguments."""
     if not isinstance(module, pl.LightningModule):
         return f"verify takes a LightningModule, but got {type(module).__name__}."
@@ -207,6 +209,8 @@ def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, acceler
         return f"verify(devices={devices!r}): expected a number of ranks from 1."
     if devices > 1 and accelerator != "cpu":
         return f'verify(devices={devices}, accelerator="{accelerator}"): ranks run with accelerator="cpu" only.'
+    if not (isinstance(strategy, Engine) or str(strategy).startswith("accum")):
+        return f'verify(strategy={strategy!r}): only those of this package weight micro-batches, as "accum_ddp" does.'
     if devices > 1 and is_under_torchrun() and int(os.environ["WORLD_SIZE"]) != devices:
         return f"verify(devices={devices}) runs under torchrun with {os.environ['WORLD_SIZE']} processes: pass as many."
     if micro_batch == "auto":
@@ -224,46 +228,29 @@ def _report(
     module: pl.LightningModule, comparison: Comparison, seen: Diagnosis, over_ranks: OverRanks | None, precision: Any
 ) -> Report:
     full, window, result = seen.full, seen.window, over_ranks or seen
-    second, weight, loss = "there could be none on micro-batches", "cannot be read", math.nan
     notes = []
     if full.dropout:
         where = listed(full.dropout, " places")
         notes.append(f"Dropout was switched off ({where}): micro-batches draw other numbers than their batch.")
-    if not module.training:
-        notes.append(
-            "The module is in evaluation mode, and was compared in it, as the Trainer would run it: module.train() changes that."
-        )
     if comparison.padding:
         notes.append(f"To be put together, {comparison.padding}.")
     notes += seen.notes
-    if window is not None:
-        notes += [warning for warning in window.warnings if warning not in full.warnings]
-        loss = window.loss if over_ranks is None else over_ranks.loss
-        parts, batches = f"{window.parts} micro-batches", len(comparison.batches)
-        if batches > 1:
-            parts = f"{batches} loader batches" + (", split into micro-batches," if window.parts > 1 else "")
-        if over_ranks is not None:
-            parts += f" on {over_ranks.ranks} ranks ({over_ranks.strategy_in_words})"
-        second, weight = f"one on the same rows as {parts}", window.weight or "none: the window was one micro-batch"
+    notes += [warning for warning in window.warnings if warning not in full.warnings]
+    parts, batches = f"{window.parts} micro-batches", len(comparison.batches)
+    if batches > 1:
+        parts = f"{batches} loader batches" + (", split into micro-batches," if window.parts > 1 else "")
     by_size = sorted(result.gradient.by_name.items(), key=lambda row: -row[1] if row[1] == row[1] else -math.inf)
     size = "" if comparison.rows is None else f" of {comparison.rows} rows"
     return Report(
         module=type(module).__name__,
-        compared=f"One optimizer step on a full batch{size}, and {second}, in precision {precision}.",
+        compared=f"One optimizer step on a full batch{size}, and one on the same rows as {parts}, in precision {precision}.",
         gradient=result.gradient.overall,
-        losses=(full.loss, loss),
+        losses=(full.loss, result.loss),
         tolerance=seen.tolerance,
-        tolerance_reason=_reason(full.dtype, seen.tolerance),
+        tolerance_reason=f"the loss computes in {str(full.dtype).removeprefix('torch.')}",
         parameters=dict(by_size),
-        weight=weight,
+        weight=window.weight or "none: the window was one micro-batch",
         breaks=result.breaks,
         ranks=1 if over_ranks is None else over_ranks.ranks,
         notes=notes,
     )
-
-
-def _reason(dtype: torch.dtype, tolerance: float) -> str:
-    computes = f"the loss computes in {str(dtype).removeprefix('torch.')}"
-    if tolerance > max(1e-12, 16 * torch.finfo(dtype).eps):
-        return f"{computes}; four times what the order of its rows alone changes"
-    return computes if dtype == torch.float64 else f"{computes}; sixteen of its roundings"

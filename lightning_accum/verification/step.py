@@ -108,8 +108,7 @@ class StepRecorder(Callback):
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self.step.dtype = narrowest_dtype(loss)
-        divisor = 1 if isinstance(trainer.strategy, Engine) else trainer.accumulate_grad_batches
-        self.step.losses.append(float(loss.detach()) * divisor)
+        self.step.losses.append(float(loss.detach()))
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
@@ -244,8 +243,11 @@ class StepRunner:
 
     def accumulated(self, batches: Sequence[Any], change: Change = _UNCHANGED, **policy: Any) -> Step:
         """The step of this package on a window of these loader batches, after its check of the first."""
-        callback = GradientAccumulation(**{"log": False, **self.policy, **policy, "window": len(batches)})
-        return self._run(batches, change, StepRecorder(), [callback], strategy="accum")
+        return self._run(batches, change, StepRecorder(), [self.policy_for(batches, **policy)], strategy="accum")
+
+    def policy_for(self, batches: Sequence[Any], **policy: Any) -> GradientAccumulation:
+        """The callback for a window of these loader batches."""
+        return GradientAccumulation(**{"log": False, **self.policy, **policy, "window": len(batches)})
 
     def _run(self, batches: Sequence[Any], change: Change, recorder: StepRecorder, callbacks: list[Any], **arguments: Any) -> Step:
         with self.state.restored_afterwards(), warnings.catch_warnings(record=True) as caught, torch.enable_grad():
@@ -309,12 +311,11 @@ def uncompiled(module: Any) -> Any:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the Trainers' own messages."""
-    loggers = [logging.getLogger(name) for name in (pl.__name__, fabric.__name__)]
-    levels = [logger.level for logger in loggers]
+    loggers = {logger: logger.level for logger in (logging.getLogger(pl.__name__), logging.getLogger(fabric.__name__))}
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in loggers.items():
             logger.setLevel(level)

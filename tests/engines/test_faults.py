@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections import UserList
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from processes import free_port
 from sharded import DoublePrecision, ShardedScalar, fsdp2, needs_sharding_on_cpu, whole_parameters
-from support import ListOfBatches, ddp, loader, python_path, trainer, x
+from support import ddp, loader, python_path, trainer, x
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.data import DataLoader
 
@@ -192,7 +193,7 @@ class Fault:
             os.kill(os.getpid(), signal.Signals[self.what])
 
 
-class Batches(ListOfBatches):
+class Batches(UserList):  # iterating goes through __getitem__, too
     def __init__(self, batches: Sequence[Any], rank: int, fault: Fault) -> None:
         super().__init__(batches)
         self.rank, self.fault = rank, fault

@@ -53,10 +53,9 @@ class Planted(Language):
             shard(self, [*self.net.blocks, self.net])
 
     def on_train_start(self) -> None:
-        hooks = {"a rank counted twice": lambda gradient: 2 * gradient, "a rank left out": torch.zeros_like}
-        if rank() == 1 and self.what in hooks:
+        if rank() == 1 and self.what == "a rank counted twice":
             for parameter in self.parameters():
-                parameter.register_hook(hooks[self.what])
+                parameter.register_hook(lambda gradient: 2 * gradient)
         if self.what == "a parameter made late":
             self.late = nn.Parameter(torch.ones((), dtype=torch.float64))
             self.trainer.optimizers[0].add_param_group({"params": [self.late]})
@@ -70,18 +69,13 @@ class Planted(Language):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         if self.what == "a rank without a loss" and rank() == 1:
             return None
-        logits, labels = self.net(batch["input_ids"]), batch["labels"].clone()
+        logits, labels = self.net(batch["input_ids"]), batch["labels"]
         if self.what == "dropout":
             logits = nn.functional.dropout(logits, 0.1)
-        if self.what == "other seeds":  # features are left out, the same for all rows; each rank draws others
-            torch.manual_seed(rank())
-            logits = logits * (torch.rand(17, dtype=torch.float64) < 0.5)
         if self.what == "a number of the default type":
             logits = logits * torch.tensor(1 / 3)
         if self.what == "other buffers":
             logits = logits / self.temperature
-        if self.what == "labels of one rank dropped":
-            labels[:, -1 if rank() else labels.shape[1] :] = -100
         if self.what == "a parameter made late":
             logits = logits * self.late
         if self.what == "a sum":
@@ -140,29 +134,13 @@ def test_ranks_compute_in_the_default_type_of_this_process() -> None:
 # --- what is planted is named ---------------------------------------------------------------------------------------------
 
 
-class WithHook(DDPAccumulationStrategy):
+class Compresses(DDPAccumulationStrategy):
     """Lightning registers communication hooks on GPUs only."""
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         ddp = super()._setup_model(model)
-        ddp.register_comm_hook(None, self.hook())
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         return ddp
-
-
-class Sums(WithHook):
-    """Sums where DistributedDataParallel averages."""
-
-    def hook(self) -> Any:
-        def hook(state, bucket):  # torch looks at annotations, and these would be strings
-            future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-            return future.then(lambda done: done.value()[0])
-
-        return hook
-
-
-class Compresses(WithHook):
-    def hook(self) -> Any:
-        return default_hooks.fp16_compress_hook
 
 
 class HeadIsIgnored(DDPAccumulationStrategy):
@@ -174,15 +152,9 @@ class HeadIsIgnored(DDPAccumulationStrategy):
 SHARDS = "accum_model_parallel"
 PLANTED: list[tuple[str, Any, str, str]] = [
     ("a rank counted twice", "accum_ddp", "weights of the ranks", "count 1, 2 times"),
-    ("a rank left out", "accum_ddp", "weights of the ranks", "count 1, 0 times"),
-    ("", "ddp", "weights of the ranks", "times"),
-    ("loss times the world size", "accum_ddp", "loss of a rank", "2 times"),
     ("loss of one rank scaled", "accum_ddp", "loss of a rank", "rank 1 has the loss"),
-    ("labels of one rank dropped", "accum_ddp", "loss of a rank", "rank 1"),
-    ("", Sums(), "weights of the ranks", "count 2, 2"),
     ("", HeadIsIgnored(), "weights of the ranks", "net.head.bias"),
     ("other buffers", DDPAccumulationStrategy(broadcast_buffers=False), "loss of a rank", "temperature"),
-    ("other seeds", "accum_ddp", "loss of a rank", "random numbers"),
     ("other parameters", "accum_ddp", "loss of a rank", "net.head.weight"),
     ("", Compresses(), "gradients of the ranks", "net"),
     ("a rank without a loss", "accum_ddp", "loss of a rank", "Rank 1 has 0 micro-batches"),
@@ -203,11 +175,10 @@ def test_a_planted_bug_is_named(what: str, strategy: Any, name: str, found: str)
     assert name in report.verdict
 
 
-def test_lightnings_own_strategy_over_micro_batches_of_several_sizes_is_not_equal() -> None:
+def test_micro_batches_of_several_sizes_are_equal_over_ranks() -> None:
     rows = sentences(16)
     batches = [pad(rows[start:stop]) for start, stop in ((0, 5), (5, 7), (7, 15), (15, 16))]
-    assert not verify(Planted(), batches, window=2, devices=2, strategy="ddp")
-    assert verify(Planted(), batches, window=2, devices=2, strategy="accum_ddp")
+    assert verify(Planted(), batches, window=2, devices=2)
 
 
 def test_what_breaks_equality_in_one_process_is_named_before_any_rank_starts() -> None:
@@ -233,6 +204,7 @@ def test_a_rank_that_fails_is_an_error_that_names_it(what: str, named: str) -> N
         ({"devices": 0}, "devices"),
         ({"devices": "auto"}, "devices"),
         ({"devices": 2, "accelerator": "gpu"}, "accelerator"),
+        ({"devices": 2, "strategy": "ddp"}, "accum_ddp"),
         ({"devices": 1}, "micro_batch="),
         ({"devices": 32}, "16 rows"),
         ({"devices": 2, "strategy": DDPAccumulationStrategy(start_method="fork")}, "start_method"),

@@ -44,17 +44,6 @@ class Shares(Scalar):
         super().__init__(by_rank=[[x(1), x(2, 3)], [x(4, 5, 6), x(7)]])
 
 
-class Labelled(Scalar):
-    """Batches with labels, of which -100 does not count; a loss that shows nothing of its count."""
-
-    def __init__(self) -> None:
-        super().__init__([{"labels": torch.tensor([[3, 5, -100, -100]])}, {"labels": torch.tensor([[1, 2, 4, 7]])}])
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        labels = batch["labels"].double()
-        return (self.w * labels * (labels >= 0)).sum() / float((labels >= 0).sum())
-
-
 class Recorded(GradientAccumulation):
     """Keeps what it was given."""
 
@@ -186,6 +175,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[float] | None]] = {
     "a function with types weighs": ({"window": 2, "weight": "test_command_line.numel"}, WEIGHED * 2),
     "a function without types weighs": ({"window": 2, "weight": "test_command_line.numel_without_types"}, WEIGHED * 2),
     "samples": ({"window": 2, "weight": {"class_path": "lightning_accum.SampleCount"}}, WEIGHED * 2),
+    "tokens": ({"weight": {"class_path": "lightning_accum.TokenCount", "init_args": {"key": "y", "shift": False}}}, None),
+    "the type of the sums": ({"window": 2, "accumulate_dtype": "torch.float32"}, None),
     "tail and clock": ({"window": 3, "tail": "drop", "scheduler_counts": "micro_batches"}, [3, 3]),
 }
 
@@ -196,26 +187,6 @@ def test_an_argument_in_yaml_trains_as_in_python(case: str) -> None:
     init_args, expected = ARGUMENTS[case]
     cli = fit(config(init_args, max_epochs=2))
     assert cli.model.gradients == pytest.approx(expected, rel=1e-15)
-
-
-def test_tokens_are_counted_as_the_yaml_says() -> None:
-    weight = {"class_path": "lightning_accum.TokenCount", "init_args": {"key": "labels", "shift": False}}
-    cli = fit(config({"window": 2, "weight": weight}), Labelled)
-    assert cli.model.gradients == pytest.approx([(3 + 5 + 1 + 2 + 4 + 7) / 6], rel=1e-15)
-
-
-def test_a_yaml_file_names_the_type_of_the_sums() -> None:
-    class InBfloat16(Scalar):
-        """Its gradients are 256, 1 and 1: in bfloat16 their sum is 256."""
-
-        def __init__(self) -> None:
-            super().__init__([torch.tensor([value]) for value in (256.0, 1.0, 1.0, 129.0)])
-
-        def loss(self, batch: torch.Tensor) -> torch.Tensor:
-            return (self.w * batch).mean()
-
-    cli = fit(config({"window": 4, "accumulate_dtype": "torch.float32"}, precision="bf16-true"), InBfloat16)
-    assert cli.model.gradients == [torch.tensor(387 / 4).bfloat16().item()]
 
 
 # --- strategies ----------------------------------------------------------------------------------------------------------
@@ -302,16 +273,3 @@ def test_a_printed_configuration_builds_the_same_again(case: str, capsys: pytest
     Path("printed.yaml").write_text(yaml.safe_dump({name: printed[name] for name in ("seed_everything", "trainer", "model")}))
     (again,) = (callback.given for callback in built("printed.yaml").trainer.callbacks if isinstance(callback, Recorded))
     assert again == expected
-
-
-@pytest.mark.parametrize(("init_args", "steps"), [({"window": {0: 1, 1: 2}}, 6), ({"window": 2, "weight": "equal"}, 4)])
-@pytest.mark.filterwarnings("ignore")
-def test_the_configuration_that_lightning_saves_beside_the_logs_trains_the_same_again(
-    init_args: dict[str, Any], steps: int
-) -> None:
-    path = config(init_args, max_epochs=2, logger=True, default_root_dir="logs")
-    first = LightningCLI(Numbers, args=["fit", "--config", path])
-    saved = Path(first.trainer.log_dir) / "config.yaml"
-    again = LightningCLI(Numbers, args=["fit", "--config", str(saved)], save_config_kwargs={"overwrite": True})
-    assert first.model.gradients == again.model.gradients
-    assert len(again.model.gradients) == steps

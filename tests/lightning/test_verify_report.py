@@ -151,12 +151,8 @@ class Bad(Good):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx)["loss"] * (1 + batch_idx)
 
-class Wide(Good):
-    def __init__(self, width):
-        super().__init__()
-
-def wide():
-    return Wide(3)
+def made():
+    return Good()
 
 batch = torch.randn(8, 32)
 bags = iter([{"x": torch.randn(2, 32)}, {"y": torch.randn(3, 32)}])
@@ -165,13 +161,12 @@ DATA = ["--data", "project:batch"]
 COMMANDS: list[tuple[str, int, str]] = [
     ("project:Good --data project:batch --micro-batch 4", 0, "Equal"),
     ("project:Good --window 4", 0, "Equal"),
-    ("project:wide --data project:batch --micro-batch 4 --precision 32-true", 0, "float32"),
+    ("project:made --data project:batch --micro-batch 4 --precision 32-true", 0, "float32"),
     ("project:Bad --data project:batch --window 2", 1, "batch_idx"),
     ("project:Good --data project:batch --micro-batch 8", 1, "micro_batch"),
     ("project:Good --window 2 --data project:bags", 1, "join"),
     ("project:Good --data project:batch", 1, "micro_batch"),
     ("project:Good --micro-batch 0", 2, "--micro-batch"),
-    ("project:Wide --window 2", 2, "project:Wide"),
     ("project:Gone --window 2", 2, "Gone"),
     ("projekt:Good --window 2", 2, "projekt"),
     ("project --window 2", 2, "module:name"),

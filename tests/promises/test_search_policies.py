@@ -18,7 +18,7 @@ from processes import found_by_two_ranks
 from search_by_hand import ByHand, Outcome, optimizer_of, scheduler_of
 from search_points import Batch, Net, Point, draw
 from sharded import needs_sharding_on_cpu, shard, whole_parameters
-from support import ListOfBatches, relative_error, seeds_of_a_search, trainer
+from support import relative_error, seeds_of_a_search, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -57,7 +57,7 @@ class Searched(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         batches = self.point.batches[self.trainer.global_rank]
-        return DataLoader(ListOfBatches(batches) if self.point.is_sized else Unsized(batches), batch_size=None)
+        return DataLoader(batches if self.point.is_sized else Unsized(batches), batch_size=None)
 
     def configure_optimizers(self) -> Any:
         optimizer, module = optimizer_of(self.point, self.net), self

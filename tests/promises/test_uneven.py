@@ -14,7 +14,7 @@ import torch
 from harness import ENGINES as HELD
 from harness import Unsized, assert_one_window_one_batch, on, windows_of
 from sharded import ShardedScalar, needs_sharding_on_cpu, total_of
-from support import ListOfBatches, Toy, fit, loader, x
+from support import Toy, fit, loader, x
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics import MeanMetric, SumMetric
@@ -56,7 +56,7 @@ class Uneven(ShardedScalar):
 
     def train_dataloader(self) -> DataLoader:
         own = self.own(self.by_rank)
-        return DataLoader(ListOfBatches(own) if self.has_length else Unsized(own), batch_size=None)
+        return DataLoader(own if self.has_length else Unsized(own), batch_size=None)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
@@ -155,7 +155,7 @@ class ByEpoch(Uneven):
     def train_dataloader(self) -> DataLoader:
         by_epoch = [self.own(by_rank) for by_rank in self.by_rank]
         if self.has_length:
-            return DataLoader(ListOfBatches(by_epoch[self.trainer.current_epoch]), batch_size=None)
+            return DataLoader(by_epoch[self.trainer.current_epoch], batch_size=None)
         return DataLoader(Streams(by_epoch), batch_size=None)
 
 
