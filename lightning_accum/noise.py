@@ -195,15 +195,9 @@ class GradientNoiseScale(Callback):
                 self._watch(parameter for parameter in part._parameters.values() if parameter is not None)
 
     def _see(self, number: int, gradient: Tensor) -> None:
-        if self._norms is None or self._accumulation is None:
-            return
-        is_part = number in self._norms  # the norm of a sum does not follow from the norms of its parts
-        self._norms[number] = _norm_of(gradient.detach()) * (math.nan if is_part else 1.0)
-        if is_part:
-            self._accumulation.warn_once(
-                "GradientNoiseScale cannot measure a window in which a gradient comes in several parts, as with reentrant"
-                " checkpointing of modules that share a parameter: use checkpoint(..., use_reentrant=False)."
-            )
+        if self._norms is not None:
+            # the norm of a sum does not follow from the norms of its parts: such a window is not measured
+            self._norms[number] = _norm_of(gradient.detach()) * (math.nan if number in self._norms else 1.0)
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
@@ -258,8 +252,8 @@ class GradientNoiseScale(Callback):
         if accumulation is not None and found is None:
             accumulation.warn_once(
                 "GradientNoiseScale has no estimate: it takes two windows of two micro-batches or more, all with a weight and with"
-                " finite gradients. Take several loader batches together, GradientAccumulation(4), or split each,"
-                " GradientAccumulation(micro_batch=...)."
+                " finite gradients, each computed in one part. Take several loader batches together, GradientAccumulation(4), or"
+                " split each, GradientAccumulation(micro_batch=...); checkpoint with use_reentrant=False."
             )
         elif found is not None:
             rank_zero_info(
