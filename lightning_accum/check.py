@@ -61,7 +61,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
 
     Raises:
         DoesNotAddUpError: the parts of the batch, weighed, are not the batch. On all ranks.
-        JointLossError: the loss takes the rows of all ranks, in a window of several loader batches.
+        DoesNotAddUpError: the loss takes the rows of all ranks, in a window of several loader batches.
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
     accumulation.may_count_first = checked.may_count_first

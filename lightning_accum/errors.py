@@ -65,7 +65,3 @@ class NotFiniteError(AccumulationError, FloatingPointError):
 
 class MissingEntryError(AccumulationError, KeyError):
     """A batch has no entry of that name."""
-
-
-class JointLossError(DoesNotAddUpError):
-    """A window of several loader batches has a loss that takes the rows of all ranks together."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_accum.errors import DoesNotAddUpError, JointLossError
+from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.prove import Look, Measured
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.rows import split_lists
@@ -314,7 +314,7 @@ def takes_rows_of_other_ranks(checked: Checked, trial: Trial, rows: Rows) -> boo
     """Find out whether the loss takes the rows of all ranks together. Called on all of them.
 
     Raises:
-        JointLossError: it does, in a window of several loader batches.
+        DoesNotAddUpError: it does, in a window of several loader batches.
     """
     accumulation = checked.accumulation
     if accumulation.ranks.world_size == 1:
@@ -330,5 +330,5 @@ def takes_rows_of_other_ranks(checked: Checked, trial: Trial, rows: Rows) -> boo
         accumulation.verdict = Verdict(None, seen="the loss takes the rows of all ranks together")
         accumulation.has_joint_loss, accumulation.checks_left = True, 0
         if accumulation.boundary.size != 1:
-            raise JointLossError(advice.OF_SEVERAL_BATCHES)
+            raise DoesNotAddUpError(advice.OF_SEVERAL_BATCHES)
     return is_joint

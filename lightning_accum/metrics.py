@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.from_lightning import ProgressBar, pl
+from lightning_accum.from_lightning import pl
 from lightning_accum.manual import ManualWindows
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
@@ -32,19 +32,6 @@ class WindowMetrics:
         self._epoch: list[tuple[Tensor | float, Tensor | float]] = []
         self._weighed_loss, self._weight = (0.0, 0.0) if epoch_loss is None else epoch_loss
         self._last_end: float | None = None
-        self._in_bar: dict[str, Any] = {}
-        self._bar = trainer.progress_bar_callback
-        if self._bar is not None:
-            self._show_in(self._bar)
-
-    def _show_in(self, bar: ProgressBar) -> None:
-        original = bar.get_metrics
-
-        def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:
-            in_bar = {name: value.item() if isinstance(value, Tensor) else value for name, value in self._in_bar.items()}
-            return {**in_bar, **original(trainer, pl_module)}
-
-        bar.get_metrics = get_metrics  # type: ignore[method-assign]
 
     def log_window(self, windows: Accumulation) -> None:
         """Show the window that ended last; None did if the optimizer's closure was not called."""
@@ -85,8 +72,8 @@ class WindowMetrics:
         }
         if not isinstance(closed.weight, Tensor) and (rate := self._weight_per_second(closed.weight)) is not None:
             metrics["window/weight_per_second"] = rate
-        self._in_bar = {"w_loss": closed.loss, "w_steps": _Whole(steps)}
         self._rows.show(metrics)
+        self._rows.in_bar = {"w_loss": closed.loss, "w_steps": _Whole(steps)}
 
     def _weight_per_second(self, weight: float) -> float | None:
         """Between the ends of the last two windows; None for the first, and where the clock has not moved."""
@@ -119,10 +106,8 @@ class WindowMetrics:
         self._epoch = []
 
     def close(self) -> None:
-        """Give the progress bar back, and the loggers what they have not got."""
+        """Give the loggers what they have not got."""
         self._rows.flush()
-        if self._bar is not None:
-            vars(self._bar).pop("get_metrics", None)
 
 
 class _Whole(int):

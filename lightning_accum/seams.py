@@ -244,6 +244,7 @@ trainer.connectors.data_connector._DataConnector
     _prepare_dataloader | deals SameOrderSampler and BalancedBatchSampler to the ranks | 7ca31a88
     _resolve_sampler | Lightning's own sampler repeats no samples | 53f73aba
 trainer.connectors.logger_connector.logger_connector._LoggerConnector
+    progress_bar_metrics | shows the loss of the last window | f49f5874
     on_batch_end | takes in what was logged in a loader batch | 328cf288
     should_update_logs | loggers get metrics at this step, or at one of its loader batch | a446a83e
     log_metrics update_train_step_metrics | a window's metrics are in the row of its step | e81ba200 577833c6

@@ -19,7 +19,7 @@ from lightning_accum.micro_batch import EMPTY, MicroBatch, Output, Weighed, join
 from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.plan import Mark, Plan
-from lightning_accum.step import Backward, CountsAhead, Outcome, SessionEngine, Step, ZeroGrad
+from lightning_accum.step import Backward, CountsAhead, Outcome, SessionEngine, Step
 from lightning_accum.sync import GradientSync
 from lightning_accum.undo import Undo
 from lightning_accum.weighing.counts import count_samples
@@ -224,7 +224,7 @@ class Session:
             return EMPTY
         return weighed
 
-    def zero_grad(self, step: ZeroGrad, is_after_forward: bool = True) -> None:
+    def zero_grad(self, step: Backward, is_after_forward: bool = True) -> None:
         """Clear the gradients of an earlier window, if it was not done.
 
         Args:

@@ -24,8 +24,8 @@ class SessionEngine(Protocol):
         """Say what was understood: the first loss was weighed."""
 
 
-class ZeroGrad(Protocol):
-    """How gradients are cleared."""
+class Backward(Protocol):
+    """How gradients are cleared and made: all that is asked of a hand-written loop, which runs its forward itself."""
 
     @property
     def skips_backward(self) -> bool:
@@ -33,10 +33,6 @@ class ZeroGrad(Protocol):
 
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""
-
-
-class Backward(ZeroGrad, Protocol):
-    """How gradients are made: all that is asked of a hand-written loop, which runs its forward itself."""
 
     def backward(self, loss: Tensor, grad_output: Tensor | None, /) -> None:
         """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""

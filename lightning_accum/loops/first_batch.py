@@ -12,9 +12,7 @@ from typing import Any, cast
 import torch
 
 from lightning_accum import check
-from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.engine import Engine
-from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.from_lightning import HalfPrecision, MixedPrecision, call, pl, rank_zero_info
 from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked, have_one_loss
@@ -22,10 +20,6 @@ from lightning_accum.loops.results import collecting_logs
 from lightning_accum.trial_mode import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.whole.row_proof import prove_row_wise
-
-
-class MisconfiguredLossError(DoesNotAddUpError, MisconfiguredError):
-    """A window is longer than the loss allows."""
 
 
 def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callable[[Any], Any]:
@@ -75,10 +69,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
         rank_zero_info,
         _may_count_first(trainer, strategy),
     )
-    try:
-        check.check_first_batch(checked, list(kwargs.values())[:1])
-    except JointLossError as error:
-        raise MisconfiguredLossError(str(error)) from None
+    check.check_first_batch(checked, list(kwargs.values())[:1])
     accumulation.look_at_doubted = partial(check_doubted, checked)
 
 

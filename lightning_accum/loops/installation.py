@@ -49,7 +49,7 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
         specialised(trainer, AccumulatingTrainer, is_users_first=True),
         specialised(trainer._data_connector, NonPaddingSampling),
         specialised(signals, DeferredSigterm),
-        specialised(trainer._logger_connector, WindowRows, pending={}),
+        specialised(trainer._logger_connector, WindowRows, pending={}, in_bar={}),
         specialised(fit_loop, AccumulatingFitLoop, seams=ExitStack()),
         specialised(epoch_loop, AccumulatingEpochLoop, strategy=strategy),
         specialised(epoch_loop.automatic_optimization, WindowOptimization, strategy=strategy),

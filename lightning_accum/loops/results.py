@@ -149,6 +149,14 @@ class WindowRows(_LoggerConnector):
 
     pending: dict[str, Tensor]
     """Of a window that has ended, and whose loader batch has not."""
+    in_bar: dict[str, Any]
+    """What the progress bar shows of the last window."""
+
+    @property
+    @override
+    def progress_bar_metrics(self) -> Any:
+        shown = {name: value.item() if isinstance(value, Tensor) else value for name, value in self.in_bar.items()}
+        return {**shown, **super().progress_bar_metrics}  # a metric of the module's may have such a name
 
     @override
     def on_batch_end(self) -> None:
