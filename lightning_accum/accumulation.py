@@ -21,7 +21,7 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
-from lightning_accum.weighing.alike import Alike
+from lightning_accum.weighing.alike import Alike, Doubt, Reason
 from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.modes import Contribution
 from lightning_accum.weighing.terms import Denominator, scale_terms
@@ -31,6 +31,9 @@ from lightning_accum.window import Window
 from lightning_accum.window_loss import WindowLoss
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
+
+LOOKS_AGAIN = 8
+"""In the windows that are a power of it one micro-batch is looked at again, with the parameters of then."""
 
 
 class BackwardObserver(Protocol):
@@ -95,8 +98,8 @@ class Accumulation(Windows):
         self.checked_rows: Any = None
         """A few rows of the last loader batch that was checked."""
         self.alike = Alike()
-        self.doubted: list[tuple[Denominator, Any, bool]] = []
-        """Micro-batches of the window whose loss is to be looked at, if the number is not 0; whether for terms that are new."""
+        self.doubted: list[Doubt] = []
+        """Micro-batches of the window whose loss is to be looked at."""
         self.doubts_left = 8
         """How many windows more are looked at that have a micro-batch whose weight may be none."""
         self.may_count_first = False
@@ -233,9 +236,18 @@ class Accumulation(Windows):
             return
         is_new = bool(contribution.structure) and self.weigher.is_new(contribution.structure)
         doubt = self.alike.unlike(micro_batch.batch) + (1.0 if is_new else contribution.doubt if self.doubts_left else 0.0)
+        reason: Reason = "new terms" if is_new else "other numbers"
+        if not (self.doubted or isinstance(doubt, Tensor) or doubt) and self._is_time_to_look():
+            doubt, reason = 1.0, "time"
         if isinstance(doubt, Tensor) or doubt:
-            self.doubted.append((doubt, micro_batch.batch, is_new))
+            self.doubted.append(Doubt(doubt, micro_batch.batch, reason))
             self.window.note_doubt(doubt)
+
+    def _is_time_to_look(self) -> bool:
+        """It is window 8, 64, 512, ...: what was found may have been so of the first parameters, or of the first batches, only."""
+        window = self.clock.optimizer_steps + 1
+        is_power = window > 1 and window == LOOKS_AGAIN ** round(math.log(window, LOOKS_AGAIN))
+        return is_power and self.verdict is not None and self.verdict.deviation is not None
 
     def _add_terms(self, loss: Tensor, contribution: Contribution, micro_batch: MicroBatch) -> Weighed:
         """Take in a micro-batch of which each term has its own weight."""

@@ -1,4 +1,4 @@
-"""The check of terms that the loader batches which were checked had not, and of counts that may have been none."""
+"""Later looks: at terms and numbers that the batches which were checked had not, and once in a while at any."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
 from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LATER_WEIGHTS
+from lightning_accum.weighing.alike import Doubt
 from lightning_accum.weighing.counts import Adopted
 
 
 def check_doubted(checked: Checked) -> None:
-    """Check micro-batches of a window whose losses have terms that were not checked, before its step. Called on all ranks.
+    """Check the micro-batch of a window that differs most from those that were checked, before its step. Called on all ranks.
 
     Raises:
         DoesNotAddUpError: they do not add up together with rows that were checked. On all ranks.
     """
     accumulation = checked.accumulation
-    doubted = [one for one in reversed(accumulation.doubted) if one[0]] or [(0.0, accumulation.checked_rows, True)]
-    _, rows, is_new = max(doubted, key=lambda one: (one[2], one[2] or float(one[0])))  # the last new terms, or what differs most
+    doubted = [doubt for doubt in reversed(accumulation.doubted) if doubt.size] or [Doubt(0.0, accumulation.checked_rows, "time")]
+    new = [doubt for doubt in doubted if doubt.reason == "new terms"]
+    _, rows, reason = new[0] if new else max(doubted, key=lambda doubt: float(doubt.size))  # the last, or what differs most
     accumulation.doubted.clear()
     is_unlike = accumulation.alike.learn(rows)
-    accumulation.doubts_left -= not (is_new or is_unlike)
-    if not (is_new or is_unlike or accumulation.doubts_left):
+    is_count = reason == "other numbers" and not is_unlike
+    accumulation.doubts_left -= is_count
+    if is_count and not accumulation.doubts_left:
         accumulation.warn_once(OF_COUNTS_OF_ONE)
     if checked.on_any(rows is None):
         return
@@ -45,12 +48,12 @@ def check_doubted(checked: Checked) -> None:
         modes, names = dict(accumulation.weigher.modes), accumulation.weigher.names()
         numbers = accumulation.ranks.largest(-own.of_batch, own.number, -own.at_once)
         Check(checked, Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False), is_later=True).run()
-    except CannotCheckError as reason:
-        if checked.on_any(is_unlike and not is_new):
+    except CannotCheckError as problem:
+        if not checked.on_any(is_count or reason == "new terms"):
             return  # it is weighed as it was, and nothing speaks against that
         accumulation.warn_once(
             "The loss of a micro-batch has terms that the batches which were checked had not, and they could not be checked:"
-            f" {reason}."
+            f" {problem}."
         )
         return
     weigher = accumulation.weigher

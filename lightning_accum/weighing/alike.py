@@ -1,9 +1,9 @@
-"""What was the same in all rows that were checked: of rows in which it is not, the check has shown nothing."""
+"""Micro-batches that are looked at later: what was the same in all rows that were checked may be other in them."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +12,23 @@ from lightning_accum.weighing.counts import tensors_of
 from lightning_accum.weighing.terms import Denominator, on_host
 
 _IGNORED = -100
+
+
+Reason: TypeAlias = Literal["new terms", "other numbers", "time"]
+
+
+class Doubt(NamedTuple):
+    """A micro-batch that is to be looked at before the step of its window.
+
+    Attributes:
+        size: how much it differs from those that were checked; it is not looked at if that is 0.
+        batch: what ``training_step`` got.
+        reason: terms that the check has not seen; numbers in the batch, or a weight, that it has not; or that it is time.
+    """
+
+    size: Denominator
+    batch: Any
+    reason: Reason
 
 
 class Alike:

@@ -320,6 +320,22 @@ def test_rows_are_looked_at_again_where_they_are_not_alike_in_what_all_that_were
     assert window_that_is_told_of(Toy(ALIKE[name]), data, window=1, micro_batch=2) == 2
 
 
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("policy", [{"window": 2}, {"window": 1, "micro_batch": 4}])
+@pytest.mark.parametrize("named", ["of the parameters", "of a counter"])
+def test_one_micro_batch_is_looked_at_again_in_window_8(named: str, policy: dict[str, Any]) -> None:
+    """What begins to compare rows when the parameters have moved, or after some steps, is not trained in silence."""
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        losses, has_moved = _squares(net, batch), bool((net.bias - bias).abs().max() > 0.05)
+        begins = has_moved if named == "of the parameters" else module.trainer.global_step > 3
+        return F.softplus(losses - (losses.detach().mean() if begins else 0.5)).mean()
+
+    module, data = Toy(loss), labelled(*[8] * 20)
+    bias = module.net.bias.detach().clone()
+    assert window_that_is_told_of(module, data, **policy) == 7
+
+
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}])
 def test_weights_and_masks_that_begin_later_are_no_false_alarm(policy: dict[str, Any]) -> None:
     module = Toy(lambda n, b: (_squares(n, b) * b[2]).sum() / b[2].sum())
