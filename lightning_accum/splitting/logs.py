@@ -265,7 +265,7 @@ def _metric_behind(value: Tensor, metrics: Sequence[Metric]) -> _ValueOfMetric |
         if isinstance(cached, Mapping):
             for name in (name for name, item in cached.items() if item is value):
                 return _ValueOfMetric(metric, name)
-        elif isinstance(cached, Tensor) and value._base is not None and value.shape == cached.shape[1:] and cached.numel():
+        elif isinstance(cached, Tensor) and cached.dim() and value._base is not None and value.shape == cached.shape[1:]:
             # a metric of each class, and what ClasswiseWrapper shows of it
             index = (value.storage_offset() - cached.storage_offset()) // (cached.stride(0) or 1)
             if value._base is (cached if cached._base is None else cached._base) and 0 <= index < len(cached):

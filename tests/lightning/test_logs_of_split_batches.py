@@ -90,7 +90,36 @@ def in_every_way(self: Any, logits: Tensor, y: Tensor, loss: Tensor, batch: Any)
     metrics["mean"](loss.detach(), weight=counted.sum())
     self.log("mean", metrics["mean"], **BOTH)
     metrics["cat"].update(batch["x"][:, 0])
+    self.log("rmse", metrics["rmse"](logits, F.one_hot(y.clamp(min=0), CLASSES).double()), **BOTH)  # with a graph
+    self.log_dict(metrics["classwise"](logits, y), **BOTH)
+    self.log_dict(metrics["named"](logits, y), **BOTH)
+    for scale in (1.0, 2.0, 4.0):
+        self.log("often", scale * loss, **BOTH)
+        self.log("often_in_step", (scale * loss).item(), on_step=True, on_epoch=False)
+        self.log("often_summed", scale * F.cross_entropy(logits.detach(), y, reduction="sum"), reduce_fx="sum", **BOTH)
+    for name, values in (("a_metric", logits), ("under_two_names", -logits)):
+        self.log(name, metrics["twice"](values.argmax(1), y), **BOTH)
+    self.log("tracked", metrics["tracker"](logits, y), **BOTH)
+    self.log("data", loss.data, on_step=True, on_epoch=False, batch_size=len(y))
+    metrics["correlation"](logits[:, 0].detach(), y.double())
+    self.log("correlation", metrics["correlation"], on_step=False, on_epoch=True)
     return {"loss": loss, "logits": logits.detach(), "name": batch["name"], "scale": 2.0}
+
+
+class NamedMetric(MulticlassF1Score):
+    """Computes several values, by name."""
+
+    def compute(self) -> Any:
+        value = super().compute()
+        return {"f1": value, "square": value.square()}
+
+
+class Tracking(MetricTracker):
+    """Starts with one metric."""
+
+    def __init__(self) -> None:
+        super().__init__(MulticlassF1Score(CLASSES, ignore_index=-100))
+        self.increment()
 
 
 def every_metric() -> dict[str, Any]:
@@ -100,7 +129,11 @@ def every_metric() -> dict[str, Any]:
         "of_epoch": MulticlassAccuracy(CLASSES, ignore_index=-100, average="macro"),
         "collection": MetricCollection(shared, prefix="all/"),
         "auroc": MulticlassAUROC(CLASSES, ignore_index=-100, thresholds=20),
-        **{"largest": MaxMetric(), "mean": MeanMetric(), "cat": CatMetric()},
+        "classwise": ClasswiseWrapper(MulticlassRecall(CLASSES, average=None, ignore_index=-100)),
+        "named": NamedMetric(CLASSES, ignore_index=-100),
+        "twice": MulticlassAccuracy(CLASSES, average="micro", ignore_index=-100),
+        **{"largest": MaxMetric(), "mean": MeanMetric(), "cat": CatMetric(), "tracker": Tracking()},
+        **{"rmse": MeanSquaredError(squared=False), "correlation": PearsonCorrCoef()},
     }
 
 
@@ -151,70 +184,9 @@ def test_logs_outputs_metrics_and_hooks_are_those_of_the_whole_batch(size: int) 
         shown = (seen.seen, [row for row in rows if row.keys() - {"step", "epoch"}], module.seen, dict(run.progress_bar_metrics))
         runs.append((*shown, sorted(set(module.indices)), module.metrics["cat"].compute(), run.global_step))
     assert_same(runs[1], runs[0])
+    assert list(runs[1][2][-1]) == list(runs[0][2][-1])  # in the order of logging
     assert len(runs[0][1]) == 12
     assert runs[0][3]
-
-
-def value_with_graph(self: Any, logits: Tensor, y: Tensor, *_: Any) -> None:
-    self.log("rmse", self.metrics["it"](logits, F.one_hot(y.clamp(min=0), CLASSES).double()), **BOTH)
-
-
-def of_each_class(self: Any, logits: Tensor, y: Tensor, *_: Any) -> None:
-    self.log_dict(self.metrics["it"](logits, y), **BOTH)
-
-
-def several_times(self: Any, logits: Tensor, y: Tensor, loss: Tensor, batch: Any) -> None:
-    for scale in (1.0, 2.0, 4.0):
-        self.log("loss", scale * loss, **BOTH)
-        self.log("step", (scale * loss).item(), on_step=True, on_epoch=False)
-        self.log("sum", scale * F.cross_entropy(logits.detach(), y, reduction="sum"), reduce_fx="sum", **BOTH)
-
-
-def one_metric_under_two_names(self: Any, logits: Tensor, y: Tensor, *_: Any) -> None:
-    for name, values in (("a", logits), ("b", -logits)):
-        self.log(name, self.metrics["it"](values.argmax(1), y), **BOTH)
-
-
-def one_name(self: Any, logits: Tensor, y: Tensor, *_: Any) -> None:
-    self.log("f1", self.metrics["it"](logits, y), **BOTH)
-
-
-def detached(self: Any, logits: Tensor, y: Tensor, loss: Tensor, batch: Any) -> None:
-    self.log("train_loss", loss.detach(), on_step=True, on_epoch=False)
-    self.log("kept", loss.data, on_step=True, on_epoch=False, batch_size=len(y))
-
-
-def of_epoch(self: Any, logits: Tensor, y: Tensor, *_: Any) -> None:
-    self.metrics["it"](logits[:, 0].detach(), y.double())
-    self.log("r", self.metrics["it"], on_step=False, on_epoch=True)
-
-
-class NamedMetric(MulticlassF1Score):
-    """Computes several values, by name."""
-
-    def compute(self) -> Any:
-        value = super().compute()
-        return {"f1": value, "square": value.square()}
-
-
-class Tracking(MetricTracker):
-    """Starts with one metric."""
-
-    def __init__(self) -> None:
-        super().__init__(MulticlassF1Score(CLASSES, ignore_index=-100))
-        self.increment()
-
-
-LOGS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
-    "graph": (value_with_graph, lambda: MeanSquaredError(squared=False)),
-    "classwise": (of_each_class, lambda: ClasswiseWrapper(MulticlassRecall(CLASSES, average=None, ignore_index=-100))),
-    "dict": (of_each_class, lambda: NamedMetric(CLASSES, ignore_index=-100)),
-    "several times": (several_times, MeanMetric),
-    "two names": (one_metric_under_two_names, lambda: MulticlassAccuracy(CLASSES, average="micro", ignore_index=-100)),
-    "tracker": (one_name, Tracking),
-    "detached": (detached, MeanMetric),
-    "of the epoch": (of_epoch, PearsonCorrCoef),
-}
 
 
 def seen_by(tell: Any, metric: Any, micro_batch: int | None, *callbacks: Callback) -> list[dict[str, float]]:
@@ -224,17 +196,6 @@ def seen_by(tell: Any, metric: Any, micro_batch: int | None, *callbacks: Callbac
     )
     fit(module, batches(4), *policy, *callbacks, strategy="accum" if policy else "auto", max_epochs=2)
     return module.seen
-
-
-@pytest.mark.some_cases(6)
-@pytest.mark.parametrize("micro_batch", [1, 4])
-@pytest.mark.parametrize("name", LOGS)
-def test_what_is_logged_in_other_ways_is_that_of_the_whole_batch(name: str, micro_batch: int) -> None:
-    tell, make = LOGS[name]
-    whole, split = seen_by(tell, make(), None), seen_by(tell, make(), micro_batch)
-    assert len(whole) == 9
-    assert_same(split, whole)
-    assert list(split[-1]) == list(whole[-1])  # in the order of logging
 
 
 def test_a_stored_loss_that_a_hook_logs_after_backward_is_that_of_the_whole_batch() -> None:
