@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from alive import SavedBytes
 from support import Toy, fit
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,34 +21,6 @@ from lightning_accum import GradientAccumulation, Tokens
 
 SIZE, MANY, LENGTH, FEATURES = 4, 16, 6, 32
 KEPT: list[Tensor] = []
-
-
-class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within this context, the bytes held for backwards to come, and their peak. A tensor that is saved twice counts twice."""
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-        super().__init__(lambda tensor: _Saved(tensor, self), lambda saved: saved.tensor)
-
-    def __enter__(self) -> SavedBytes:
-        super().__enter__()
-        return self
-
-    def add(self, number: int) -> None:
-        self.now += number
-        self.peak = max(self.peak, self.now)
-
-
-class _Saved:
-    """Lives as long as the graph needs the tensor: up to the backward, or to the end of what never has one."""
-
-    def __init__(self, tensor: Tensor, counter: SavedBytes) -> None:
-        self.tensor = tensor.detach()  # with its graph, an output that its own operation saves would hold itself
-        self._counter = counter
-        counter.add(tensor.nbytes)
-
-    def __del__(self) -> None:
-        self._counter.add(-self.tensor.nbytes)
 
 
 def entropy(logits: Tensor) -> Tensor:

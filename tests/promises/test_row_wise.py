@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from alive import SavedBytes
 from harness import assert_one_window_one_batch
 from manual_modules import GAN, draw
 from sharded import needs_sharding_on_cpu, shard
@@ -456,24 +457,11 @@ def test_under_autocast_the_step_is_that_of_the_whole_batch() -> None:
 
 def test_only_one_micro_batch_and_the_outputs_are_held() -> None:
     def largest(size: int, *callbacks: pl.Callback) -> int:
-        held, most = 0, 0
-
-        class Held:
-            def __init__(self, tensor: Tensor) -> None:
-                nonlocal held, most
-                self.tensor = tensor
-                held += tensor.numel()
-                most = max(most, held)
-
-            def __del__(self) -> None:
-                nonlocal held
-                held -= self.tensor.numel()
-
         layers = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(20)]
         module = Toy(partial(of_x, encoded), net=lambda: model(lambda: nn.Sequential(*layers, nn.Linear(5, 6))))
-        with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
+        with SavedBytes() as saved:
             fit(module, collated(size), *callbacks)
-        return most
+        return saved.peak // 8  # numbers of float64
 
     weights, outputs = 20 * 25 + 30, 64 * 6 * 4 + 64 * 64 * 2
     whole, of_parts, of_twice = largest(64), largest(64, row_wise(names="net.a")), largest(128, row_wise(names="net.a"))

@@ -97,20 +97,12 @@ def of_targets_over_padding(module: Reader, batch: Row) -> Tensor:
     return F.cross_entropy(module.head(source_of(module, batch) + pooled), batch["y"])
 
 
-def of_the_rows_with_a_label(module: Reader, batch: Row) -> Tensor:
-    """The two shortest rows have none: their loss is 0, and their gradient, with padding and without."""
-    labels = torch.where(batch["attention_mask"].sum(1) < 3, -100, batch["y"])
-    losses = F.cross_entropy(module.head(module.token(batch["input_ids"]).mean(1)), labels, reduction="sum")
-    return losses / (labels != -100).sum().clamp(min=1)
-
-
 @pytest.mark.parametrize(
     ("loss", "batches"),
     [
         (lambda module, batch: of_tokens(module, batch).mean(), [padded(LENGTHS)] * 2),
         (error_over_padding, [padded(LENGTHS)] * 2),
         (untrained_head, [padded(LENGTHS)] * 2),
-        (of_the_rows_with_a_label, [padded(LENGTHS)] * 2),
         (in_training_only, [padded(LENGTHS)] * 2),
         (from_the_second_epoch, [padded(LENGTHS)] * 2),
         (of_targets_over_padding, [with_targets([6] * 6), with_targets([1, 2, 3, 4, 5, 6])]),
