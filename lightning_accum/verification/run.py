@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.engine import Engine
+from lightning_accum.errors import AccumulationError
 from lightning_accum.from_lightning import CombinedLoader, Strategy, is_overridden, isolate_rng, pl
 from lightning_accum.package import check_package
 from lightning_accum.policy import is_natural
@@ -117,7 +118,7 @@ def verify(
             if devices > 1 and not diagnosis.breaks:  # else it has nothing to do with ranks
                 over_ranks = OverRanks(runner, comparison, diagnosis, devices, strategy)
         except (RuntimeError, TypeError, ValueError) as error:  # those of nn.RNNBase are ValueErrors
-            if not re.search(r"dtype|scalar type|type torch\.|Double|Float", str(error)):
+            if isinstance(error, AccumulationError) or not re.search(r"dtype|scalar type|type torch\.|Double|Float", str(error)):
                 raise
             raise MisconfiguredError(
                 f"{type(module).__name__} does not run in precision={precision!r}: {error}. Parameters, buffers and batches are"

