@@ -24,7 +24,7 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 
 CEILINGS = {
     "lines of code": 15_050,
-    "lines of the package": 22_795,
+    "lines of the package": 22_300,
     "files of the package": 126,
     "width of the package": 152,
     "lines of its largest file": 430,
