@@ -45,9 +45,10 @@ def run_on_ranks(job: Job, devices: int, seconds: float = MOST_SECONDS) -> Any:
     Raises:
         RanksFailedError: a rank failed, or handed over nothing in so many seconds.
     """
-    # what takes seconds to import is imported once, by a server that the ranks are forked from; Windows has none
-    method = "spawn" if sys.platform == "win32" else "forkserver"
-    multiprocessing.set_forkserver_preload([pl.__name__, __name__, "lightning_accum.names"])
+    method = "spawn"
+    if sys.platform != "win32":  # what takes seconds to import is imported once, by a server that the ranks are forked from
+        method = "forkserver"
+        multiprocessing.set_forkserver_preload([pl.__name__, __name__, "lightning_accum.names"])
     ranks, environment = [int(os.environ.get("RANK", "0"))], {}
     if not is_under_torchrun():
         ranks, environment = list(range(devices)), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
