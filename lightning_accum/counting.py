@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.errors import UsageError
@@ -35,14 +32,15 @@ def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync
     counted.loader_batches_left = 0
     rest = iter(()) if accumulation.rest_of_window is None or boundary.size == 1 else accumulation.rest_of_window()
     try:
-        for number, (own, is_shadow_batch) in enumerate(chain([(batch, accumulation.is_shadow_batch)], rest)):
-            counted.loader_batches_left += 1
-            if not isinstance(weights, tuple):
-                _count_by_running(accumulation, step, own, is_shadow_batch, number, sync)
-            elif own is not None and not is_shadow_batch:
-                counted.add({place: count_by(weight, own) for place, weight in enumerate(weights)})
-            if boundary.size == math.inf and accumulation.comes_to_tokens(counted.first()):
-                break
+        with in_eager_mode():  # what is compiled shows no additions
+            for number, (own, is_shadow_batch) in enumerate(chain([(batch, accumulation.is_shadow_batch)], rest)):
+                counted.loader_batches_left += 1
+                if not isinstance(weights, tuple):
+                    _count_by_running(accumulation, step, own, is_shadow_batch, number, sync)
+                elif own is not None and not is_shadow_batch:
+                    counted.add({place: count_by(weight, own) for place, weight in enumerate(weights)})
+                if boundary.size == math.inf and accumulation.comes_to_tokens(counted.first()):
+                    break
     finally:
         if snapshot is not None:
             snapshot.restore()
@@ -65,7 +63,7 @@ def _count_by_running(
             )
         return
     if ahead:
-        batch = step.transferred(batch)
+        batch = step.transferred(_copy(batch))
         if splitting is not None:
             splitting.plan = None
             step.plan_ahead(batch)
@@ -73,22 +71,23 @@ def _count_by_running(
     own, rounds = len(accumulation.plan.pieces) if accumulation.plan is not None else 1, 0
     if sync.is_waited_for_in_forward:  # ranks may have more micro-batches than others
         rounds = own if splitting is None else int(accumulation.ranks.largest(own)[0])
+    is_own = ahead and rounds <= own  # what was drawn ahead is a copy already, and runs once
     with sync.blocked(MicroBatch(batch)):
         for micro_batch in () if is_shadow_batch else micro_batches:
-            _count_micro_batch(accumulation, micro_batch, lambda own_batch: step.run_ahead(own_batch, ahead))
+            _count_micro_batch(accumulation, step, micro_batch if is_own else _copy(micro_batch), ahead)
         for _ in range(0 if is_shadow_batch else own, rounds):
             step.run_ahead(_copy(next(iter(micro_batches))), ahead)
 
 
-def _count_micro_batch(accumulation: Accumulation, micro_batch: Any, forward: Callable[[Any], Tensor | None]) -> None:
+def _count_micro_batch(accumulation: Accumulation, step: CountsAhead, micro_batch: Any, ahead: int) -> None:
     """Run a micro-batch forward, without a backward, and count what the terms of its loss weigh.
 
     Random numbers are those of its real run, if everything is put back after the last of the window.
     """
     counted, values = accumulation.window.counted, TermValues()
     assert counted is not None
-    with in_eager_mode(), values:  # what is compiled shows no additions
-        loss = forward(_copy(micro_batch))
+    with values if accumulation.weigher.hides_values else nullcontext():
+        loss = step.run_ahead(micro_batch, ahead)
     if loss is not None and loss.grad_fn is not None:
         contribution = accumulation.weigher(loss, micro_batch)
         counted.add(contribution.of_terms or {})

@@ -24,7 +24,6 @@ from lightning_accum.weighing.modes import Contribution
 from lightning_accum.weighing.terms import Denominator
 from lightning_accum.window_totals import (
     HAS_FUNCTION,
-    HAS_NEWS,
     NUMBERS,
     ClosedWindow,
     Totals,
@@ -143,11 +142,6 @@ class Window:
         self._losses.append(mean)
         self._contributions.append(contribution)
 
-    @property
-    def last_weight(self) -> Denominator | None:
-        """Of the micro-batch that was taken in last; None for a sum, 0 where there is none."""
-        return self._contributions[-1].weight if self._contributions else 0.0
-
     def weight_so_far(self) -> float:
         """The sum of the weights of this rank; waits for the device that they are on."""
         weights = [contribution.weight for contribution in self._contributions]
@@ -262,7 +256,6 @@ class Window:
         of_terms = None if self.counted is None else self.counted.totals
         is_counted_empty = not any(of_terms or ()) and not any(None in (c.of_terms or {}).values() for c in self._contributions)
         function, contributions, weight, is_sum = self._function, self._contributions, self._total(numbers), bool(totals.sums)
-        has_doubts = totals.has_flag(HAS_NEWS)
         self.discard()
         is_function = function is not None if self._world_size == 1 else totals.has_flag(HAS_FUNCTION)
         totals.check()
@@ -277,7 +270,7 @@ class Window:
             )
         disagree = totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
         if (totals.weight == 0 and not is_sum) or (of_terms is not None and is_sum and is_counted_empty):
-            return totals.empty_window(left_out)
+            return totals.closed(left_out)
         loss, slope = totals.loss if is_sum else totals.loss / weight, 1.0
         if is_function:
             size = totals.micro_batches if is_sum else weight
@@ -285,21 +278,14 @@ class Window:
         if is_sum:
             _scale(gradients, self._world_size * slope)
             shown = next((total for total in of_terms or () if total), 1.0)
-            doubts = {"is_miscounted": is_listed and missed > 1e-6, "do_factors_differ": do_factors_differ}
-            return totals.window(loss, shown, left_out, slope, has_doubts=has_doubts, **doubts)
+            is_miscounted = is_listed and missed > 1e-6
+            return totals.closed(left_out, loss, shown, slope, is_miscounted=is_miscounted, do_factors_differ=do_factors_differ)
         assert self._weight_scale is not None
         _scale(gradients, self._world_size * self._weight_scale / weight * slope)
         self._weight_scale = _power_of_two_near(weight / totals.micro_batches)
         has_others = disagree and any(c.others for c in contributions)
-        return totals.window(
-            loss,
-            weight,
-            left_out,
-            slope,
-            do_terms_disagree=disagree and has_others,
-            do_factors_differ=disagree and not has_others,
-            has_doubts=has_doubts,
-        )
+        doubts = {"do_terms_disagree": has_others, "do_factors_differ": disagree and not has_others}
+        return totals.closed(left_out, loss, weight, slope, **doubts)
 
     def _flags(self) -> list[Denominator]:
         has_function = self._world_size > 1 and self._function is not None

@@ -85,16 +85,13 @@ class Totals(NamedTuple):
         """Whether any rank has raised the flag with this place among those of :func:`as_one_number`."""
         return self.flags // _MOST_RANKS**place % _MOST_RANKS > 0
 
-    def empty_window(self, left_out: int) -> ClosedWindow:
-        """What the window was, if it had no weight."""
-        flags = self.has_flag(FLAG), self.has_flag(IS_LAST)
-        has_doubts = self.has_flag(HAS_NEWS)
-        return ClosedWindow(math.nan, 0.0, int(self.micro_batches), left_out, 1.0, *flags, is_empty=True, has_doubts=has_doubts)
-
-    def window(self, loss: float, weight: float, left_out: int, slope: float, **doubts: bool) -> ClosedWindow:
-        """What the window was, if it had weight; the ``doubts`` are fields of it."""
-        flags = (self.has_flag(FLAG), self.has_flag(IS_LAST)) if self.flags else (False, False)
-        return ClosedWindow(loss, weight, int(self.micro_batches), left_out, slope, *flags, **doubts)
+    def closed(
+        self, left_out: int, loss: float = math.nan, weight: float = 0.0, slope: float = 1.0, **doubts: bool
+    ) -> ClosedWindow:
+        """What the window was, empty if it had no weight; the ``doubts`` are fields of it."""
+        flags = {"is_flagged": self.has_flag(FLAG), "is_last": self.has_flag(IS_LAST), "has_doubts": self.has_flag(HAS_NEWS)}
+        micro_batches = int(self.micro_batches)
+        return ClosedWindow(loss, weight, micro_batches, left_out, slope, is_empty=weight == 0, **flags, **doubts)
 
     def check(self) -> None:
         """Refuse what does not add up to a full batch.

@@ -167,7 +167,7 @@ class AheadFetcher(_PrefetchDataFetcher):
             self._go_to(drawn)
             try:
                 item = super().__next__()
-                self.drawn.append((item, self._place(), self._states()))
+                self.drawn.append((item, self._place(), self._states() if self.loader_states else []))
             except StopIteration:
                 return
             finally:

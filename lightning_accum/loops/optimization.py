@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +90,7 @@ class WindowOptimization(_AutomaticOptimization):
     def transferred(self, batch: Any) -> Any:
         """A loader batch that was drawn ahead, as ``training_step`` gets it."""
         trainer = self.trainer
-        batch = trainer.precision_plugin.convert_input(deepcopy(batch))
+        batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 

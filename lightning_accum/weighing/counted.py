@@ -16,10 +16,9 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import nll_loss
 from torch.overrides import TorchFunctionMode
 
-from lightning_accum.weighing.nodes import ignored_of
+from lightning_accum.weighing.nodes import KEPT, kind_of
 from lightning_accum.weighing.terms import Denominator, Term, quotient
 
 
@@ -172,7 +171,9 @@ OfTerms: TypeAlias = "Mapping[int, Denominator | None]"
 
 
 class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
-    """In here additions of single numbers note what they add up: autograd keeps no values of them."""
+    """In here additions of single numbers note what they add up: autograd keeps no values of them, but for those of some criteria
+    (``KEPT`` in ``nodes.py``).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,33 +193,26 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
                 self._results[node] = result.detach().clone()
         return result
 
+    @torch.no_grad()
     def of(self, loss: Tensor, terms: Sequence[Term]) -> list[tuple[set[int], Denominator]] | None:
         """What terms add to the loss, some of them together; None if that is not known."""
-        found: list[tuple[set[int], Denominator]] = []
+        leaves = [term for term in terms if term.leaf is not None]
+        kept = [(term, term.shares[0] * KEPT[kind_of(term.leaf)](term.leaf)) for term in leaves]
+        found: list[tuple[set[int], Denominator]] = [({term.key}, value) for term, value in kept]
         inside: dict[Any, tuple[set[int], Denominator]] = {}
         for term in terms:
-            for (node, place), above in zip(term.edges, term.above, strict=True):
+            for (node, place), above in zip(term.edges, term.above, strict=True) if term.leaf is None else ():
                 operands = self._operands.get(node, [])
                 value = loss.detach() if place is None else operands[place] if place < len(operands) else None
                 if value is not None:
                     found.append(({term.key}, value if place is None else above * value))
-                    continue
-                if node not in self._results:
-                    return None
-                keys, left = inside.get(node, (set(), above * self._results[node]))  # added up inside of a criterion
-                if term.leaf is None:
+                elif node in self._results:  # added up inside of a criterion
+                    of_leaves = sum(value for term, value in kept if term.edges[0][0] is node)
+                    keys, left = inside.get(node, (set(), above * self._results[node] - of_leaves))
                     inside[node] = ({*keys, term.key}, left)
                 else:
-                    own = term.losses * _sum_of(term.leaf)
-                    found.append(({term.key}, own))
-                    inside[node] = (keys, left - own)
-        return [*found, *((keys, value) for keys, value in inside.values() if keys)]
-
-
-def _sum_of(cross_entropy: Any) -> Tensor:
-    """The losses that a node has reduced, added up."""
-    logits, target, weight = cross_entropy._saved_self, cross_entropy._saved_target, cross_entropy._saved_weight
-    return nll_loss(logits.detach(), target, weight, ignore_index=ignored_of(cross_entropy), reduction="sum")
+                    return None
+        return [*found, *inside.values()]
 
 
 _MOST_ADDED = 64

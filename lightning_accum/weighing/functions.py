@@ -26,7 +26,6 @@ from lightning_accum.weighing.nodes import (
     SUMS,
     THROUGH,
     Node,
-    constant_operand,
     factor_in_sum,
     inputs_of,
     kind_of,
@@ -200,12 +199,13 @@ def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
         below = [node.next_functions[index]] if kind == "_DDPSink" else inputs_of(node)
         if len(below) != 1:
             break
+        is_second = node.next_functions[0][0] is None
         if kind in ("Mul", "Div"):
             try:
-                number = number_of(node._saved_other if kind == "Div" else constant_operand(node))
+                number = number_of(node._saved_self if is_second else node._saved_other)
             except RuntimeError:  # after a backward the graph has freed what it had saved
                 return None
-            if number is None or (kind == "Div" and node.next_functions[0][0] is None):
+            if number is None or (kind == "Div" and is_second):
                 break
             steps.append((kind, (number,)))
         elif kind in _FUNCTIONS:
@@ -215,7 +215,7 @@ def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
             steps.append((kind, numbers))
             found = (len(steps), below[0], node)
         elif kind in ("Add", "Sub", "Rsub"):
-            steps.append(("Mul", (factor_in_sum(node, kind, int(node.next_functions[0][0] is None)),)))
+            steps.append(("Mul", (factor_in_sum(node, kind, int(is_second)),)))
             adds_constant, adds_inside = adds_constant or found is None, found is not None
         elif kind == "Neg":
             steps.append(("Mul", (-1.0,)))

@@ -68,7 +68,9 @@ def may_be_raised(term: Term, mode: Mode, weight: Denominator | None) -> Denomin
         return 0.0
     is_one: Denominator = size_of(weight - 1) < _ROUNDING
     for share in term.shares:
-        if isinstance(share, Tensor) and (isinstance(is_one, Tensor) or is_one):
+        if not isinstance(share, Tensor):
+            is_one = is_one if share else 0.0
+        elif isinstance(is_one, Tensor) or is_one:
             is_one = on_host((share != 0).all() & (share.numel() > 1 or not share.dim()) & is_one)
     return is_one
 

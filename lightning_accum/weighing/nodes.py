@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import mse_loss, nll_loss
 
 Node: TypeAlias = Any  # torch.autograd.graph.Node: its saved attributes are not in the type stubs
 
@@ -65,12 +66,6 @@ def nodes_below(root: Node) -> Iterator[Node]:
         stack.extend(children)
 
 
-def constant_operand(node: Node) -> Any:
-    """The operand of a product that needs no gradient: a tensor, a number, or None if it was not saved."""
-    operand = getattr(node, "_saved_other", None)
-    return operand if operand is not None else getattr(node, "_saved_self", None)
-
-
 def factor_in_sum(node: Node, kind: str, place: int) -> float:
     """What an operand is multiplied by in a sum or a difference: ``other - alpha * self`` in ``Rsub``."""
     if place == (1 if kind == "Rsub" else 0):
@@ -84,7 +79,7 @@ def kinds_below(node: Node) -> tuple[str, ...]:
     kinds: list[str] = []
     while node is not None and len(kinds) < _KINDS_BELOW:
         kind = kind_of(node)
-        if kind not in (*THROUGH, *SOMETIMES, "_DDPSink"):  # one row has others of these, and autocast adds some
+        if kind not in _SHOW_NOTHING:
             kinds.append(kind)
         if kind == _OF_A_CALL:
             break
@@ -93,6 +88,8 @@ def kinds_below(node: Node) -> tuple[str, ...]:
 
 
 _KINDS_BELOW = 4
+_SHOW_NOTHING = {*THROUGH, *SOMETIMES, "_DDPSink"}
+"""One row has others of these, and autocast adds some."""
 _OF_A_CALL = "RowWiseOutputs"
 """The node of a call of a row-wise submodule: what is below it differs from call to call."""
 
@@ -178,6 +175,24 @@ CRITERIA: dict[str, tuple[str, Callable[[Node], Tensor | float]]] = {
     "MultiMarginLoss": ("multi margin loss", _rows),
     "MultilabelMarginLoss": ("multilabel margin loss", _rows),
 }
+
+
+def _cross_entropies(node: Node) -> Tensor:
+    weight = None if node._saved_weight is None else _saved(node._saved_weight)
+    return nll_loss(_saved(node._saved_self), node._saved_target, weight, ignore_index=ignored_of(node), reduction="sum")
+
+
+def _saved(tensor: Tensor) -> Tensor:
+    """Half precision has no room for a sum."""
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+KEPT: dict[str, Callable[[Node], Tensor]] = {
+    "NllLoss": _cross_entropies,
+    "NllLoss2D": _cross_entropies,
+    "MseLoss": lambda node: mse_loss(_saved(node._saved_self), _saved(node._saved_target), reduction="sum"),
+}
+"""The losses of a criterion, added up, of those whose node keeps what it takes."""
 
 # What is linear in each of its operands, or only moves and selects.
 PRODUCTS_ADDED = {"Addbmm", "Addcdiv", "Addcmul", "Addmm", "Addmv", "Baddbmm"}

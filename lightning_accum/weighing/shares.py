@@ -8,48 +8,99 @@ copied to the host, and a gradient whose numbers are all the same is one number.
 from __future__ import annotations
 
 import math
+import operator
 import zlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_accum.errors import UnreadableLossError
-from lightning_accum.weighing.linear import (
-    ADDITIONS,
-    CROSS_ENTROPIES,
-    STACKS,
-    Arrived,
-    Input,
-    Summand,
-    beside_a_kink,
-    is_loss,
-    is_number_alone,
-    numel_of,
-    of_all_alike,
-    of_criterion,
-    run,
-    spread,
-)
+from lightning_accum.exact import exact
 from lightning_accum.weighing.nodes import (
+    CONTRACTIONS,
     CRITERIA,
+    KEPT,
     KINKS,
     LINEAR,
+    MEAN_REDUCTION,
+    PRODUCTS_ADDED,
+    SOMETIMES,
+    SUMS,
+    THROUGH,
     Node,
     factor_in_sum,
     head_of,
     ignored_of,
+    is_first_layer,
     is_of_parameters_only,
     kind_of,
     kinds_below,
+    number_of,
+    reduced_numel,
 )
-from lightning_accum.weighing.terms import PENALTY, Denominator, Term, on_host, one_of, same, size_of
+from lightning_accum.weighing.terms import PENALTY, Denominator, Term, on_host, one_of, quotient, same, size_of, tensor_of
 
 NOWHERE: Mapping[int, int] = MappingProxyType({})
 
+_ADDITIONS, _STACKS, _CROSS_ENTROPIES = {"Add", "Sub", "Rsub"}, {"Stack", "Cat"}, {"NllLoss", "NllLoss2D"}
+_PRODUCTS, _LAYERS = {"Div", "Dot", "Lerp", "Mul", *CONTRACTIONS}, {*CONTRACTIONS, *PRODUCTS_ADDED}
+_NOT_LINEAR_IN = {"Addcdiv": 2, "Div": 1, "Lerp": 2}
+_CHANGES_SOME = {"MaskedFill", "NanToNum", "Where"}
 
+
+class Summand(NamedTuple):
+    """What the loss adds up last.
+
+    Attributes:
+        edge: the addition, and the place of the summand there; None for all of a node.
+        place: in the sum.
+        above: what it is multiplied by on the way to the loss.
+        top: its node.
+    """
+
+    edge: tuple[Node, int | None]
+    place: tuple[int, ...]
+    above: Denominator
+    top: Node
+
+
+class Arrived(NamedTuple):
+    """What arrives at a node, from one summand; see :class:`Term`.
+
+    Attributes:
+        share: one number if all numbers of the gradient are the same, else the gradient.
+        path: the kinds of nodes above, below the addition.
+    """
+
+    share: Denominator
+    summand: Summand
+    total: Denominator | None = None
+    number: Denominator = 1.0
+    kink: Denominator = 1.0
+    is_mean: bool = False
+    is_divided: bool = False
+    path: tuple[str, ...] = ()
+    divisions: tuple[Node, ...] = ()
+
+    @property
+    def is_one(self) -> bool:
+        """One number for all."""
+        return not isinstance(self.share, Tensor) or not self.share.dim()
+
+    def through(self, kind: str, **changes: Any) -> Arrived:
+        """What goes on below a node of that kind."""
+        if kind not in THROUGH and kind not in SOMETIMES and self.path[-1:] != (kind,):
+            changes["path"] = (*self.path, kind)
+        return self._replace(**changes)
+
+
+_Input: TypeAlias = tuple[int, Node, int]
+"""The place of an operand, its node, and the place among the outputs of that."""
+_Below: TypeAlias = list[tuple[Node, int, Arrived]]
+"""Where to go on: a node, the place among its outputs, and what arrives there."""
 _Found: TypeAlias = dict[tuple[Node, int | None], list[tuple[Node, Arrived]]]
 """The losses that are reached, by the edge of their summand."""
 
@@ -106,7 +157,7 @@ def _in_order(root: Node) -> list[Node]:
             order.append(node)
             continue
         stack.append((node, True))
-        if kind_of(node) in LINEAR or kind_of(node) in KINKS:
+        if (kind := kind_of(node)) in LINEAR or kind in KINKS:
             for child, _ in node.next_functions:
                 if child is not None and child not in seen:
                     seen.add(child)
@@ -118,7 +169,7 @@ def _together(first: Arrived, other: Arrived, node: Node, index: int) -> Arrived
     """What arrives at an output on two ways."""
     shares = [first.share, other.share]
     if not (first.is_one and other.is_one):
-        shares = [spread(share, node, index) for share in shares]
+        shares = [_spread(share, node, index) for share in shares]
     return first._replace(
         share=shares[0] + shares[1],
         total=first.total if first.total is other.total or first.total == other.total else float("nan"),
@@ -128,42 +179,45 @@ def _together(first: Arrived, other: Arrived, node: Node, index: int) -> Arrived
     )
 
 
-def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> list[tuple[Node, int, Arrived]]:
+def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
     """Where to go on from ``node``; nothing if it is a loss, which is noted."""
-    kind, own = kind_of(node), numel_of(node, index)
+    kind, own = kind_of(node), _numel_of(node, index)
     inputs = [(place, child, at) for place, (child, at) in enumerate(node.next_functions) if child is not None]
     if own == 0:  # nothing is chosen: there are no losses, whatever divides them
         arrived = arrived._replace(share=0.0)
     elif kind == "_DDPSink":  # every tensor goes in and out of that at the same place
         return [(*node.next_functions[index], arrived)]
     elif kind in CRITERIA and arrived.is_one and node._saved_reduction != 0:
-        arrived = of_criterion(node, kind, arrived)
-    elif kind in KINKS and arrived.is_one and len(inputs) == 1 and is_number_alone(node, index) and is_number_alone(*inputs[0][1:]):
-        return [beside_a_kink(node, kind, *inputs[0], arrived)]
+        arrived = _of_criterion(node, kind, arrived)
+    elif kind in KINKS and arrived.is_one and len(inputs) == 1 and _are_numbers_alone((node, index), inputs[0][1:]):
+        return [_beside_a_kink(node, kind, *inputs[0], arrived)]
     elif kind in LINEAR and inputs:
-        sizes = [numel_of(child, at) for _, child, at in inputs] if kind in ADDITIONS or kind in STACKS else []
-        is_addition = kind in ADDITIONS or (kind in STACKS and max(sizes) == min(sizes) == 1)
+        sizes = [_numel_of(child, at) for _, child, at in inputs] if kind in _ADDITIONS or kind in _STACKS else []
+        is_addition = kind in _ADDITIONS or (kind in _STACKS and max(sizes) == min(sizes) == 1)
         if is_addition and arrived.is_one and own <= max(sizes) * len(inputs):
-            return _summands(node, kind, inputs, arrived, own == 1 or kind in STACKS)
+            return _summands(node, kind, inputs, arrived, own == 1 or kind in _STACKS)
         of_batch = [one for one in inputs if not is_of_parameters_only(one[1])] if len(inputs) > 1 else inputs
-        if not is_loss(node, kind, of_batch, len(inputs), arrived):
-            if len(of_batch) == 1 and arrived.is_one and (below := of_all_alike(node, kind, own, *of_batch[0], arrived)):
+        if not _is_loss(node, kind, of_batch, len(inputs), arrived):
+            if len(of_batch) == 1 and arrived.is_one and (below := _of_all_alike(node, kind, own, *of_batch[0], arrived)):
                 return [(*of_batch[0][1:], below)]
             if all(isinstance(size, int) for size in node._input_metadata[index].shape):  # not so of a nested tensor
-                return run(node, kind, index, of_batch, arrived, own == 1)
+                return _run(node, kind, index, of_batch, arrived, own == 1)
     found.setdefault(arrived.summand.edge, []).append((node, arrived))
     return []
 
 
-def _summands(node: Node, kind: str, inputs: Sequence[Input], arrived: Arrived, is_scalar: bool) -> list[tuple[Node, int, Arrived]]:
+# --- below a node that is linear
+
+
+def _summands(node: Node, kind: str, inputs: Sequence[_Input], arrived: Arrived, is_scalar: bool) -> _Below:
     """The operands of an addition."""
     result = []
     is_own = is_scalar and len(inputs) > 1 and arrived.total is None
     for place, child, at in inputs:
         share = arrived.share
-        if kind in ADDITIONS:
-            numel = numel_of(child, at)
-            times = numel_of(node, 0) // numel if numel else 1  # what is small is added to each number
+        if kind in _ADDITIONS:
+            numel = _numel_of(child, at)
+            times = _numel_of(node, 0) // numel if numel else 1  # what is small is added to each number
             factor = factor_in_sum(node, kind, place) * max(1, times)
             share = share if factor == 1.0 else factor * share
         below = arrived._replace(share=share)
@@ -171,6 +225,135 @@ def _summands(node: Node, kind: str, inputs: Sequence[Input], arrived: Arrived, 
             below = below._replace(path=(), summand=Summand((node, place), (*arrived.summand.place, place), share, child))
         result.append((child, at, below))
     return result
+
+
+def _is_loss(node: Node, kind: str, of_batch: Sequence[_Input], inputs: int, arrived: Arrived) -> bool:
+    """A node of a kind that can be linear is not, in these of its operands, or it is a layer of the network."""
+    places = [place for place, *_ in of_batch]
+    is_product = kind in _PRODUCTS or (kind in PRODUCTS_ADDED and all(places))
+    return (
+        not places
+        or (arrived.total is not None and (kind == "Mul" or kind in _LAYERS) and is_first_layer(node))
+        or (len(places) > 1 and is_product)
+        or (len(places) < inputs and kind in _LAYERS)
+        or _NOT_LINEAR_IN.get(kind) in places
+        or (kind == "Where" and len(places) > 1 and node._saved_condition.numel() == 1)
+    )
+
+
+def _beside_a_kink(node: Node, kind: str, place: int, child: Node, at: int, arrived: Arrived) -> tuple[Node, int, Arrived]:
+    """Go on as if it was straight, and note its slope."""
+    result = node(_spread(1.0, node, 0))
+    slope = _wide(result[place] if isinstance(result, tuple) else result)
+    return child, at, arrived.through(kind, kink=arrived.kink * (2.0 - slope))
+
+
+def _of_criterion(node: Node, kind: str, arrived: Arrived) -> Arrived:
+    """At the losses that a fused criterion has reduced."""
+    if node._saved_reduction == MEAN_REDUCTION:
+        count = CRITERIA[kind][1](node)
+        share = quotient(arrived.share, _wide(count) if isinstance(count, Tensor) else count)
+        return arrived.through(kind, share=share, total=share if arrived.total is None else arrived.total, is_mean=True)
+    share = arrived.share if node._saved_self.numel() else 0.0
+    if kind in _CROSS_ENTROPIES:  # a sum over labels that are all ignored
+        total_weight = _wide(node._saved_total_weight)
+        if isinstance(total_weight, Tensor):
+            share = torch.where(total_weight == 0, torch.zeros_like(total_weight), share)
+        elif total_weight == 0:
+            share = 0.0
+    return arrived.through(kind, share=share, total=arrived.share if arrived.total is None else arrived.total)
+
+
+def _of_all_alike(node: Node, kind: str, own: int, place: int, child: Node, at: int, arrived: Arrived) -> Arrived | None:
+    """Go on with one number; None if what arrives below is not all the same."""
+    numel, share = _numel_of(child, at), arrived.share
+    total = share if arrived.total is None else arrived.total
+    if kind in ("Mean", "Sum"):
+        if not len(child._input_metadata[at].shape):
+            return arrived
+        if kind_of(child) in _STACKS and all(below is None or _numel_of(below, n) == 1 for below, n in child.next_functions):
+            number = 1 / numel if kind == "Mean" else 1.0  # a sum or mean of terms
+            return arrived._replace(share=share * number, number=arrived.number * number)
+        if kind == "Sum":
+            return arrived.through(kind, total=total)
+        share = quotient(share, reduced_numel(node))
+        return arrived.through(kind, share=share, total=share if arrived.total is None else total, is_mean=True)
+    if kind == "Neg":
+        return arrived.through(kind, share=-share)
+    if kind == "Expand" and own >= numel > 0:
+        return arrived.through(kind, share=share * (own // numel))
+    if kind in THROUGH and kind not in _CHANGES_SOME and numel == own:
+        return arrived.through(kind)
+    if kind not in ("Mul", "Div") or numel not in (own, 1):
+        return None
+    operand = node._saved_other if place == 0 else node._saved_self
+    if operand is None or (isinstance(operand, Tensor) and operand.numel() != 1):
+        return None
+    times, share = operator.mul if kind == "Mul" else quotient, share * (own // numel)
+    if (factor := number_of(operand)) is not None:
+        changes = {"share": times(share, factor), "number": times(arrived.number, factor)}
+    else:
+        changes = {"share": times(share, _wide(operand)), "total": total if operand.dim() else arrived.total}
+        if kind == "Div":
+            changes["divisions"] = (*arrived.divisions, node)
+        elif not operand.dim():
+            changes["number"] = arrived.number * _wide(operand)
+    return arrived.through(kind, **changes, is_divided=arrived.is_divided or kind == "Div")
+
+
+def _run(node: Node, kind: str, index: int, inputs: Sequence[_Input], arrived: Arrived, is_scalar: bool) -> _Below:
+    """Run the backward of ``node`` itself."""
+    total = arrived.total
+    if total is None and arrived.is_one and (kind in SUMS or kind in CONTRACTIONS or kind == "Trace"):
+        total = arrived.share
+    result = node(*(_spread(arrived.share, node, at) if at == index else None for at in range(len(node._input_metadata))))
+    gradients = result if isinstance(result, tuple) else (result,)
+    divisor = getattr(node, "_saved_other", None) if kind == "Div" else None
+    arrived = arrived._replace(is_mean=arrived.is_mean or kind == "Mean", is_divided=arrived.is_divided or kind == "Div")
+    if isinstance(divisor, Tensor) and divisor.numel() == 1:
+        arrived = arrived._replace(divisions=(*arrived.divisions, node))
+    found = []
+    for place, child, at in inputs:
+        gradient = gradients[place]
+        if gradient is None:
+            continue
+        shape = tuple(map(int, child._input_metadata[at].shape))
+        gradient = gradient if gradient.shape == shape else gradient.sum_to_size(shape)
+        if isinstance(divisor, Tensor):
+            gradient = torch.where(divisor == 0, torch.zeros_like(gradient), gradient)
+        own = arrived.share if total is None and arrived.is_one and not is_scalar and gradient.numel() != 1 else total
+        below = arrived.through(kind, share=_wide(gradient) if gradient.numel() == 1 else gradient, total=own)
+        found.append((child, at, below))
+    return found
+
+
+def _numel_of(node: Node, index: int) -> int:
+    """The numbers of an output; 2 for those of a nested tensor, whose sizes are no numbers."""
+    try:
+        return math.prod(map(int, node._input_metadata[index].shape))
+    except AttributeError:
+        return 2
+
+
+def _are_numbers_alone(*outputs: tuple[Node, int]) -> bool:
+    """Without dimensions: a row has one."""
+    return all(_numel_of(*output) == 1 and not len(output[0]._input_metadata[output[1]].shape) for output in outputs)
+
+
+def _spread(share: Denominator, node: Node, index: int) -> Tensor:
+    """One number as a gradient of what an output is."""
+    if isinstance(share, Tensor) and share.dim():
+        return share
+    metadata = node._input_metadata[index]
+    return tensor_of(share, metadata.device, metadata.dtype).expand(tuple(map(int, metadata.shape)))
+
+
+def _wide(tensor: Tensor) -> Denominator:
+    """One number, on a device in the widest type that it has."""
+    return on_host(exact(tensor.real if tensor.is_complex() else tensor).reshape(()))
+
+
+# --- a term
 
 
 def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> Term:
@@ -197,7 +380,7 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
         is_penalty=is_penalty,
         is_learned=kind_of(summand.top) in ("Mul", "Div")
         and any(child is not None and is_of_parameters_only(child) for child, _ in summand.top.next_functions),
-        leaf=node if is_alone and kind in CROSS_ENTROPIES else None,
+        leaf=node if is_alone and kind in KEPT else None,
         edges=(summand.edge,),
         above=(summand.above,),
         divisions=tuple(dict.fromkeys(division for one in ways for division in one.divisions)),
@@ -206,7 +389,7 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
 
 
 def _share_of(node: Node, arrived: Arrived) -> Denominator:
-    if arrived.is_one or kind_of(node) not in CROSS_ENTROPIES:
+    if arrived.is_one or kind_of(node) not in _CROSS_ENTROPIES:
         return arrived.share
     assert isinstance(arrived.share, Tensor)
     return torch.where(node._saved_target == ignored_of(node), torch.zeros_like(arrived.share), arrived.share)

@@ -30,7 +30,7 @@ class Term(NamedTuple):
         is_divided: something else has divided it.
         is_penalty: it depends on parameters only.
         is_learned: a parameter multiplies it.
-        leaf: the cross entropy that it is, if it is one.
+        leaf: the criterion that it is, if it is one whose node keeps what it takes.
         edges: where its gradient can be scaled: the last addition above it, and its place there; None for all of the node's.
         above: what each of them is multiplied by on the way to the loss.
         divisions: by tensors, on the way to it.

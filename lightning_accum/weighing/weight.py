@@ -67,6 +67,7 @@ class Weigher:
         of_samples: terms that weigh as many as there are rows, in all that was checked.
         seen: what the check has seen of terms, by key, see :func:`lightning_accum.weighing.modes.oddities`.
         counts_first: terms have weights of their own: those of a window are counted before it runs.
+        hides_values: a loss had a term of which its graph does not keep what it adds.
         takes_functions: a loss may be a function of a mean.
         hidden: a count by which the loss adds up, if its graph is hidden in training, as where it is compiled.
         criterion: what the weight was found to be, in words; None before the first micro-batch.
@@ -81,7 +82,7 @@ class Weigher:
         self.units: dict[int, dict[Mode, float]] = {}
         self.of_samples: frozenset[int] = frozenset()
         self.seen: frozenset[tuple[int, str]] = frozenset()
-        self.counts_first = False
+        self.counts_first = self.hides_values = False
         self.hidden: Mode | None = None
         self.takes_functions = True
         self.criterion: str | None = None
@@ -168,6 +169,7 @@ class Weigher:
             elif mode not in known:
                 self.units[key] = {mode: 1.0}
         self.seen |= other.seen
+        self.hides_values |= other.hides_values
         self.modes, self.ratios = {**self.modes, **other.modes}, {**self.ratios, **other.ratios}
         self.looped, self.aliases, self.of_samples = other.looped, other.aliases, other.of_samples
         self.hidden, self.takes_functions = other.hidden, other.takes_functions
@@ -185,6 +187,7 @@ class Weigher:
         terms = alike(terms_of(loss, None if found is None else found.mean, self._places), self.looped)
         if self.aliases:
             terms = [term._replace(key=self.aliases.get(term.key, term.key)) for term in terms]
+        self.hides_values = self.hides_values or any(term.leaf is None for term in terms)
         return Reading(terms, found)
 
     def _read_plain(self, node: Node) -> Contribution:

@@ -75,6 +75,19 @@ def test_a_term_without_a_gradient_is_shown_with_the_weight_of_another_and_chang
     assert found.parameters <= EXACT
 
 
+class WritesIntoItsBatch(OfTerms):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch["x"].mul_(2)
+        return super().training_step({**batch, "labels": batch.pop("labels")}, batch_idx)
+
+
+@pytest.mark.parametrize("policy", ["windows", "split in 2"])
+def test_a_step_may_write_into_its_batch(policy: str) -> None:
+    own = windows_of([BATCHES], 4) if policy != "windows" else BATCHES
+    make, policy_of = partial(WritesIntoItsBatch, LOSSES["tokens and samples"].of), GradientAccumulation(**POLICIES[policy])
+    assert_one_window_one_batch(make, [own], windows_of([BATCHES], 4), policy_of, collate=default_collate)
+
+
 @pytest.mark.parametrize("name", ["tokens and samples", "samples and tokens"])
 def test_the_start_line_names_the_terms_in_the_order_of_their_weights(name: str, caplog: pytest.LogCaptureFixture) -> None:
     words = {"tokens": "cross entropy", "samples": "mean squared error"}
