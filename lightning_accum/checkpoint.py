@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_accum.errors import ArgumentError
 from lightning_accum.main_gradients import GradientSums
 from lightning_accum.ranks import Ranks
-from lightning_accum.sync import GradientSync
 from lightning_accum.window_loss import WindowLoss
 
 FORMAT = 7
@@ -24,18 +23,6 @@ _MEND = (
     "Resume with the version of lightning_accum that wrote it; or delete checkpoint['callbacks']['GradientAccumulation'] from the"
     " file: parameters, optimizers and schedulers then go on, and the gradients of an unfinished window are lost."
 )
-
-
-class Training(Protocol):
-    """What a checkpoint asks of the training that it is taken of."""
-
-    sync: GradientSync
-
-    def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """All that may get a gradient, by names that are the same in another run."""
-
-    def loss_scale(self) -> float:
-        """What a GradScaler multiplies losses by."""
 
 
 def check_format(state: Mapping[str, Any]) -> None:

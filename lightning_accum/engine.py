@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader
@@ -24,11 +23,11 @@ from lightning_accum.manual import ManualWindows
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
-from lightning_accum.session import Session, already_run, named_parameters_of, parameters_of
+from lightning_accum.session import Session, already_run
 from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
+from lightning_accum.step import Trained
 from lightning_accum.sync import GradientSync
-from lightning_accum.undo import Undo
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
@@ -48,7 +47,7 @@ class WindowListener(Protocol):
         """One is about to begin."""
 
 
-class Engine(Strategy):
+class Engine(Strategy, Trained):
     """What all strategies of this package are; the methods that do nothing here are for engines with several ranks."""
 
     accumulation: Accumulation | None = None
@@ -59,14 +58,10 @@ class Engine(Strategy):
     gradient_reads: AbstractContextManager[Any] | None = None
     """Notices hooks that look at gradients inside of a window."""
     listener: WindowListener | None = None
-    snapshotter: Undo
-    """Keeps what a batch may change that runs for others only, or that may have to run again; there with :attr:`accumulation`."""
     world_size: int
     global_rank: int
     ranks: Ranks = Ranks(torch.device("cpu"))
     """Those of the training; one alone before there are any."""
-    sync: GradientSync = GradientSync()
-    """When gradients are reduced over the ranks."""
     reduces_every_backward_by_itself = False
     """Where the module optimizes by itself, the engine averages gradients over the ranks in every backward."""
     manual: ManualWindows | None = None
@@ -81,8 +76,8 @@ class Engine(Strategy):
     """Runs loader batches; there with :attr:`accumulation`."""
 
     @property
+    @override
     def module(self) -> pl.LightningModule:
-        """What is trained, where there is something."""
         assert self.lightning_module is not None
         return self.lightning_module
 
@@ -97,10 +92,6 @@ class Engine(Strategy):
         """Those whose gradients are averaged."""
         return Ranks(self.root_device, self.world_size, None, self.world_size, self.global_rank, getattr(self, "_timeout", None))
 
-    def ranks_of_micro_batch(self) -> dist.ProcessGroup | None:
-        """Those that run parts of the same micro-batch; None where each has its own."""
-        return None
-
     def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step as the engine wants it."""
         return step(*args, **kwargs)
@@ -114,23 +105,10 @@ class Engine(Strategy):
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
-    def loss_scale(self) -> float:
-        """What a GradScaler multiplies losses by, and so their gradients."""
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else float(scaler.get_scale())
-
-    def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Those of :meth:`parameters`, by names that are the same in another run."""
-        return named_parameters_of(self.module, self.optimizers)
-
     def drop_gradients(self) -> None:
         """Clear what was accumulated."""
         self.sync.drop_accumulated()
         self.module.zero_grad()
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Those of the module and of the optimizers."""
-        return parameters_of(self.module, self.optimizers)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
         """Clip the gradients of ``parameters`` to a norm. Returns the norm that they had."""
@@ -178,7 +156,7 @@ class Engine(Strategy):
     @property
     def _may_skip_steps(self) -> bool:
         """A step may be left out where a gradient has overflowed, or the precision plugin is not known."""
-        return getattr(self.precision_plugin, "scaler", None) is not None or not self._is_precision_lightnings
+        return self.scaler is not None or not self._is_precision_lightnings
 
     @property
     def _is_precision_lightnings(self) -> bool:

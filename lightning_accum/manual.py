@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum.checkpoint import PartialWindow, Training
+from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.deferred_steps import DeferredSteps
 from lightning_accum.errors import UsageError
 from lightning_accum.failures import have_all_left
@@ -31,6 +31,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import window_in_words
+from lightning_accum.step import Trained
 from lightning_accum.user_warnings import users_line
 from lightning_accum.weighing.advice import OF_UNSEEN_TERMS
 from lightning_accum.weighing.safeguards import gradients_of_zero
@@ -389,17 +390,17 @@ class ManualWindows(Windows):
         return partial
 
     @override
-    def partial_window(self, training: Training, size: int) -> PartialWindow | None:
+    def partial_window(self, training: Trained, size: int) -> PartialWindow | None:
         for index in range(int(self.ranks.largest(len(self.calls))[0])):  # those of all ranks
             self.call(index)
         return super().partial_window(training, size)
 
     @override
-    def _is_reduced_inside(self, training: Training) -> bool:
+    def _is_reduced_inside(self, training: Trained) -> bool:
         return self._reduces_by_itself
 
     @override
-    def _loss_scale_of(self, training: Training) -> float:
+    def _loss_scale_of(self, training: Trained) -> float:
         return 1.0  # the sums are without it
 
     # --- steps ------------------------------------------------------------------------------------------------------

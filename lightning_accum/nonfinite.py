@@ -19,8 +19,9 @@ from lightning_accum.errors import NotFiniteError
 from lightning_accum.exact import moved
 from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.step import Trained
 from lightning_accum.sync import GradientSync
-from lightning_accum.undo import Snapshot, Undo
+from lightning_accum.undo import Snapshot
 from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.terms import Denominator
 
@@ -32,35 +33,29 @@ class Guard:
     (:class:`Undo`).
 
     Args:
+        trained: that runs them. If it has a GradScaler, which looks at gradients by itself, the loss alone is looked at.
         gradients: has those of the window until they are reduced.
-        undo: restores what a micro-batch has changed.
-        parameters_by_name: gives those that may get a gradient.
         leaves_out: whether to leave them out, or to raise an error.
         where: says in words which loader batch is under way.
         inform: prints what was left out, after a warning about the first.
         warn: takes the warning, on any rank.
-        group: ranks that run parts of the same micro-batch, and so have to find the same.
-        looks_at_gradients: or at the loss alone, if a GradScaler looks at the gradients.
     """
 
     def __init__(
         self,
+        trained: Trained,
         gradients: GradientSync | MainGradients,
-        undo: Undo,
-        parameters_by_name: Callable[[], dict[str, nn.Parameter]],
         leaves_out: bool,
         where: Callable[[], str],
         inform: Callable[[str], None],
         warn: Callable[[str], None] = warn,
-        group: dist.ProcessGroup | None = None,
-        looks_at_gradients: bool = True,
     ) -> None:
         self.leaves_out = leaves_out
         self.has_left_out = False
         """The last micro-batch was left out."""
-        self._gradients, self._undo, self._parameters_by_name = gradients, undo, parameters_by_name
+        self._gradients, self._undo, self._parameters_by_name = gradients, trained.snapshotter, trained.parameters_by_name
         self._where, self._inform, self._warn = where, inform, warn
-        self._group, self._looks_at_gradients = group, looks_at_gradients
+        self._group, self._looks_at_gradients = trained.ranks_of_micro_batch(), trained.scaler is None
         self._micro_batch = MicroBatch(None)
         self._snapshot: Snapshot | None = None
         self._has_warned = False

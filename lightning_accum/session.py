@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum.accumulation import Accumulation
@@ -19,37 +19,40 @@ from lightning_accum.micro_batch import EMPTY, MicroBatch, Output, Weighed, join
 from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.plan import Mark, Plan
-from lightning_accum.step import Backward, CountsAhead, Outcome, SessionEngine, Step
+from lightning_accum.step import Backward, CountsAhead, Outcome, Step, Trained
 from lightning_accum.sync import GradientSync
-from lightning_accum.undo import Undo
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import no_gradients
-from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.window_totals import ClosedWindow
 
 _NOTHING_AROUND = nullcontext()
 
 
 class Session:
-    """Runs the loader batches of one fit. What lasts from one to the next is not here, but in its :class:`Accumulation`."""
+    """Runs the loader batches of one fit. What lasts from one to the next is not here, but in its :class:`Accumulation`.
+
+    Args:
+        trained: the module of the fit.
+        accumulation: its windows.
+        guard: looks whether micro-batches are finite.
+        announce: says what was understood: the first loss was weighed.
+    """
 
     def __init__(
         self,
-        engine: SessionEngine,
-        module: nn.Module,
+        trained: Trained,
         accumulation: Accumulation,
-        sync: GradientSync,
-        snapshotter: Undo,
         guard: Guard | None,
-        row_wise: RowWise | None,
+        announce: Callable[[MicroBatch, Weighed], None],
     ) -> None:
-        self.sync = sync
+        self.sync = sync = trained.sync
         self.guard = guard
-        self._engine = engine
-        self._module = module
         self._accumulation = accumulation
-        self._snapshotter = snapshotter
-        self._row_wise = row_wise
+        self._announce = announce
+        self._module = trained.module
+        self._parameters = trained.parameters
+        self._row_wise = accumulation.row_wise
+        self._snapshotter = trained.snapshotter
         self._is_announced = self._has_doubts = False
         self._has_ranks = accumulation.ranks.world_size > 1
         self._has_sync = type(sync) is not GradientSync  # engines for several ranks have one on a single rank, too
@@ -201,7 +204,7 @@ class Session:
             weighed = accumulation.add(loss, micro_batch)
             if not self._is_announced:
                 self._is_announced = True
-                self._engine.announce(micro_batch, weighed)
+                self._announce(micro_batch, weighed)
             if self._has_sync:
                 self.sync.begin_backward(micro_batch, loss)
             if self.guard is None and not weighed.is_weightless:
@@ -341,32 +344,11 @@ class Session:
             self._has_doubts = False
             self._accumulation.look_at_doubted()
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return parameters_of(self._module, self._engine.optimizers)
-
 
 def _output_of(loss: Tensor | None, extra: dict[str, Any], weighed: Weighed, rows: int) -> Output:
     """What is kept of a micro-batch: a part of the graph would keep what it saved for a backward that never comes."""
     extra = apply_to_collection(extra, Tensor, Tensor.detach) if extra else extra
     return Output(None if loss is None else loss.detach(), extra, weighed, rows)
-
-
-def parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """All that may get a gradient: each once, those of a module first."""
-    # without the names that torch would give them: it is asked once a window
-    parameters = {id(own): own for part in module.modules() for own in part._parameters.values() if own is not None}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            parameters.update((id(own), own) for own in group["params"])
-    return list(parameters.values())
-
-
-def named_parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
-    """As :func:`parameters_of`, by names that are the same in another run."""
-    named = dict(module.named_parameters())
-    known = set(named.values())
-    left = [parameter for parameter in parameters_of(module, optimizers) if parameter not in known]
-    return {**named, **{f"optimizer.{index}": parameter for index, parameter in enumerate(left)}}
 
 
 def already_run(closure: Callable[[], Any], result: Any, optimizer: Optimizer) -> Callable[[], Any]:

@@ -1,27 +1,77 @@
-"""How a session's micro-batches are run, what it asks of the training that it belongs to, and what comes of a loader batch."""
+"""How a session's micro-batches are run, the training that it belongs to, and what comes of a loader batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_accum.micro_batch import MicroBatch, Weighed
+from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.logs import BatchLog
+from lightning_accum.sync import GradientSync
+from lightning_accum.undo import Undo
 
 
-class SessionEngine(Protocol):
-    """What a session asks of the training that it belongs to."""
+class Trained:
+    """A module that is trained, in a fit or in a hand-written loop: what its session, its windows and checkpoints ask for."""
+
+    optimizers: list[Optimizer]
+    """Those that step."""
+    precision_plugin: Any
+    ranks: Ranks
+    snapshotter: Undo
+    """Keeps what a batch may change that runs for others only, or that may have to run again."""
+    sync: GradientSync = GradientSync()
+    """When gradients are reduced over the ranks."""
 
     @property
-    def optimizers(self) -> list[Optimizer]:
-        """Those that step."""
+    def module(self) -> nn.Module:
+        """It, without a wrapper."""
+        raise NotImplementedError
 
-    def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
-        """Say what was understood: the first loss was weighed."""
+    @property
+    def scaler(self) -> Any:
+        """A GradScaler; None where there is none."""
+        return getattr(self.precision_plugin, "scaler", None)
+
+    def loss_scale(self) -> float:
+        """What a GradScaler multiplies losses by, and so their gradients."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the module and of the optimizers."""
+        return parameters_of(self.module, self.optimizers)
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """The same, by names that are the same in another run, also of a module that is compiled in one of them."""
+        named = named_parameters_of(self.module, self.optimizers)
+        return {name.replace("_orig_mod.", ""): parameter for name, parameter in named.items()}
+
+    def ranks_of_micro_batch(self) -> dist.ProcessGroup | None:
+        """Those that run parts of the same micro-batch; None where each has its own."""
+        return None
+
+
+def parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """All that may get a gradient: each once, those of a module first."""
+    # without the names that torch would give them: it is asked once a window
+    parameters = {id(own): own for part in module.modules() for own in part._parameters.values() if own is not None}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters.update((id(own), own) for own in group["params"])
+    return list(parameters.values())
+
+
+def named_parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
+    """As :func:`parameters_of`, by names that are the same in another run."""
+    named = dict(module.named_parameters())
+    known = set(named.values())
+    left = [parameter for parameter in parameters_of(module, optimizers) if parameter not in known]
+    return {**named, **{f"optimizer.{index}": parameter for index, parameter in enumerate(left)}}
 
 
 class Backward(Protocol):

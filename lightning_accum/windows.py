@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from lightning_accum.boundary import Boundary, StepClock
-from lightning_accum.checkpoint import FORMAT, PartialWindow, Training, check_format, check_keys, gather_loss, restore_loss
+from lightning_accum.checkpoint import FORMAT, PartialWindow, check_format, check_keys, gather_loss, restore_loss
 from lightning_accum.parameter_changes import IN_OPTIMIZER_STEP, ParameterChanges
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
+from lightning_accum.step import Trained
 from lightning_accum.window_loss import WindowLoss
 
 _COUNTS = ("epoch", "optimizer_steps", "scheduler_time", "total_weight", "skipped_micro_batches")
@@ -165,7 +166,7 @@ class Windows(ABC):
         self._done = (seen, 0)
         return partial
 
-    def partial_window(self, training: Training, size: int) -> PartialWindow | None:
+    def partial_window(self, training: Trained, size: int) -> PartialWindow | None:
         """The unfinished window of ``size`` loader batches, for a checkpoint; None at a boundary. Called on all ranks."""
         if self.position == 0:
             return None
@@ -189,7 +190,7 @@ class Windows(ABC):
             int(self.ranks.sum(left_out)) if self.policy.on_nonfinite == "skip" else 0,
         )
 
-    def restore(self, partial: PartialWindow, training: Training) -> None:
+    def restore(self, partial: PartialWindow, training: Trained) -> None:
         """Go on with the weights and gradients of a window of :meth:`restart`, on as many ranks as then or on others."""
         named, scale = training.parameters_by_name(), self._loss_scale_of(training) / partial.scale
         for loss, kept in zip(self.losses, partial.losses, strict=True):
@@ -197,10 +198,10 @@ class Windows(ABC):
             loss.window.left_out = partial.left_out if self.ranks.is_first else 0
         training.sync.note_gradients()
 
-    def _is_reduced_inside(self, training: Training) -> bool:
+    def _is_reduced_inside(self, training: Trained) -> bool:
         """The gradients of an unfinished window are averaged over the ranks already."""
         return training.sync.is_reduced_inside
 
-    def _loss_scale_of(self, training: Training) -> float:
+    def _loss_scale_of(self, training: Trained) -> float:
         """What the gradients of an unfinished window are multiplied by."""
         return training.loss_scale()

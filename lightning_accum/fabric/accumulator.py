@@ -136,13 +136,11 @@ class Accumulator(Loop):
             accumulation.row_wise = row_wise_of(policy, training.module, training.ranks, training.is_sharded)
         if loss is None and accumulation.row_wise is not None and accumulation.row_wise.proofs_left:
             words.rank_zero_warn(unproven(accumulation.row_wise, "pass loss_of="))
-        sync, undo, guard = training.sync, training.snapshotter, None
+        guard = None
         if on_nonfinite != "propagate":
-            looks = training.scaler is None  # which looks at gradients by itself
             where = lambda: f"Loader batch {passes.seen} of rank {training.ranks.rank}, counted from 1,"  # noqa: E731
-            own, leaves_out = (sums or sync, undo, training.parameters_by_name), on_nonfinite == "skip"
-            guard = Guard(*own, leaves_out, where, _log.info, words.warn, looks_at_gradients=looks)
-        session = Session(passes, training.module, accumulation, sync, undo, guard, accumulation.row_wise)
+            guard = Guard(training, sums or training.sync, on_nonfinite == "skip", where, _log.info, words.warn)
+        session = Session(training, accumulation, guard, passes.announce)
         passes.begin(accumulation, session)
         is_long, is_split = policy.may_be_longer_than_one(1), policy.micro_batch is not None  # row-wise it is not
         if is_long or is_split or training.ranks.size > 1:

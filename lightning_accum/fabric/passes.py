@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from lightning_accum.accumulation import Accumulation
@@ -206,11 +205,6 @@ class Passes:
     def _size(self) -> float:
         size = self._policy.size_at(self._accumulation.epoch, self._accumulation.clock.optimizer_steps)
         return math.inf if size is None else size
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """Those that step."""
-        return [self._training.raw_optimizer]
 
     def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
         """Print what was understood of the first loss."""

@@ -22,8 +22,8 @@ from lightning_accum.errors import ArgumentError, UsageError, WrongTypeError
 from lightning_accum.main_gradients import MainGradients, main_gradients
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
-from lightning_accum.session import named_parameters_of, parameters_of
-from lightning_accum.sync import DDPSync, FSDP2Sync, GradientSync, WideDDPSync
+from lightning_accum.step import Trained
+from lightning_accum.sync import DDPSync, FSDP2Sync, WideDDPSync
 from lightning_accum.trial_mode import is_narrow
 from lightning_accum.undo import Undo
 
@@ -40,7 +40,7 @@ _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 """Of Accumulators, on the steps of their optimizers."""
 
 
-class Training:
+class Training(Trained):
     """A model, its optimizer, and the ranks that train it: what a session and a checkpoint ask of a loop.
 
     Raises:
@@ -61,16 +61,10 @@ class Training:
         self.is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         if (reason := self._why_refused()) is not None:
             raise ArgumentError(reason)
-        self.module: nn.Module = model
-        if fabric is not None:
-            self.module = model.module  # type: ignore[assignment]
-        elif self.ddp is not None:
-            self.module = self.ddp.module
-        self._precision = getattr(getattr(fabric, "strategy", None), "precision", None)
-        self.scaler: Any = getattr(self._precision, "scaler", None)
+        self.optimizers = [self.raw_optimizer]
+        self.precision_plugin = getattr(getattr(fabric, "strategy", None), "precision", None)
         self.ranks = self._ranks()
         self.snapshotter = Undo(self.module, self.ranks.device)
-        self.sync = GradientSync()
         stepped = set(self._stepped())
         self._not_stepped = [own for own in self.module.parameters() if own.requires_grad and own not in stepped]
         self._is_stepping, self._refuse_step = False, refuse_step
@@ -78,6 +72,12 @@ class Training:
             _hooks.pop(self.raw_optimizer).remove()
         with suppress(AttributeError):  # some that wrap another optimizer leave out Optimizer.__init__
             _hooks[self.raw_optimizer] = self.raw_optimizer.register_step_pre_hook(self._before_step)
+
+    @property
+    @override
+    def module(self) -> nn.Module:
+        wrapper = self.ddp if self.fabric is None else self.model
+        return self.model if wrapper is None else wrapper.module  # type: ignore[return-value]
 
     def _why_refused(self) -> str | None:
         """Why this cannot be trained: the message of an error."""
@@ -139,8 +139,8 @@ class Training:
             engine = {"engine": "ddp", "is_static_graph": is_static, "has_comm_hook": has_hook, "strategy": "DDPStrategy"}
         elif self.is_sharded:
             engine = {"engine": "fsdp2", "strategy": "ModelParallelStrategy"}
-        optimizers, parameters, size = [self.raw_optimizer], self.parameters(), self.ranks.size
-        return Asked(policy, module=self.module, optimizers=optimizers, parameters=parameters, ranks=size, **engine)
+        parameters, size = self.parameters(), self.ranks.size
+        return Asked(policy, module=self.module, optimizers=self.optimizers, parameters=parameters, ranks=size, **engine)
 
     def main_gradients(self, dtype: torch.dtype | None) -> MainGradients | None:
         """Where gradients are added up, if in a wider type than that of their parameters."""
@@ -164,7 +164,7 @@ class Training:
 
     def loss_without_wrapper(self, loss_of: Callable[[Any, Any], Tensor]) -> LossOfBatch:
         """The loss of a batch outside of any window, for which no rank waits; in full precision, if the model has it."""
-        precision: Any = self._precision
+        precision: Any = self.precision_plugin
 
         def loss(batch: Any) -> Tensor:
             converts = precision is not None and any(map(is_narrow, self.module.parameters()))
@@ -198,25 +198,12 @@ class Training:
         """Those that get gradients: of the optimizer, as it is now, and others of the model, as it was."""
         return [own for own in self._stepped() if own.requires_grad] + self._not_stepped
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Those of the model and of the optimizer."""
-        return parameters_of(self.module, [self.raw_optimizer])
-
-    def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """The same, by names that do not depend on what wraps the model."""
-        named = named_parameters_of(self.module, [self.raw_optimizer])
-        return {name.replace("_orig_mod.", ""): parameter for name, parameter in named.items()}
-
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
         """Add the gradients of ``loss``, times ``grad_output`` (None for 1)."""
         if self.fabric is None:
             loss.backward(grad_output)  # type: ignore[no-untyped-call]
         else:
             self.fabric.backward(loss, **({} if grad_output is None else {"gradient": grad_output}))
-
-    def loss_scale(self) -> float:
-        """What a GradScaler multiplies losses by, and so their gradients."""
-        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def zero_grad(self) -> None:
         """Clear the gradients; ``optimizer.zero_grad()`` takes as long as a small micro-batch."""

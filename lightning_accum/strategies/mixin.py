@@ -167,7 +167,7 @@ class AccumulationMixin(Engine):
                 self.accumulation.verdict = Verdict(None, seen=reason)
         self.listener = callback
         self.sync = self._make_sync()
-        self.session = Session(self, module, self.accumulation, self.sync, self.snapshotter, self._guard(sums), self.row_wise)
+        self.session = Session(self, self.accumulation, self._guard(sums), self.announce)
         self.watch.attend(self.optimizers[0], self.accumulation)
         self.watch.may_skip_steps = self._may_skip_steps
         self._fit.callback(self.watch.forget_optimizer)
@@ -192,10 +192,7 @@ class AccumulationMixin(Engine):
             batch = trainer.fit_loop.epoch_loop.batch_idx
             return f"Batch {batch} of epoch {trainer.current_epoch} on rank {self.global_rank}"
 
-        is_scaled = getattr(self.precision_plugin, "scaler", None) is not None  # which looks at gradients by itself
-        group, leaves_out = self.ranks_of_micro_batch(), self.policy.on_nonfinite == "skip"
-        own = sums or self.sync, self.snapshotter, self.parameters_by_name
-        return Guard(*own, leaves_out, where, _log.info, group=group, looks_at_gradients=not is_scaled)
+        return Guard(self, sums or self.sync, self.policy.on_nonfinite == "skip", where, _log.info)
 
     def _asked(self, trainer: pl.Trainer) -> Asked:
         """What this training is asked for."""

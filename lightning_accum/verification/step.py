@@ -26,7 +26,7 @@ from lightning_accum.errors import UsageError
 from lightning_accum.from_lightning import Callback, DummyLogger, fabric, is_overridden, pl
 from lightning_accum.loops.installation import forks_or_spawns
 from lightning_accum.randomness import NoiseOfRows, seed_everything, switch_off_dropout
-from lightning_accum.session import named_parameters_of
+from lightning_accum.step import named_parameters_of
 from lightning_accum.testing import QUIET
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import AccumulationWarning
