@@ -12,28 +12,31 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_accum.from_lightning import LightningOptimizer, Strategy
+from lightning_accum.from_lightning import LightningOptimizer
+from lightning_accum.step import Trained
 
 
 class DeferredSteps:
     """Has each ``step`` of a fit's optimizers ask first, until :meth:`end`.
 
     Args:
-        strategy: of the fit.
+        trained: the module of the fit.
+        schedulers: of the fit.
         may_step: whether an optimizer, by its name, whose step is called, makes it.
         are_deferred: whether steps of schedulers do nothing at the moment.
     """
 
     def __init__(
         self,
-        strategy: Strategy,
+        trained: Trained,
+        schedulers: Iterable[Any],
         may_step: Callable[[str, Optimizer], bool],
         are_deferred: Callable[[], bool],
     ) -> None:
-        self._strategy, self._may_step, self._are_deferred = strategy, may_step, are_deferred
+        self._trained, self._may_step, self._are_deferred = trained, may_step, are_deferred
         self._is_stepping = False
         self._undo, self._known = ExitStack(), set[int]()
-        self._defer(strategy.optimizers, [config.scheduler for config in strategy.lr_scheduler_configs])
+        self._defer(trained.optimizers, schedulers)
 
     def _defer(self, optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> None:
         for one in (*optimizers, *schedulers):
@@ -46,8 +49,8 @@ class DeferredSteps:
 
         Other optimizers, those of an inner loop, are the module's own business.
         """
-        optimizers = [optimizer for optimizer in self._strategy.optimizers if optimizer.param_groups]
-        held = [value for owner in (self._strategy.lightning_module, *optimizers) for value in vars(owner).values()]
+        optimizers = [optimizer for optimizer in self._trained.optimizers if optimizer.param_groups]
+        held = [value for owner in (self._trained.module, *optimizers) for value in vars(owner).values()]
         held += [one for value in held if isinstance(value, (list, tuple)) for one in value]
         held += [one for value in held if isinstance(value, dict) for one in value.values()]
         if not optimizers:
@@ -76,7 +79,7 @@ class DeferredSteps:
             self._is_stepping = False
 
     def _name_of(self, optimizer: Optimizer) -> str:
-        name, optimizers = type(optimizer).__name__, self._strategy.optimizers
+        name, optimizers = type(optimizer).__name__, self._trained.optimizers
         if all(optimizer is not one for one in optimizers):
             return f"{name} (not of configure_optimizers)"
         return name if len(optimizers) == 1 else f"optimizer {optimizers.index(optimizer)} ({name})"

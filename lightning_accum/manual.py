@@ -10,9 +10,9 @@ on with that: clipping, ``step``, ``zero_grad``, in its order. Before the bounda
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -24,11 +24,10 @@ from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.deferred_steps import DeferredSteps
 from lightning_accum.errors import UsageError
 from lightning_accum.failures import have_all_left
-from lightning_accum.from_lightning import Strategy, rank_zero_info
+from lightning_accum.from_lightning import LightningModule, rank_zero_info
 from lightning_accum.main_gradients import as_number
 from lightning_accum.manual_calls import SAME_CALLS, Call, CheckedCall, ManualMicroBatch, listed_steps, times_called
 from lightning_accum.policy import Policy
-from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import window_in_words
 from lightning_accum.step import Trained
@@ -48,9 +47,8 @@ class ManualWindows(Windows):
     """The windows of a fit whose module optimizes by itself.
 
     Args:
-        strategy: of the fit.
-        parameters: gives all that may get a gradient.
-        loss_scale: what a GradScaler multiplies losses by at the moment.
+        trained: the module of the fit.
+        schedulers: of the fit.
         reduces_by_itself: every backward leaves gradients that are averaged over the ranks, as those of sharded modules are.
         row_wise: runs submodules in micro-batches.
         checks: at how many loader batches the losses may be checked.
@@ -59,17 +57,14 @@ class ManualWindows(Windows):
     def __init__(
         self,
         policy: Policy,
-        ranks: Ranks,
-        strategy: Strategy,
-        parameters: Callable[[], list[nn.Parameter]],
-        loss_scale: Callable[[], float],
+        trained: Trained,
+        schedulers: Iterable[Any],
         warn: Callable[[str], None],
         reduces_by_itself: bool = False,
         row_wise: RowWise | None = None,
         checks: int = 0,
     ) -> None:
-        super().__init__(policy, ranks, warn, "where trainer.global_step has grown")
-        assert strategy.lightning_module is not None
+        super().__init__(policy, trained.ranks, warn, "where trainer.global_step has grown")
         self.calls: list[Call] = []
         self.current = ManualMicroBatch()
         """None of the data, between loader batches."""
@@ -82,8 +77,8 @@ class ManualWindows(Windows):
         """Of these, in any ``training_step`` that was tried out."""
         self.is_free_of_steps: bool | None = None
         """No loss depends on a step that ``training_step`` makes before it; None where that was not tried out."""
-        self._module = strategy.lightning_module
-        self._parameters, self._loss_scale, self._reduces_by_itself = parameters, loss_scale, reduces_by_itself
+        self._module = cast("LightningModule", trained.module)
+        self._parameters, self._loss_scale, self._reduces_by_itself = trained.parameters, trained.loss_scale, reduces_by_itself
         self._micro_batches_begun = 0
         """Those of the window."""
         self._has_called = False
@@ -96,7 +91,7 @@ class ManualWindows(Windows):
         counts_steps = policy.scheduler_counts == "optimizer_steps"
         # in what is tried out no scheduler steps, whatever it counts
         are_deferred = lambda: self.tried is not None or (counts_steps and self.current.defers_steps)  # noqa: E731
-        self.steps = DeferredSteps(strategy, self.may_step, are_deferred)
+        self.steps = DeferredSteps(trained, schedulers, self.may_step, are_deferred)
 
     @property
     @override

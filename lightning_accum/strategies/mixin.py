@@ -245,8 +245,8 @@ class AccumulationMixin(Engine):
         if checks and reduces:
             checks = 0
             rank_zero_warn(advice.of_unchecked(Verdict(None, seen="the module is sharded, and optimizes by itself"), True))
-        own = self.parameters, self.loss_scale, rank_zero_warn, reduces, self.row_wise, checks
-        self.manual = ManualWindows(self.policy, ranks, self, *own)
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        self.manual = ManualWindows(self.policy, self, schedulers, rank_zero_warn, reduces, self.row_wise, checks)
         self._fit.callback(self.manual.steps.end)
         self.listener = callback
         if callback is not None:
