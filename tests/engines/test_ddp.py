@@ -190,6 +190,7 @@ def test_callback_with_another_engine_says_what_to_use(engine: type, instead: st
         ({"scheduler_counts": "steps"}, "scheduler_counts"),
         ({"trim_padding": "yes"}, "trim_padding"),
         ({"log": "all"}, "log"),
+        *[({"accumulate_dtype": value}, "accumulate_dtype") for value in ("float32", torch.int64, 32)],
     ],
 )
 def test_argument_out_of_range_is_named(arguments: dict[str, Any], names: str) -> None:

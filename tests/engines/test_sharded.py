@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -241,7 +239,7 @@ def test_one_reduce_scatter_for_each_group_and_small_all_reduces(engine: str, sy
         assert [count[GATHER] for count in kinds] == [GROUPS, 0, 0] * 2
 
 
-# --- what is refused, and what fails ------------------------------------------------------------------------------------
+# --- what is refused ---------------------------------------------------------------------------------------------------
 
 
 class Unsharded(ShardedLanguage):
@@ -279,27 +277,3 @@ def test_what_would_not_be_exact_is_refused(module: type[ShardedLanguage], by_ra
 def test_sync_that_there_is_not_is_refused(strategy: Any, sync: str) -> None:
     with pytest.raises(AccumulationError, match="sync"):
         strategy(sync=sync)
-
-
-class Failing(ShardedLanguage):
-    """Its step fails on one rank before it has called a sharded module."""
-
-    failing = 1
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if self.global_rank == self.failing:
-            raise ValueError("boom")
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-@pytest.mark.parametrize("rank", [1, 0])
-def test_step_that_fails_on_one_rank_ends_all(engine: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.SHORT", timedelta(seconds=120))
-    module = Failing()
-    module.failing = rank
-    begin = time.monotonic()
-    with pytest.raises(Exception, match="boom"):
-        trained(module, 2, engine, {}, Dealt(rows_of(2)))
-    assert time.monotonic() - begin < 60  # and not after the time-out of the group

@@ -243,9 +243,3 @@ def test_sparse_gradients_are_refused(loss: Callable[..., Tensor], is_sparse: bo
     module = Toy(loss, net=partial(nn.Embedding, 4, 2, sparse=is_sparse)).float()
     with pytest.raises(AccumulationError, match="accumulate_dtype"):
         fit(module, [torch.tensor([1, 2])] * 2, GradientAccumulation(2, accumulate_dtype=torch.float64))
-
-
-@pytest.mark.parametrize("dtype", ["float32", torch.int64, 32])
-def test_what_is_no_type_for_gradients_is_refused(dtype: Any) -> None:
-    with pytest.raises(AccumulationError, match="accumulate_dtype"):
-        GradientAccumulation(accumulate_dtype=dtype)

@@ -61,15 +61,6 @@ def test_windows_are_slices_of_one_permutation_on_any_number_of_ranks(num_replic
     assert windows == [sorted(order[start : start + window]) for start in range(0, samples, window)]
 
 
-def test_every_epoch_has_its_own_order_and_always_the_same() -> None:
-    sampler, orders = SameOrderSampler(range(60)), []
-    for epoch in (0, 1, 2, 0, 1, 2):
-        sampler.set_epoch(epoch)
-        orders.append(tuple(sampler))
-    assert len(set(orders)) == 3
-    assert orders[:3] == orders[3:]
-
-
 def test_the_length_follows_a_dataset_that_grows_and_a_pickled_sampler_goes_on_alike() -> None:
     dataset = [0, 1, 2]
     sampler = SameOrderSampler(dataset, seed=2)
@@ -79,19 +70,6 @@ def test_the_length_follows_a_dataset_that_grows_and_a_pickled_sampler_goes_on_a
     sampler.deal(2, rank=1)
     copy = pickle.loads(pickle.dumps(sampler))
     assert (list(copy), len(copy), copy.num_replicas, copy.rank) == (list(sampler), 2, 2, 1)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_gives_the_samples_of_its_rank_and_epoch(workers: int) -> None:
-    dataset = [10 * i for i in range(11)]
-    sampler = SameOrderSampler(dataset)
-    loader = DataLoader(dataset, batch_size=2, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
-    sampler.deal(2, rank=1)
-    assert len(loader) == 3
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        samples = [10 * i for i in permutation(11, seed=epoch)[1::2]]
-        assert [batch.tolist() for batch in loader] == [samples[:2], samples[2:4], samples[4:]]
 
 
 def test_lightning_leaves_the_loader_alone() -> None:
