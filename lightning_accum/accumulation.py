@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.errors import ArgumentError, NotFiniteError, UnreadableLossError, UsageError
+from lightning_accum.exact import exact
 from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.policy import Policy
@@ -24,7 +25,7 @@ from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
 from lightning_accum.weighing.alike import Alike, Doubt, Reason
 from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.modes import Contribution
-from lightning_accum.weighing.terms import Denominator, scale_terms
+from lightning_accum.weighing.terms import Denominator, keep_weight, scale_terms
 from lightning_accum.weighing.weight import Weigher
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.window import Window
@@ -216,6 +217,9 @@ class Accumulation(Windows):
         is_weightless = not isinstance(weight, Tensor) and weight == 0
         # the weight in the type of the sums, if they are in a wider one
         grad_output = self.window.add(loss if self.sums is None else loss.detach().to(self.window.dtype), contribution)
+        is_narrow = loss.dtype.itemsize < 4
+        if is_narrow and weight is not None and self.window.weight_scale and grad_output is not None:
+            keep_weight(loss, weight / self.window.weight_scale / exact(grad_output))
         if contribution.of_mean is not None:
             self.weigher.leave_out_function(loss)
         if self.observer is not None:
@@ -226,7 +230,7 @@ class Accumulation(Windows):
             self.sums.weigh(grad_output)
             grad_output = None
         weighed = Weighed(weight, contribution.of_mean, grad_output, is_weightless)
-        if self.sums is None and self.observer is None and not self.checks_left:
+        if self.sums is None and self.observer is None and not (self.checks_left or is_narrow):
             self._again = (contribution, loss.dtype, weighed)
         return weighed
 

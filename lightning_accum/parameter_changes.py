@@ -89,12 +89,13 @@ class ParameterChanges:
         pairs = [(sample, now) for sample in before if (now := _elements(sample.tensor)).shape == sample.elements.shape]
         device = before[0].elements.device
         norms = [
-            torch.stack(((now - then).norm(), torch.maximum(now.norm(), then.norm()))).to(device)
+            torch.stack(((now - then).norm(), torch.maximum(now.norm(), then.norm()), _usual(now, then))).to(device)
             for now, then in ((now, sample.elements) for sample, now in pairs)
         ]
         changed: dict[str, float] = {}
-        for (sample, _), (difference, size) in zip(pairs, torch.stack(norms).tolist() if norms else (), strict=True):
-            if difference > 16 * torch.finfo(sample.tensor.dtype).eps * size:
+        for (sample, _), (difference, size, usual) in zip(pairs, torch.stack(norms).tolist() if norms else (), strict=True):
+            eps = torch.finfo(sample.tensor.dtype).eps  # to normalise once more changes a few, or all by one rounding
+            if difference > 16 * eps * size or usual > 2 * eps:
                 changed[sample.name] = difference / size
         if changed:
             self._warn(_message(changed, self._once_a_window))
@@ -103,6 +104,11 @@ class ParameterChanges:
     def stop(self) -> None:
         """Compare nothing more: there was a warning."""
         self._warn, self._before, self.is_due, self.is_under_way = None, [], False, False
+
+
+def _usual(now: Tensor, then: Tensor) -> Tensor:
+    """By how much of its size an element changes in the middle."""
+    return ((now - then).abs() / then.abs().clamp(min=torch.finfo(then.dtype).tiny)).median()
 
 
 def _elements_of(gradient: Tensor | None) -> Tensor:

@@ -154,6 +154,16 @@ def _without_copies(gradient: Tensor) -> Tensor:
     return gradient
 
 
+def keep_weight(loss: Tensor, lost: Tensor) -> None:
+    """Multiply the gradient of a loss that was rounded at its end by what its weight has ``lost``, where types are wider."""
+
+    def hook(gradients: tuple[Tensor | None, ...], _: Any) -> Any:
+        return tuple(g if g is None or g.dtype == loss.dtype else (g * lost).to(g.dtype) for g in gradients)
+
+    assert loss.grad_fn is not None
+    loss.grad_fn.register_hook(hook)
+
+
 def scale_terms(terms: Sequence[Term], factors: list[Denominator]) -> None:
     """Multiply the gradient of each term by its factor, as it is at the time of the backward to come.
 

@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from known import case, classified, exact_or_refused, noted, open_until, rows_of, scheduled, split_exact_or_refused
+from known import case, classified, exact_or_refused, noted, rows_of, scheduled, split_exact_or_refused
 from lightning.pytorch.callbacks import LambdaCallback
 from processes import run_ranks
 from support import Interrupted, ManualToy, SaveAfter, Toy, error_of_updates, fit, joined, labelled, loader, relative_error, warned
@@ -117,13 +117,11 @@ def test_a_row_wise_submodule_whose_rows_depend_on_each_other_in_a_call_is_refus
 
 
 # --- 3, 10: weights ---
-@open_until(22, "the factor 0.5 is taken for a constant, and the gradient is 4 times too large (3)")
 def test_a_sum_times_one_over_its_number_of_rows_is_a_mean_without_the_check_too() -> None:
     module = partial(Toy, lambda net, batch: classified(net, batch, reduction="sum") * (1 / len(batch[0])))
     exact_or_refused(module, rows_of(*[2] * 8), GradientAccumulation(4, check=False))
 
 
-@open_until(22, "what a backward begins with is rounded to 8 bits (0.003)")
 def test_the_weight_of_a_bfloat16_loss_is_not_rounded() -> None:
     exact_or_refused(partial(Toy, lambda net, batch: classified(net, batch).bfloat16()), rows_of(257, 129, 257, 131))
 
@@ -286,7 +284,6 @@ def test_a_spectral_norm_that_has_converged_is_warned_of() -> None:  # 5e-5
 
 
 # --- 11: teachers ---
-@open_until(22, "a change below 2e-6 is taken for rounding: the teacher goes 4 times as far")
 def test_a_teacher_that_follows_at_each_micro_batch_is_warned_of_early_in_training_too() -> None:
     def distilled(net: nn.Module, batch: Any) -> Tensor:
         for old, new in zip(net[1].parameters(), net[0].parameters(), strict=True):
