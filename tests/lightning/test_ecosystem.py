@@ -11,7 +11,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     Callback,
-    DeviceStatsMonitor,
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -228,17 +227,6 @@ def test_throughput_monitor_measures_loader_batches_at_the_ends_of_windows(name:
     if micro_batch is None:
         ends = [sum(len(window) for window in windows[: step + 1]) for step in range(len(windows))]
         assert batches == list(enumerate(ends))
-
-
-def test_device_stats_monitor_logs_as_with_lightnings_own_accumulation() -> None:
-    pytest.importorskip("psutil")
-    keys = []
-    for strategy in ("auto", "accum"):
-        memory, options = Memory(), {"accumulate_grad_batches": 3, "log_every_n_steps": 2, "max_epochs": 2}
-        fit(Distance(SEVEN), None, DeviceStatsMonitor(cpu_stats=True), strategy=strategy, logger=memory, **options)
-        keys.append([(at, sorted(metrics)) for at, metrics in memory.logged if any("DeviceStats" in key for key in metrics)])
-    assert keys[0] == keys[1]
-    assert keys[0]
 
 
 # --- an exception --------------------------------------------------------------------------------------------------------

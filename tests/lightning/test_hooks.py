@@ -317,17 +317,6 @@ class SkippingTheRest(Taking):
         return -1 if batch_idx == 2 else None
 
 
-class HearingEnd(Taking):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.called.append(f"module end {batch_idx}: {float(outputs['loss']):.6f}")
-
-
-class HearingBeforeTransfer(Taking):
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.called.append("before transfer")
-        return {**batch, "x": 2 * batch["x"]}
-
-
 class AtStart(pl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -357,8 +346,6 @@ def all_that_is_seen(module: Taking, strategy: str, callbacks: list[pl.Callback]
     [
         (Taking, [AtStart, AtEnd]),
         (SkippingTheRest, [AtStart]),
-        (HearingEnd, [AtEnd]),
-        (HearingBeforeTransfer, []),
     ],
 )
 def test_around_a_loader_batch_everybody_hears_what_lightning_tells(module: type[Taking], callbacks: list[Any]) -> None:

@@ -13,12 +13,11 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
-from support import Scalar, fit, trainer, x
+from support import Scalar, fit, x
 
 import lightning_accum
-from lightning_accum import SeamError, seams
+from lightning_accum import seams
 
 
 def subclasses(kind: type) -> Iterator[type]:
@@ -48,12 +47,6 @@ def test_every_method_that_is_replaced_is_in_the_table() -> None:
             parents = [base for base in derived.__mro__[1:] if base.__module__.startswith("lightning.") and name in vars(base)]
             if is_method and parents and name not in ("__init__", "__doc__", "__module__"):
                 assert any((base.__name__, name) in rows for base in derived.__mro__), f"{derived.__name__}.{name}"
-
-
-def test_a_method_that_has_gone_is_an_error_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(_TrainingEpochLoop, "_should_accumulate")
-    with pytest.raises(SeamError, match=r"_TrainingEpochLoop\._should_accumulate"):
-        trainer()
 
 
 def test_a_method_that_was_not_read_is_named_and_nothing_is_done_in_its_place(
