@@ -95,7 +95,7 @@ class AccumulationMixin(Engine):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is in no fit."""
+        """A copy is in no fit. Loader processes that are spawned get one, where they need a data module, which has its Trainer."""
         state, left_out = super().__getstate__(), set() if self._fit is None else self._of_this_fit()
         return {name: value for name, value in state.items() if name not in left_out}
 
