@@ -111,7 +111,7 @@ class Layout:
         """The sizes of the dimensions of its rows."""
         return {size for tensor in self.tensors.values() for size in tensor.shape[1:]}
 
-    def take(self, rows: slice | Sequence[int] | Tensor, columns: Mapping[int, slice] | None = None) -> Any:
+    def take(self, rows: slice | Sequence[int], columns: Mapping[int, slice] | None = None) -> Any:
         """A batch of the same types with some of the rows: of a slice tensors are views, of row numbers they are copies.
 
         ``columns={L: part}`` keeps only ``part`` of dimensions of size ``L``, to trim padding. In tensors with rows these are the
@@ -124,9 +124,8 @@ class Layout:
 class _RowSelector:
     """What is kept for one micro-batch, applied to one leaf at a time."""
 
-    def __init__(self, rows: slice | Sequence[int] | Tensor, columns: Mapping[int, slice] | None) -> None:
-        self._rows = rows.tolist() if isinstance(rows, Tensor) else rows
-        self._columns = columns or {}
+    def __init__(self, rows: slice | Sequence[int], columns: Mapping[int, slice] | None) -> None:
+        self._rows, self._columns = rows, columns or {}
         self._indices: dict[torch.device, Tensor] = {}
 
     def entries(self, value: Sequence[Any]) -> Sequence[Any]:
