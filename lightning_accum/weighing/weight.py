@@ -68,7 +68,7 @@ class Weigher:
         of_samples: terms that weigh as many as there are rows, in all that was checked.
         seen: what the check has seen of terms, by key, see :func:`lightning_accum.weighing.modes.oddities`.
         counts_first: terms have weights of their own: those of a window are counted before it runs.
-        hides_values: a loss had a term of which its graph does not keep what it adds.
+        hides_values: a loss may have a term of which its graph does not keep what it adds, or had one in what was checked.
         takes_functions: a loss may be a function of a mean.
         hidden: a count by which the loss adds up, if its graph is hidden in training, as where it is compiled.
         criterion: what the weight was found to be, in words; None before the first micro-batch.
@@ -83,7 +83,7 @@ class Weigher:
         self.units: dict[int, dict[Mode, float]] = {}
         self.of_samples: frozenset[int] = frozenset()
         self.seen: frozenset[tuple[int, str]] = frozenset()
-        self.counts_first = self.hides_values = False
+        self.counts_first, self.hides_values = False, True
         self.hidden: Mode | None = None
         self.takes_functions = True
         self.criterion: str | None = None
@@ -147,6 +147,7 @@ class Weigher:
         """One that reads as this one, and knows nothing of modes."""
         other = Weigher(self._weight, self._places)
         other.looped, other.aliases, other.takes_functions = self.looped, dict(self.aliases), self.takes_functions
+        other.hides_values = False
         return other
 
     def learn(self, other: Weigher, fitting: Mapping[int, Mapping[Mode, float]], begun: Mapping[int, Sequence[Mode]]) -> None:
@@ -171,7 +172,7 @@ class Weigher:
             elif mode not in known:
                 self.units[key] = {mode: 1.0}
         self.seen |= other.seen
-        self.hides_values |= other.hides_values
+        self.hides_values = other.hides_values or (self.hides_values and bool(self.modes))
         self.modes, self.ratios = {**self.modes, **other.modes}, {**self.ratios, **other.ratios}
         self.looped, self.aliases, self.of_samples = other.looped, other.aliases, other.of_samples
         self.hidden, self.takes_functions = other.hidden, other.takes_functions
