@@ -195,7 +195,7 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
         sizes = [_numel_of(child, at) for _, child, at in inputs] if kind in _ADDITIONS or kind in _STACKS else []
         is_addition = kind in _ADDITIONS or (kind in _STACKS and max(sizes) == min(sizes) == 1)
         if is_addition and arrived.is_one and own <= max(sizes) * len(inputs):
-            return _summands(node, kind, inputs, arrived, own == 1 or kind in _STACKS)
+            return _summands(node, kind, inputs, sizes, own, arrived)
         of_batch = [one for one in inputs if not is_of_parameters_only(one[1])] if len(inputs) > 1 else inputs
         if not _is_loss(node, kind, of_batch, len(inputs), arrived):
             if len(of_batch) == 1 and arrived.is_one and (below := _of_all_alike(node, kind, own, *of_batch[0], arrived)):
@@ -209,15 +209,14 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
 # --- below a node that is linear
 
 
-def _summands(node: Node, kind: str, inputs: Sequence[_Input], arrived: Arrived, is_scalar: bool) -> _Below:
-    """The operands of an addition."""
+def _summands(node: Node, kind: str, inputs: Sequence[_Input], sizes: Sequence[int], own: int, arrived: Arrived) -> _Below:
+    """The operands of an addition, of these sizes, that has ``own`` numbers."""
     result = []
-    is_own = is_scalar and len(inputs) > 1 and arrived.total is None
-    for place, child, at in inputs:
+    is_own = (own == 1 or kind in _STACKS) and len(inputs) > 1 and arrived.total is None
+    for (place, child, at), numel in zip(inputs, sizes, strict=True):
         share = arrived.share
         if kind in _ADDITIONS:
-            numel = _numel_of(child, at)
-            times = _numel_of(node, 0) // numel if numel else 1  # what is small is added to each number
+            times = own // numel if numel else 1  # what is small is added to each number
             factor = factor_in_sum(node, kind, place) * max(1, times)
             share = share if factor == 1.0 else factor * share
         below = arrived._replace(share=share)

@@ -253,13 +253,16 @@ def test_a_term_divided_by_a_number_of_the_loader_batch_is_told_of_and_takes_a_w
         )
 
 
+def by_their_mean(o: Any, b: Any, m: Any) -> Tensor:
+    return ((o.values - b.y).square().sum(1) * (b.w / b.w.mean())).mean()
+
+
 LATE: dict[str, tuple[Function, Any]] = {  # a loss, and what is otherwise in the rows that are checked
     "in proportion": (lambda o, b, m: F.cross_entropy(o.classes, b.t) + F.mse_loss(o.values[b.some], b.y[b.some]),
                       lambda seed, row: {"some": row["some"] | (seed == 0)}),
     "not masked": (lambda o, b, m: ((o.values - b.y).square().sum(1) * b.some).sum() / len(b.y),
                    lambda seed, row: {"some": row["some"] | (seed < 2) if seed % 4 < 2 else row["some"] & False}),
-    "of one weight": (lambda o, b, m: ((o.values - b.y).square().sum(1) * (b.w / b.w.mean())).mean(),
-                      lambda seed, row: {"w": row["x"][0].abs() ** (seed > 0)}),
+    "of one weight": (by_their_mean, lambda seed, row: {"w": row["x"][0].abs() ** (seed > 0)}),
 }  # fmt: skip
 
 
@@ -285,10 +288,6 @@ def test_a_window_of_what_the_check_has_not_seen_is_left_out(late: str) -> None:
 @pytest.mark.parametrize("late", LATE)
 def test_what_the_first_rows_of_a_split_batch_do_not_show_others_do(late: str) -> None:
     assert_exact(LATE[late][0], POLICIES["split in 3"], of_late(late))
-
-
-def by_their_mean(o: Any, b: Any, m: Any) -> Tensor:
-    return ((o.values - b.y).square().sum(1) * (b.w / b.w.mean())).mean()
 
 
 def weighted(place: int, size: int, weight: float) -> list[dict[str, Tensor]]:
