@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accum.accumulation import Accumulation
@@ -54,6 +54,9 @@ class Session:
         self._row_wise = accumulation.row_wise
         self._snapshotter = trained.snapshotter
         self._is_announced = self._has_doubts = False
+        self._noted: nn.Parameter | None = None
+        self._gradient: tuple[Tensor, int] | None = None
+        """The gradient of one parameter where the last loader batch has left it inside of a window, and its version."""
         self._has_ranks = accumulation.ranks.world_size > 1
         self._has_sync = type(sync) is not GradientSync  # engines for several ranks have one on a single rank, too
         policy = accumulation.policy
@@ -73,6 +76,7 @@ class Session:
             ends_window: its window ends with it.
         """
         accumulation = self._accumulation
+        self._refuse_other_gradients()
         if accumulation.window.counted is not None:
             count_window(accumulation, step, batch, self.sync, self._snapshotter)
         with _NOTHING_AROUND if self._row_wise is None else self._row_wise.step(count_samples(batch)):
@@ -83,7 +87,27 @@ class Session:
             outcome = run(step, batch, seen, ends_window)
         if self._has_doubts:
             self.look_at_doubted()
+        if not ends_window and accumulation.policy.check and accumulation.sums is None:
+            self._note_gradient()
         return outcome
+
+    def _note_gradient(self) -> None:
+        """One gradient of the window: whatever clears or changes them all, changes it."""
+        if self._noted is None:
+            self._noted = next((parameter for parameter in self._parameters() if parameter.grad is not None), None)
+        gradient = None if self._noted is None else self._noted.grad
+        self._gradient = None if gradient is None else (gradient, gradient._version)
+
+    def _refuse_other_gradients(self) -> None:
+        noted, self._gradient = self._gradient, None
+        if noted is None or self._noted is None or not self._accumulation.window.micro_batches:
+            return
+        if self._noted.grad is not noted[0] or noted[0]._version != noted[1]:
+            raise UsageError(
+                "Between two loader batches of a window its gradients were cleared or changed, as by a callback that calls"
+                " zero_grad or clips at every batch: the window would not take the step of its full batch, and no step was made."
+                " Do it once a window, in on_before_zero_grad or on_before_optimizer_step. check=False leaves this out."
+            )
 
     def _run_whole(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
         accumulation = self._accumulation

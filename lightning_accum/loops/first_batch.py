@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -13,7 +13,7 @@ import torch
 
 from lightning_accum import check
 from lightning_accum.engine import Engine
-from lightning_accum.from_lightning import HalfPrecision, MixedPrecision, call, pl, rank_zero_info
+from lightning_accum.from_lightning import DummyLogger, HalfPrecision, MixedPrecision, call, pl, rank_zero_info
 from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked, have_one_loss
 from lightning_accum.loops.results import collecting_logs
@@ -33,11 +33,22 @@ def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callabl
         is_half = isinstance(precision, HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
         is_plain = isinstance(precision, (MixedPrecision, HalfPrecision)) and not is_half
         context = nullcontext() if is_plain else precision.train_step_context()
-        with torch.enable_grad(), context, collecting_logs(trainer):
+        with torch.enable_grad(), context, collecting_logs(trainer), _without_loggers(trainer):
             step = partial(call._call_lightning_module_hook, trainer, "training_step")
             return strategy.run_as_engine(step, batch, *others)
 
     return training_step
+
+
+@contextmanager
+def _without_loggers(trainer: pl.Trainer) -> Iterator[None]:
+    """What ``training_step`` sends to loggers by itself is sent to none."""
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
 
 
 def _may_count_first(trainer: pl.Trainer, strategy: Engine) -> bool:

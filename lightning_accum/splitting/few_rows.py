@@ -259,7 +259,9 @@ def _padded(tensors: Mapping[str, Sequence[Tensor]]) -> tuple[dict[str, list[Ten
 
 def _fill(path: str, values: Sequence[Tensor], masks: Mapping[str, Sequence[Tensor]]) -> float:
     """What padding is in these tensors."""
-    name = path.rpartition(".")[2].lower()
+    name, added = path.rpartition(".")[2].lower(), min(float(value.min()) for value in values if value.numel())
+    if path in masks and added < 0:
+        return added  # a mask that is added to scores
     if values[0].is_floating_point() or values[0].dtype == torch.bool or path in masks:
         return float(name.endswith("key_padding_mask"))
     if "label" in name or any(bool((value == IGNORE_INDEX).any()) for value in values):
