@@ -17,6 +17,7 @@ from lightning_accum.boundary import SchedulerCounts, Tail
 from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.engine import Engine
 from lightning_accum.from_lightning import Callback, SIGTERMException, pl
+from lightning_accum.loops.hooks import callbacks_of
 from lightning_accum.manual import ManualWindows
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.package import check_package
@@ -182,6 +183,10 @@ class GradientAccumulation(Callback):
             raise MisconfiguredError(
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
                 f" {what_to_use_instead_of(trainer.strategy)}"
+            )
+        if (number := sum(isinstance(callback, GradientAccumulation) for callback in callbacks_of(trainer))) > 1:
+            raise MisconfiguredError(
+                f"There are {number} GradientAccumulation callbacks: pass one, to the Trainer or from configure_callbacks."
             )
         if self.policy.validate_every is not None:
             check_validation_is_left_to(self.policy.validate_every, trainer)

@@ -314,12 +314,7 @@ class AccumulationMixin(Engine):
 
 
 def _callback_of(trainer: pl.Trainer) -> GradientAccumulation | None:
-    callbacks = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
-    if len(callbacks) > 1:
-        raise MisconfiguredError(
-            f"There are {len(callbacks)} GradientAccumulation callbacks: pass one, to the Trainer or from configure_callbacks."
-        )
-    return callbacks[0] if callbacks else None
+    return next((callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)), None)
 
 
 @contextmanager
