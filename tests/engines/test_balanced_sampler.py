@@ -84,14 +84,6 @@ def test_slowest_rank_is_within_a_two_hundredth_of_the_mean(ranks: int, cost: Ca
     assert max(sums) <= 1.005 * sum(costs) / ranks
 
 
-def test_few_samples_are_shared_almost_as_evenly_as_can_be() -> None:
-    for seed in range(20):
-        costs = log_normal(8, seed)
-        found = max(sum(costs[i] for i in own[0]) for own in by_rank(costs, 4, 2))
-        firsts = (sum(itertools.compress(costs, chosen)) for chosen in itertools.product((0, 1), repeat=8))
-        assert found <= 1.1 * min(max(first, sum(costs) - first) for first in firsts)
-
-
 def test_inside_a_rank_batches_are_by_length_and_the_largest_padded_one_is_the_smallest_possible() -> None:
     lengths = log_normal(48)
     for batches in by_rank(lengths, 4, 2, window=6):
