@@ -60,7 +60,6 @@ ModelParallelStrategy = pl.strategies.ModelParallelStrategy
 ParallelStrategy = pl.strategies.ParallelStrategy
 PassThroughProfiler = pl.profilers.PassThroughProfiler
 Precision = pl.plugins.precision.Precision
-ProgressBar = pl.callbacks.ProgressBar
 rank_zero_info = pl.utilities.rank_zero.rank_zero_info
 RunningStage = pl.trainer.states.RunningStage
 SIGTERMException = pl.utilities.exceptions.SIGTERMException
