@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,6 @@ from typing_extensions import override
 
 from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.errors import ArgumentError, NotFiniteError, UnreadableLossError, UsageError
-from lightning_accum.exact import exact
 from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.policy import Policy
@@ -22,8 +22,8 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
-from lightning_accum.weighing.alike import Alike, Doubt, Reason
-from lightning_accum.weighing.counted import Counted
+from lightning_accum.weighing.counted import Counted, TermValues
+from lightning_accum.weighing.later import LaterLooks, is_time_to_look
 from lightning_accum.weighing.modes import Contribution
 from lightning_accum.weighing.terms import Denominator, keep_weight, scale_terms
 from lightning_accum.weighing.weight import Weigher
@@ -32,9 +32,6 @@ from lightning_accum.window import Window
 from lightning_accum.window_loss import WindowLoss
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
-
-LOOKS_AGAIN = 8
-"""In the windows that are a power of it one micro-batch is looked at again, with the parameters of then."""
 
 
 class BackwardObserver(Protocol):
@@ -70,7 +67,7 @@ class Accumulation(Windows):
         self.window = Window(ranks.device, ranks.size, ranks.group, policy.on_nonfinite == "skip", weight_scale)
         self._again: tuple[Contribution, torch.dtype, Weighed] | None = None
         """What the last micro-batch of this window brought into it, where one that is weighed as it was brings in the same."""
-        self.weigher = Weigher(policy.weight)
+        self.weigher, self._values = Weigher(policy.weight), TermValues()
         if isinstance(policy.weight, tuple):
             self.count_first()
         self.sums = sums
@@ -98,11 +95,7 @@ class Accumulation(Windows):
         self.verdict: Verdict | None = None
         self.checked_rows: Any = None
         """A few rows of the last loader batch that was checked."""
-        self.alike = Alike()
-        self.doubted: list[Doubt] = []
-        """Micro-batches of the window whose loss is to be looked at."""
-        self.doubts_left = 8
-        """How many windows more are looked at that have a micro-batch whose weight may be none."""
+        self.later = LaterLooks()
         self.may_count_first = False
         """The terms of a window can be counted before it runs."""
         self.counted_next: Sequence[int] | None = None
@@ -196,7 +189,11 @@ class Accumulation(Windows):
             if (self.world_size == 1 or self.policy.on_nonfinite != "propagate") and not self._is_one_micro_batch():
                 raise
             contribution = Contribution(math.nan if self.world_size > 1 else None)  # one alone depends on no weight
-        self._note_doubts(contribution, micro_batch)
+        if not self.checks_left:
+            is_new = bool(contribution.structure) and self.weigher.is_new(contribution.structure)
+            is_checked = self.verdict is not None and self.verdict.deviation is not None
+            is_time = is_checked and is_time_to_look(self.clock.optimizer_steps + 1)
+            self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_new, is_time))
         again = self._again
         if again is not None and contribution is again[0] and loss.dtype is again[1] and not again[2].is_written_to:
             self.window.add_again(loss, contribution)
@@ -217,9 +214,8 @@ class Accumulation(Windows):
         is_weightless = not isinstance(weight, Tensor) and weight == 0
         # the weight in the type of the sums, if they are in a wider one
         grad_output = self.window.add(loss if self.sums is None else loss.detach().to(self.window.dtype), contribution)
-        is_narrow = loss.dtype.itemsize < 4
-        if is_narrow and weight is not None and self.window.weight_scale and grad_output is not None:
-            keep_weight(loss, weight / self.window.weight_scale / exact(grad_output))
+        if (is_narrow := loss.dtype.itemsize < 4) and grad_output is not None and weight is not None:
+            keep_weight(loss, weight / (self.window.weight_scale or 1.0), grad_output)
         if contribution.of_mean is not None:
             self.weigher.leave_out_function(loss)
         if self.observer is not None:
@@ -234,36 +230,24 @@ class Accumulation(Windows):
             self._again = (contribution, loss.dtype, weighed)
         return weighed
 
-    def _note_doubts(self, contribution: Contribution, micro_batch: MicroBatch) -> None:
-        """Keep a micro-batch that is other than those that were checked, to look at it before the step of its window."""
-        if self.checks_left:
-            return
-        is_new = bool(contribution.structure) and self.weigher.is_new(contribution.structure)
-        doubt = self.alike.unlike(micro_batch.batch) + (1.0 if is_new else contribution.doubt if self.doubts_left else 0.0)
-        reason: Reason = "new terms" if is_new else "other numbers"
-        if not (self.doubted or isinstance(doubt, Tensor) or doubt) and self._is_time_to_look():
-            doubt, reason = 1.0, "time"
-        if isinstance(doubt, Tensor) or doubt:
-            self.doubted.append(Doubt(doubt, micro_batch.batch, reason))
-            self.window.note_doubt(doubt)
-
-    def _is_time_to_look(self) -> bool:
-        """It is window 8, 64, 512, ...: what was found may have been so of the first parameters, or of the first batches, only."""
-        window = self.clock.optimizer_steps + 1
-        is_power = window > 1 and window == LOOKS_AGAIN ** round(math.log(window, LOOKS_AGAIN))
-        return is_power and self.verdict is not None and self.verdict.deviation is not None
+    def noting_values(self) -> AbstractContextManager[Any]:
+        """What a forward runs in whose terms are counted: where the window is this micro-batch, they are not known before."""
+        self._values, counted = TermValues(), self.window.counted
+        is_noted = counted is not None and not counted.is_agreed and self.weigher.hides_values
+        return self._values if is_noted else nullcontext()
 
     def _add_terms(self, loss: Tensor, contribution: Contribution, micro_batch: MicroBatch) -> Weighed:
         """Take in a micro-batch of which each term has its own weight."""
         counted, window = self.window.counted, self.window
         assert counted is not None
         assert contribution.of_terms is not None
+        terms = self.weigher.take_terms()
         if not counted.is_agreed:  # the window is this micro-batch, on each rank
             counted.add(contribution.of_terms)
+            counted.values.append(self._values.of(loss, terms))
         counted.agree()
         counted.note(contribution.of_terms, contribution.of_factors or {})
         factors = counted.factors(contribution.of_terms)
-        terms = self.weigher.take_terms()
         own = [factors[term.key] for term in terms]
         shown = counted.shown(loss, factors)
         window.add(shown if self.sums is None else shown.to(window.dtype), contribution)
@@ -373,7 +357,7 @@ class Accumulation(Windows):
         if not math.isfinite(self.closed.slope) and self.policy.on_nonfinite != "propagate":
             self.closed = self._without_slope(self.closed)
         if not self.closed.has_doubts:
-            self.doubted.clear()
+            self.later.doubted.clear()
         if self.closed.is_flagged and self._sizes is not None:  # with a policy of all ranks
             self._sizes.agree(self.ranks)
         self._begin_window(seen)
@@ -429,7 +413,7 @@ class Accumulation(Windows):
     @override
     def discard(self, seen: int) -> int:
         self.closed = None
-        self.doubted.clear()
+        self.later.doubted.clear()
         return super().discard(seen)
 
     def _is_without_loss(self, closed: ClosedWindow) -> bool:

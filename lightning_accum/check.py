@@ -203,7 +203,7 @@ class Check:
         if isinstance(rows.found, FewRows):
             accumulation.checked_rows = rows.found.kept
             if not is_open:
-                accumulation.alike.learn(rows.found.kept)
+                accumulation.later.learn(rows.found.kept)
         is_cut = accumulation.splitting is not None or checked.is_window_long
         if is_cut and before is None and not is_open:
             warn_of_state(checked, self._trial, rows.found)

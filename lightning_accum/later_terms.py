@@ -11,7 +11,6 @@ from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
 from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LATER_WEIGHTS
-from lightning_accum.weighing.alike import Doubt
 from lightning_accum.weighing.counts import Adopted
 
 
@@ -22,14 +21,11 @@ def check_doubted(checked: Checked) -> None:
         DoesNotAddUpError: they do not add up together with rows that were checked. On all ranks.
     """
     accumulation = checked.accumulation
-    doubted = [doubt for doubt in reversed(accumulation.doubted) if doubt.size] or [Doubt(0.0, accumulation.checked_rows, "time")]
-    new = [doubt for doubt in doubted if doubt.reason == "new terms"]
-    _, rows, reason = new[0] if new else max(doubted, key=lambda doubt: float(doubt.size))  # the last, or what differs most
-    accumulation.doubted.clear()
-    is_unlike = accumulation.alike.learn(rows)
-    is_count = reason == "other numbers" and not is_unlike
-    accumulation.doubts_left -= is_count
-    if is_count and not accumulation.doubts_left:
+    later = accumulation.later
+    rows, reason = later.worst(accumulation.checked_rows)
+    is_count = not later.learn(rows) and reason == "other numbers"
+    later.counts_left -= is_count
+    if is_count and not later.counts_left:
         accumulation.warn_once(OF_COUNTS_OF_ONE)
     if checked.on_any(rows is None):
         return

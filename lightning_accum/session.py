@@ -206,7 +206,8 @@ class Session:
         # a shadow batch leaves the module as it was, and what a step of its window does to it is to last
         undone = self._snapshotter.take(watches_parameters=False) if micro_batch.is_shadow_batch else _NOTHING_AROUND
         with undone, self.begin_micro_batch(micro_batch):
-            loss, extra = step.forward(micro_batch.batch)
+            with _NOTHING_AROUND if self._accumulation.window.counted is None else self._accumulation.noting_values():
+                loss, extra = step.forward(micro_batch.batch)
             weighed = self.add(step, loss, micro_batch)
         return loss, extra, self.end_micro_batch(weighed)
 

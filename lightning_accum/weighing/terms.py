@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.exact import exact_dtype
+from lightning_accum.exact import exact, exact_dtype
 from lightning_accum.weighing.nodes import Node
 
 Denominator: TypeAlias = "Tensor | float"
@@ -154,8 +154,9 @@ def _without_copies(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def keep_weight(loss: Tensor, lost: Tensor) -> None:
-    """Multiply the gradient of a loss that was rounded at its end by what its weight has ``lost``, where types are wider."""
+def keep_weight(loss: Tensor, weight: Denominator, rounded: Tensor) -> None:
+    """Give the gradient of a loss that is rounded at its end back what its weight is beside ``rounded``, where types are wider."""
+    lost = torch.where(rounded == 0, 1.0, weight / exact(rounded))
 
     def hook(gradients: tuple[Tensor | None, ...], _: Any) -> Any:
         return tuple(g if g is None or g.dtype == loss.dtype else (g * lost).to(g.dtype) for g in gradients)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from harness import assert_one_window_one_batch, on, windows_of
-from known import open_until
 from losses_of_terms import COUNTS, LOSSES, MULTIPLIED, OF_NOTHING, Function, OfTerms, rows, that_only_shows, windows_of_tokens
 from support import Interrupted, SaveAfter, StatefulLoader, ddp, error_of_updates, fit, warned
 from torch import Tensor
@@ -203,7 +202,6 @@ def test_windows_of_one_batch_on_each_rank_are_exact_and_a_rank_without_a_term_o
     assert found.parameters <= EXACT
 
 
-@open_until(22, "over ranks the window/loss of windows of one batch is 0.2 off, where its terms have weights of their own")
 def test_the_loss_of_windows_of_one_batch_on_each_rank_is_that_of_the_full_batch() -> None:
     assert of_single_batches().losses <= EXACT
 

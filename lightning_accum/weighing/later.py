@@ -1,0 +1,119 @@
+"""Micro-batches that are looked at later: those that differ from all that were checked, and once in a while any."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_accum.weighing.counts import tensors_of
+from lightning_accum.weighing.modes import Contribution
+from lightning_accum.weighing.terms import Denominator, on_host
+
+_IGNORED = -100
+_LOOKS_AGAIN = 8
+Reason: TypeAlias = Literal["new terms", "other numbers", "time"]
+
+
+class Doubt(NamedTuple):
+    """A micro-batch that is to be looked at before the step of its window.
+
+    Attributes:
+        size: how much it differs from those that were checked; it is not looked at if that is 0.
+        batch: what ``training_step`` got.
+        reason: terms that the check has not seen; numbers in the batch, or a weight, that it has not; or that it is time.
+    """
+
+    size: Denominator
+    batch: Any
+    reason: Reason
+
+
+class LaterLooks:
+    """Which micro-batches of the window under way are to be looked at.
+
+    Tensors that were one number in all rows that were checked, such as weights of 1, a mask without padding, one task, show nothing
+    of rows in which they are not: a loss may divide by what is only then the same for all. Labels without -100 are such, too.
+
+    Example:
+        >>> looks = LaterLooks()
+        >>> looks.learn({"x": torch.tensor([1.0, 2.0]), "mask": torch.ones(2, 3), "labels": torch.tensor([[3, 4], [5, 6]])})
+        False
+        >>> looks.alike
+        {('mask',): 1.0, ('labels',): nan}
+        >>> looks.note({"x": torch.tensor([3.0]), "mask": torch.tensor([[1.0, 1.0, 0.0, 0.0]])}, Contribution(1.0), False, False)
+        0.5
+    """
+
+    def __init__(self) -> None:
+        self.alike: dict[tuple[Any, ...], float] | None = None
+        """The number of each, by where it is in a batch; NaN for labels of which none is ignored. None before any was learned."""
+        self.doubted: list[Doubt] = []
+        self.counts_left = 8
+        """How many windows more are looked at that have a micro-batch whose weight may be none."""
+
+    def learn(self, rows: Any) -> bool:
+        """Rows were checked. Returns whether something in them is other than in those before."""
+        before, tensors = self.alike, dict(tensors_of(rows))
+        if before is None:
+            found = {path: number for path, tensor in tensors.items() if (number := _number_of(tensor)) is not None}
+        else:
+            found = {path: n for path, n in before.items() if path not in tensors or not float(_unlike(tensors[path], n))}
+        self.alike = found
+        return before is not None and len(found) < len(before)
+
+    def note(self, batch: Any, contribution: Contribution, is_new: bool, is_time: bool) -> Denominator:
+        """Keep a micro-batch that differs. Returns how much; what a device holds stays there.
+
+        Args:
+            batch: what ``training_step`` got.
+            contribution: what its loss brings in.
+            is_new: the loss has terms that were not checked.
+            is_time: one is looked at in this window, whether it differs or not.
+        """
+        doubt: Denominator = 1.0 if is_new else contribution.doubt if self.counts_left else 0.0
+        for path, tensor in tensors_of(batch) if self.alike else ():
+            if self.alike and path in self.alike:
+                doubt = doubt + on_host(_unlike(tensor, self.alike[path]))
+        reason: Reason = "new terms" if is_new else "other numbers"
+        if is_time and not (self.doubted or isinstance(doubt, Tensor) or doubt):
+            doubt, reason = 1.0, "time"
+        if isinstance(doubt, Tensor) or doubt:
+            self.doubted.append(Doubt(doubt, batch, reason))
+        return doubt
+
+    def worst(self, others: Any) -> tuple[Any, Reason]:
+        """What differs most in the window, and why: the last with new terms, or else the farthest; if nothing does, ``others``."""
+        doubted = [doubt for doubt in reversed(self.doubted) if doubt.size] or [Doubt(0.0, others, "time")]
+        self.doubted.clear()
+        new = [doubt for doubt in doubted if doubt.reason == "new terms"]
+        _, rows, reason = new[0] if new else max(doubted, key=lambda doubt: float(doubt.size))
+        return rows, reason
+
+
+def is_time_to_look(window: int) -> bool:
+    """Whether it is window 8, 64, 512, ...: what was found may have been so of the first parameters, or the first batches, only.
+
+    Example:
+        >>> [window for window in range(1, 1000) if is_time_to_look(window)]
+        [8, 64, 512]
+    """
+    return window > 1 and window == _LOOKS_AGAIN ** round(math.log(window, _LOOKS_AGAIN))
+
+
+def _number_of(tensor: Tensor) -> float | None:
+    """The one number that it is; NaN where labels are others, of which none is ignored; None for all else."""
+    if tensor.numel() == 0 or tensor.is_complex():
+        return None
+    if bool((tensor == tensor.flatten()[0]).all()):
+        return float(tensor.flatten()[0])
+    is_labels = tensor.dim() > 1 and tensor.dtype == torch.int64  # those of single rows are read in the loss
+    return math.nan if is_labels and not bool((tensor == _IGNORED).any()) else None
+
+
+def _unlike(tensor: Tensor, number: float) -> Tensor:
+    """The part of its entries that are others."""
+    is_other = (tensor == _IGNORED) if math.isnan(number) else (tensor.detach() != number)
+    return is_other.sum() / max(1, tensor.numel())
