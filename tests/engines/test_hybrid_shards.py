@@ -84,7 +84,8 @@ def test_parameters_that_some_micro_batches_and_ranks_do_not_use_equal_the_full_
 
 
 def test_a_window_of_three_has_three_reduce_scatters_and_one_all_reduce_for_each_group() -> None:
-    trained(Profiled(), 3, "fsdp2 of 4", {"sync": "shard"}, Dealt(dealt(sentences(72), 2, "fsdp2 of 4")))
+    data = Dealt(dealt(sentences(72), 2, "fsdp2 of 4"))
+    trained(Profiled(), GradientAccumulation(3, check=False), "fsdp2 of 4", {"sync": "shard"}, data)
     found = torch.load("collectives.pt", weights_only=False)
     counts = [{kind: count[kind] for kind in (SCATTER, REDUCE)} for count, _ in found]
     inside, last = {SCATTER: GROUPS, REDUCE: 0}, {SCATTER: GROUPS, REDUCE: GROUPS + 2}  # the weights, and what was reached
