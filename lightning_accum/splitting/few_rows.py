@@ -41,11 +41,12 @@ class FewRows:
             raise CannotCheckError("the first batch has no rows")
         if (doubt := doubt_about(layout, known or {})) is not None:
             raise CannotCheckError(doubt)
-        self._order = _telling_first(layout)
-        self.kept = layout.take(self._order[:MOST_ROWS])
+        telling = _telling_first(layout)
+        self.kept = layout.take(telling[:MOST_ROWS])
+        self._order = telling if layout.size > MOST_ROWS else [*range(layout.size)]
         if before and layout.size < MOST_ROWS:
             with suppress(CannotCheckError):
-                layout = _joined([self.kept, *reversed(before)], layout)
+                layout = _joined([layout.take(self._order), *reversed(before)], layout)
         self._layout, self.number = layout, layout.size
         self.at_once = max(self.of_batch, self.number - self.of_batch)
 
