@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from lightning_accum.asked import Asked
 from lightning_accum.errors import AccumulationError, ArgumentError
-from lightning_accum.exclusions import why_refused
 from lightning_accum.from_lightning import (
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -19,6 +17,7 @@ from lightning_accum.from_lightning import (
     XLAStrategy,
     pl,
 )
+from lightning_accum.policy import check_is_one_of
 
 
 class MisconfiguredError(AccumulationError, MisconfigurationException):
@@ -32,16 +31,6 @@ def misconfigured() -> Iterator[None]:
         yield
     except ArgumentError as error:
         raise MisconfiguredError(str(error)) from error.__cause__
-
-
-def refuse(asked: Asked) -> None:
-    """Refuse what cannot be had together.
-
-    Raises:
-        MisconfigurationException: a row of the table applies.
-    """
-    if (reason := why_refused(asked)) is not None:
-        raise MisconfiguredError(reason)
 
 
 def check_validation_is_left_to(every: int, trainer: pl.Trainer) -> None:
@@ -90,11 +79,6 @@ def checked_sync(sync: _Sync, *others: str) -> _Sync:
     Raises:
         MisconfigurationException: it is none of them.
     """
-    known = ("window", "micro_batch", *others)
-    if sync not in known:
-        raise MisconfiguredError(f"sync={sync!r}: expected {', '.join(map(_quoted, known[:-1]))} or {_quoted(known[-1])}")
+    with misconfigured():
+        check_is_one_of("sync", sync, "window", "micro_batch", *others)
     return sync
-
-
-def _quoted(value: str) -> str:
-    return f'"{value}"'

@@ -11,11 +11,11 @@ from typing_extensions import override
 
 from lightning_accum import seams
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.arguments import MisconfiguredError, check_validation_is_left_to, misconfigured, refuse, what_to_use_instead_of
-from lightning_accum.asked import Asked
+from lightning_accum.arguments import MisconfiguredError, check_validation_is_left_to, misconfigured, what_to_use_instead_of
 from lightning_accum.boundary import SchedulerCounts, Tail
 from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.engine import Engine
+from lightning_accum.exclusions import Asked, refuse
 from lightning_accum.from_lightning import Callback, SIGTERMException, pl
 from lightning_accum.loops.hooks import callbacks_of
 from lightning_accum.manual import ManualWindows
@@ -163,7 +163,7 @@ class GradientAccumulation(Callback):
                     **row_wise_fields(row_wise, micro_batch),
                 )
             )
-        refuse(Asked(self.policy))
+            refuse(Asked(self.policy))
         self._windows: Windows | None = None
         self._state: dict[str, Any] = {}
         self._trainers_own: int | None = None

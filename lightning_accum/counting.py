@@ -8,11 +8,12 @@ from copy import deepcopy
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from lightning_accum.dispatch import in_eager_mode
+import torch
+
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.step import CountsAhead
-from lightning_accum.sync import GradientSync
+from lightning_accum.sync.base import GradientSync
 from lightning_accum.undo import Undo
 from lightning_accum.weighing.counted import TermValues
 from lightning_accum.weighing.counts import count_by
@@ -32,7 +33,7 @@ def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync
     counted.loader_batches_left = 0
     rest = iter(()) if accumulation.rest_of_window is None or boundary.size == 1 else accumulation.rest_of_window()
     try:
-        with in_eager_mode():  # what is compiled shows no additions
+        with torch.compiler.set_stance("force_eager"):  # what is compiled shows no additions
             for number, (own, is_shadow_batch) in enumerate(chain([(batch, accumulation.is_shadow_batch)], rest)):
                 counted.loader_batches_left += 1
                 if not isinstance(weights, tuple):

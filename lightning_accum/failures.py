@@ -50,7 +50,8 @@ def reraise_first_rank_error(passing: tuple[type[BaseException], ...] = ()) -> I
         if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, RankFailedError, *passing)):
             raise
         is_distributed = dist.is_available() and dist.is_initialized()
-        own = _failure_of(error, dist.get_rank() if is_distributed else 0)
+        rank, message = dist.get_rank() if is_distributed else 0, "".join(traceback.format_exception_only(error)).strip()[:2000]
+        own = _Failure(rank, message)
         first = _first(patience=_PATIENCE) if _is_of_communication(error) else _first(own)
         if own.rank == 0 and is_distributed and dist.get_world_size() > 1:
             time.sleep(_FAREWELL)
@@ -82,10 +83,6 @@ def _store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
-
-
-def _failure_of(error: BaseException, rank: int) -> _Failure:
-    return _Failure(rank, "".join(traceback.format_exception_only(error)).strip()[:2000])
 
 
 def _is_of_communication(error: BaseException) -> bool:

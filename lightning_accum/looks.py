@@ -19,7 +19,8 @@ from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.prove import Look, Measured
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.rows import split_lists
-from lightning_accum.sync import GradientSync
+from lightning_accum.step import Trained
+from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
@@ -36,27 +37,33 @@ class Checked:
     """What is checked.
 
     Attributes:
-        module: that is trained.
+        trained: the module, and what its training has to restore what a step changes and to give out gradients.
         step: runs it on a batch, and logs nothing.
         accumulation: takes the verdict.
-        sync: gives out gradients.
-        snapshotter: keeps what a step changes, to restore it.
         samples: how many of them the loader puts into a batch; empty where it does not say so.
         is_window_long: a window may have several loader batches.
         may_count_first: the terms of a window can be counted before it runs.
         is_manual: the module optimizes by itself; its loss is that of one backward call.
     """
 
-    module: nn.Module
+    trained: Trained
     step: Callable[[Any], Any]
     accumulation: Accumulation
-    sync: GradientSync
-    snapshotter: Any
     samples: Collection[int]
     is_window_long: bool
     inform: Callable[[str], None]
     may_count_first: bool = False
     is_manual: bool = False
+
+    @property
+    def module(self) -> nn.Module:
+        """That is trained."""
+        return self.trained.module
+
+    @property
+    def sync(self) -> GradientSync:
+        """When its gradients are reduced over the ranks."""
+        return self.trained.sync
 
     @property
     def is_one_micro_batch(self) -> bool:
@@ -70,7 +77,7 @@ class Checked:
 
     def trial(self) -> Trial:
         """Runs it on some rows, and leaves everything as it was."""
-        take_snapshot, row_wise = partial(self.snapshotter.take, watches_parameters=False), self.accumulation.row_wise
+        take_snapshot, row_wise = partial(self.trained.snapshotter.take, watches_parameters=False), self.accumulation.row_wise
 
         def step(batch: Any) -> Any:  # calls of submodules are nodes, as in training
             with nullcontext() if row_wise is None else replace(row_wise, size=None, proofs_left=0).step():
@@ -155,7 +162,7 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None, shared:
         raise UnsuitableRowsError("lazy layers are made by the first batch")
     if not batches or accumulation.is_shadow_batch:
         return None
-    if held := checked.snapshotter.iterators():
+    if held := checked.trained.snapshotter.iterators():
         names = " and ".join(map(repr, held))
         raise CannotCheckError(f"the module holds an iterator ({names}), and what training_step draws from it cannot be put back")
     if accumulation.policy.split is not None:

@@ -76,9 +76,8 @@ def _children(module: nn.Module, path: str) -> list[str]:
 def _holds(checked: Checked, take: Callable[[], Any], number: int, names: list[str]) -> bool:
     reasons = list[str]()
     row_wise = RowWise(checked.module, names, 2, checked.trial().device)
-    ranks, sync = checked.accumulation.ranks, checked.sync
     try:
-        prove_row_wise(row_wise, checked.step, checked.snapshotter, sync, ranks, [take()], [number], reasons.append)
+        prove_row_wise(checked.trained, row_wise, checked.step, [take()], [number], reasons.append)
     except RowWiseError:
         return False
     return bool(row_wise.kinds) and not reasons

@@ -14,14 +14,12 @@ from lightning_accum.noise import GradientNoiseScale
 from lightning_accum.samplers import SameOrderSampler
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.rows import split_lists
-from lightning_accum.strategies import (
-    AccumulationStrategy,
-    DDPAccumulationStrategy,
-    FSDPAccumulationStrategy,
-    ModelParallelAccumulationStrategy,
-)
+from lightning_accum.strategies.ddp import DDPAccumulationStrategy
+from lightning_accum.strategies.fsdp import FSDPAccumulationStrategy
+from lightning_accum.strategies.model_parallel import ModelParallelAccumulationStrategy
+from lightning_accum.strategies.one_device import AccumulationStrategy
 from lightning_accum.user_warnings import AccumulationWarning
-from lightning_accum.verification import verify
+from lightning_accum.verification.run import verify
 from lightning_accum.weighing.counts import SampleCount, TokenCount
 
 __all__ = [

@@ -20,7 +20,7 @@ from lightning_accum.exact import moved
 from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.step import Trained
-from lightning_accum.sync import GradientSync
+from lightning_accum.sync.base import GradientSync
 from lightning_accum.undo import Snapshot
 from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.terms import Denominator

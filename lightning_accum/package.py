@@ -114,4 +114,4 @@ def _register(strategies: ModuleType) -> None:
 
 def _make(package: str, strategy: str, **arguments: Any) -> Any:
     take(package)
-    return getattr(import_module("lightning_accum.strategies"), strategy)(**arguments)
+    return getattr(import_module("lightning_accum.names"), strategy)(**arguments)

@@ -128,14 +128,14 @@ def checked_policy(policy: Policy) -> Policy:
     _check_window(policy.window)
     _check_micro_batch(policy.micro_batch, policy.trim_padding, policy.split)
     weight = _checked_weight(policy.weight)
-    _check_is_one_of("tail", policy.tail, "step", "drop", "carry")
-    _check_is_one_of("scheduler_counts", policy.scheduler_counts, "optimizer_steps", "micro_batches")
+    check_is_one_of("tail", policy.tail, "step", "drop", "carry")
+    check_is_one_of("scheduler_counts", policy.scheduler_counts, "optimizer_steps", "micro_batches")
     dtype: Any = policy.accumulate_dtype
     if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         raise ArgumentError(f"accumulate_dtype={dtype!r}: expected a floating-point torch.dtype, such as torch.float32, or None")
     if not (policy.validate_every is None or is_natural(policy.validate_every, 1)):
         raise ArgumentError(f"validate_every={policy.validate_every!r}: expected a number of optimizer steps from 1, or None")
-    _check_is_one_of("on_nonfinite", policy.on_nonfinite, "propagate", "skip", "raise")
+    check_is_one_of("on_nonfinite", policy.on_nonfinite, "propagate", "skip", "raise")
     for name, value in (("log", policy.log), ("check", policy.check)):
         if not isinstance(value, bool):
             raise ArgumentError(f"{name}={value!r}: expected True or False")
@@ -158,7 +158,8 @@ def row_wise_fields(row_wise: Any, micro_batch: Any) -> dict[str, Any]:
     return {"row_wise": names, "row_wise_size": micro_batch}
 
 
-def _check_is_one_of(argument: str, found: Any, *expected: str) -> None:
+def check_is_one_of(argument: str, found: Any, *expected: str) -> None:
+    """Refuse a word that is none of those expected."""
     if found not in expected:
         *first, last = (f'"{word}"' for word in expected)
         raise ArgumentError(f"{argument}={found!r}: expected {', '.join(first)} or {last}")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
-from lightning_accum.dispatch import with_tensors
 from lightning_accum.exact import exact_dtype
 
 _NAMES_WITH_P = ("drop", "stochasticdepth")
@@ -316,3 +315,20 @@ def generators_kept(*loaders: Any) -> Iterator[None]:
 
 def _sampler_of_batches(loader: Any) -> Any:
     return getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+
+
+def with_tensors(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments of an operator, the first a tensor where the operator takes one.
+
+    torch gives a dispatch mode the bare number where a tensor was made of one (the divisor that the graph of ``loss / 12`` has
+    saved), which most operators refuse (read in torch 2.13).
+
+    Example:
+        >>> with_tensors(torch.ops.aten.neg.default, (12,)), with_tensors(torch.ops.aten.arange.default, (12,))
+        ((tensor(12),), (12,))
+    """
+    if not args or not isinstance(args[0], (bool, int, float, complex)):
+        return args
+    if not isinstance(func._schema.arguments[0].type, torch.TensorType):
+        return args
+    return torch.tensor(args[0], dtype=torch.float64 if isinstance(args[0], float) else None), *args[1:]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lightning_accum.from_lightning import DDPStrategy
-from lightning_accum.strategies import DDPAccumulationStrategy, FSDPAccumulationStrategy
+from lightning_accum.strategies.ddp import DDPAccumulationStrategy
+from lightning_accum.strategies.fsdp import FSDPAccumulationStrategy
 
 try:
     from ray.train.lightning import RayDDPStrategy, RayFSDPStrategy

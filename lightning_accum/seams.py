@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from functools import cache
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, metadata
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -78,18 +77,8 @@ def broken(seen: str) -> SeamError:
     """The error, with what differs from what was read, and where to report it."""
     return SeamError(
         f"{seen} So windows would not be exact, and training stops. {in_words(changed())} {READ} were read: install one of these,"
-        f" and report it to {issue_tracker()}."
+        " and report it."
     )
-
-
-def issue_tracker() -> str:
-    """Where to report what went wrong, with its address from the metadata that the package was installed with."""
-    try:
-        urls = metadata("lightning-accum").get_all("Project-URL", [])
-    except PackageNotFoundError:  # run from a checkout
-        urls = []
-    addresses = [address for label, address in (url.split(", ", 1) for url in urls) if label == "Issues"]
-    return ": ".join(["the issue tracker of lightning_accum", *addresses])
 
 
 def in_words(differing: list[Seam]) -> str:
@@ -168,8 +157,7 @@ trainer.trainer.Trainer
 trainer.call
     _call_and_handle_interrupt | launches the fit, and tears it down where it failed | bdd3ea3c
     _call_callback_hooks | calls a hook of every callback | b74f68cd
-    _call_lightning_module_hook | calls a hook of the module, once, and returns what it returned | 71767112
-    _call_strategy_hook | calls a hook of the strategy, once, and returns what it returned | 967314ae
+    _call_lightning_module_hook _call_strategy_hook | calls a hook, once, and returns what it returned | 71767112 967314ae
 strategies.strategy.Strategy
     connect | the fit begins: the loops are specialised | 1e0e2ace
     launcher | all ranks raise what the first failed with | af63ddd0
@@ -218,8 +206,7 @@ loops.training_epoch_loop._TrainingEpochLoop
     _num_ready_batches_reached | a loader batch is the last of its epoch | 20f625b9
     _should_accumulate | a window ends where the boundary says | 75952ac1
     _should_check_val_fx | validation may count optimizer steps | 0ae30d22
-    on_save_checkpoint | validation goes on counting them | 18155a51
-    on_load_checkpoint | validation goes on counting them | af6d3a59
+    on_save_checkpoint on_load_checkpoint | validation goes on counting them | 18155a51 af6d3a59
     _should_check_val_epoch | a window that was counted before it ran is not stopped to validate | 91a9a650
     update_lr_schedulers | called twice a loader batch, the last time when it is over | 3d41394b
     _update_learning_rates | schedulers step when their clock says | 27370be6
@@ -228,8 +215,7 @@ loops.optimization.automatic._AutomaticOptimization
     _on_before_zero_grad | calls the hooks before | 041f75f4
     _optimizer_zero_grad | clears the gradients | 213c7f67
 loops.optimization.closure.AbstractClosure
-    __call__ | runs a loader batch, whole or in micro-batches | c8773f8b
-    closure | does so too | 5b5cc404
+    __call__ closure | runs a loader batch, whole or in micro-batches | c8773f8b 5b5cc404
 loops.optimization.automatic.ClosureResult
     __post_init__ | keeps the loss to be shown | 7c5c55a5
     from_training_step_output | takes the loss out of what training_step returned | c01d3519

@@ -20,7 +20,7 @@ from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.plan import Mark, Plan
 from lightning_accum.step import Backward, CountsAhead, Outcome, Step, Trained
-from lightning_accum.sync import GradientSync
+from lightning_accum.sync.base import GradientSync
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import no_gradients
 from lightning_accum.window_totals import ClosedWindow
@@ -61,7 +61,6 @@ class Session:
         self._has_sync = type(sync) is not GradientSync  # engines for several ranks have one on a single rank, too
         policy = accumulation.policy
         self.finishes_after_backward = policy.finishes_after_backward
-        self.ends_by_tokens = policy.ends_by_tokens
         self._has_rounds = sync.is_waited_for_in_forward and policy.micro_batch is not None
 
     # --- one loader batch -----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.logs import BatchLog
-from lightning_accum.sync import GradientSync
+from lightning_accum.sync.base import GradientSync
 from lightning_accum.undo import Undo
 
 

@@ -12,13 +12,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.errors import AccumulationError, RowWiseError
 from lightning_accum.exact import exact_dtype, rounding
 from lightning_accum.failures import have_all_left
 from lightning_accum.prove import ALL, Measured, sample
 from lightning_accum.randomness import RandomState, dropout_switched_off
-from lightning_accum.sync import GradientSync
+from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial_mode import TrialMode, is_narrow, widened, widened_batch
 from lightning_accum.undo import Snapshot
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
@@ -374,7 +373,7 @@ class Trial:
             stack.callback(self.mode.restore)
             freeze_batch_norm(self._module)
             self._snapshot = self._take_snapshot()
-            stack.enter_context(in_eager_mode())
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
         self._snapshot = None
 

@@ -14,7 +14,7 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import Tail
 from lightning_accum.check import MOST_BATCHES
 from lightning_accum.errors import ArgumentError
-from lightning_accum.exclusions import why_refused
+from lightning_accum.exclusions import refuse
 from lightning_accum.fabric.loop import Loop
 from lightning_accum.fabric.passes import Passes
 from lightning_accum.fabric.training import Fabric, Training
@@ -126,8 +126,7 @@ class Accumulator(Loop):
                 )
             )
             training = Training(fabric, model, optimizer, self._refuse_step)
-            if (reason := why_refused(training.asked(policy))) is not None:
-                raise ArgumentError(words(reason))
+            refuse(training.asked(policy))
             loss = None if loss_of is None else training.loss_without_wrapper(loss_of)
             passes = Passes(training, policy, loss, words)
             sums = training.main_gradients(accumulate_dtype)

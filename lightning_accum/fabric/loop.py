@@ -198,7 +198,7 @@ class Loop:
     def _end_window(self, micro_batch: MicroBatch) -> bool:
         """End the window, if it ends with this micro-batch. Returns whether it did."""
         session, seen = self._session, self._passes.seen
-        if not (self._ends_window or (session.ends_by_tokens and micro_batch.ends_loader_batch)):
+        if not (self._ends_window or (self._accumulation.policy.ends_by_tokens and micro_batch.ends_loader_batch)):
             return False
         self._refuse_changes()
         if not self._ends_window:
@@ -261,14 +261,12 @@ class Loop:
             return
         if not self._is_between_windows:
             raise UsageError(
-                "The gradients were cleared or changed inside of a window. Leave optimizer.zero_grad(), clipping, and backward"
-                " calls of other losses out of the loop: accumulator.step(clip_norm=...) clears and clips where a window ends,"
-                " and accumulator.backward(loss_a + loss_b) takes all losses of a micro-batch."
+                "The gradients were cleared or changed inside of a window. Leave zero_grad(), clipping and other backwards out:"
+                " accumulator.step(clip_norm=...) clears and clips, accumulator.backward(loss_a + loss_b) takes all losses."
             )
         if not self._has_warned and any(own.grad is not None for own in self._watched):
             self._has_warned = True
             rank_zero_warn(
-                "There are gradients that accumulator.backward did not make, and the first accumulator.backward of a window clears"
-                " them. If a loss of the loop is to be trained on, add it to that of its micro-batch:"
-                " accumulator.backward(loss_a + loss_b)."
+                "There are gradients that accumulator.backward did not make, and the next window clears them. To train on another"
+                " loss of the loop, add it to that of its micro-batch: accumulator.backward(loss_a + loss_b)."
             )

@@ -136,25 +136,14 @@ class Passes:
             accumulation.splitting.plan = None
             if batch is not None:
                 self.plan_ahead(batch)
-        row_wise = accumulation.row_wise
+        row_wise, batches = accumulation.row_wise, [] if batch is None else [batch]
         if row_wise is not None and row_wise.proofs_left and self._loss_of is not None:
-            batches, warn = [] if batch is None else [batch], self._words.rank_zero_warn
-            sync, ranks, undo = training.sync, training.ranks, training.snapshotter
-            prove_row_wise(row_wise, self._loss_of, undo, sync, ranks, batches, self._samples, warn)
+            prove_row_wise(training, row_wise, self._loss_of, batches, self._samples, self._words.rank_zero_warn)
         if accumulation.checks_left and self._loss_of is not None:
             is_long = self._policy.may_be_longer_than_one(1)
-            checked = Checked(
-                training.module,
-                self._loss_of,
-                accumulation,
-                training.sync,
-                training.snapshotter,
-                self._samples,
-                is_long,
-                self._say,
-                self._policy.may_count_first(is_long),
-            )
-            check_first_batch(checked, [] if batch is None else [batch])
+            may_count = self._policy.may_count_first(is_long)
+            checked = Checked(training, self._loss_of, accumulation, self._samples, is_long, self._say, may_count)
+            check_first_batch(checked, batches)
             accumulation.look_at_doubted = partial(check_doubted, checked)
         if accumulation.window.counted is not None:
             count_window(accumulation, self, batch, training.sync, training.snapshotter)
@@ -180,13 +169,8 @@ class Passes:
         """Plan how it is split."""
         splitting, training = self._accumulation.splitting, self._training
         assert splitting is not None
-        proof = partial(
-            difference_by_padding,
-            module=training.module,
-            snapshotter=training.snapshotter,
-            training_step=cast("LossOfBatch", self._loss_of),  # without it nothing is trimmed
-            weight=self._policy.weight,
-        )
+        step = cast("LossOfBatch", self._loss_of)  # without it nothing is trimmed
+        proof = partial(difference_by_padding, trained=training, training_step=step, weight=self._policy.weight)
         splitting.begin(batch, proof)
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:

@@ -17,13 +17,14 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_accum.asked import Asked
 from lightning_accum.errors import ArgumentError, UsageError, WrongTypeError
+from lightning_accum.exclusions import Asked
 from lightning_accum.main_gradients import MainGradients, main_gradients
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.step import Trained
-from lightning_accum.sync import DDPSync, FSDP2Sync, WideDDPSync
+from lightning_accum.sync.ddp import DDPSync, WideDDPSync
+from lightning_accum.sync.fsdp2 import FSDP2Sync
 from lightning_accum.trial_mode import is_narrow
 from lightning_accum.undo import Undo
 
@@ -87,13 +88,12 @@ class Training(Trained):
         stepped, trained = set(self._stepped()), {own for own in model.parameters() if own.requires_grad}
         if ddp is not None and stepped - set(ddp.parameters()):
             return (
-                "The optimizer has parameters outside of the DistributedDataParallel that the Accumulator has found, which reduces"
-                " the gradients of its own once a window. Wrap one module that has all of them, and pass it as the model."
+                "The optimizer has parameters outside of the DistributedDataParallel in the model, whose gradients nothing reduces."
+                " Wrap one module that has all of them, and pass it as the model."
             )
         if trained and not trained & stepped:
             return (
-                "The optimizer has none of the parameters of the model. Where fabric.setup(model) shards or replaces them, make the"
-                " optimizer after it: optimizer = fabric.setup_optimizers(AdamW(model.parameters()))"
+                "The optimizer has none of the parameters of the model. Make it after fabric.setup(model), which may replace them."
             )
         if fabric is None:
             if any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules()):
@@ -117,9 +117,8 @@ class Training(Trained):
             )
         if fabric.world_size > 1 and ddp is None and not self.is_sharded:
             return (
-                f"Nothing averages the gradients over the {fabric.world_size} ranks: there is neither"
-                " DistributedDataParallel nor fully_shard in the model. Pass what fabric.setup(model, optimizer)"
-                " returned; with ModelParallelStrategy, have its parallelize_fn apply fully_shard."
+                f"Nothing averages the gradients over {fabric.world_size} ranks: the model has neither DistributedDataParallel nor"
+                " fully_shard. Pass what fabric.setup returned; with ModelParallelStrategy, have parallelize_fn apply fully_shard."
             )
         return None
 
@@ -183,9 +182,8 @@ class Training(Trained):
         """The loss of a batch that had one before."""
         if self._loss_of is None:
             raise UsageError(
-                f"Rank {self.ranks.rank} has a micro-batch that ran no forward, and the others wait for it in theirs, since the"
-                " model is sharded. Call the model in every micro-batch, also where accumulator.backward(None) follows; or pass"
-                " Accumulator(loss_of=...), by which an earlier batch takes its place."
+                f"Rank {self.ranks.rank} has a micro-batch without a forward, in which ranks of a sharded model wait for others."
+                " Call the model in every micro-batch, or pass Accumulator(loss_of=...), by which an earlier batch takes its place."
             )
         return self._loss_of(batch)
 

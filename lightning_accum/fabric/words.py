@@ -72,7 +72,6 @@ def warn_of_factors(loss: Tensor, size: float) -> None:
         )
     elif kind == "MulBackward0" and saved.dtype == torch.float32 and factor >= 256 and math.frexp(factor)[0] == 0.5:
         rank_zero_warn(
-            f"The loss is multiplied by {factor:g}, as by GradScaler.scale(loss), which nothing takes back: gradients are that much"
-            ' larger than the full batch\'s. Leave the GradScaler out; for float16 use Fabric(precision="16-mixed"), which scales'
-            " losses, and unscales gradients, by itself."
+            f"The loss is multiplied by {factor:g}, as by GradScaler.scale(loss), and nothing divides the gradients by that. Leave"
+            ' the GradScaler out; for float16 use Fabric(precision="16-mixed"), which does both by itself.'
         )

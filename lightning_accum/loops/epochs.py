@@ -177,7 +177,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     def end_loader_batch(self, accumulation: Accumulation, seen: int) -> None:
         """A loader batch has ended: so does the window, if it is one of tokens and has come to them."""
         accumulation.end_loader_batch(seen)
-        if not self.strategy.session.ends_by_tokens or accumulation.boundary.position(seen) <= 0:
+        if not accumulation.policy.ends_by_tokens or accumulation.boundary.position(seen) <= 0:
             return
         if accumulation.is_full() or self._is_cut_by_the_end(accumulation.boundary):  # the first is asked on all ranks
             accumulation.boundary.cut_short(seen)

@@ -51,15 +51,13 @@ def _without_loggers(trainer: pl.Trainer) -> Iterator[None]:
         trainer.loggers = loggers
 
 
-def _may_count_first(trainer: pl.Trainer, strategy: Engine) -> bool:
+def _may_count_first(strategy: Engine, is_long: bool) -> bool:
     """The terms of a window can be counted before it runs."""
-    policy = strategy.policy
-    is_long = policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
     if is_long and (strategy.accumulation is None or strategy.accumulation.rest_of_window is None):
         return False  # training_step draws its batches by itself
     if strategy.snapshotter.iterators():
         return False  # what it draws from one cannot be put back
-    return policy.may_count_first(is_long)
+    return strategy.policy.may_count_first(is_long)
 
 
 def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
@@ -69,17 +67,9 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
     """
     accumulation = strategy.accumulation
     assert accumulation is not None
-    checked = Checked(
-        trainer.lightning_module,
-        unlogged_step(trainer, kwargs),
-        accumulation,
-        strategy.sync,
-        strategy.snapshotter,
-        strategy.samples_of_loader(),
-        accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches),
-        rank_zero_info,
-        _may_count_first(trainer, strategy),
-    )
+    step, samples = unlogged_step(trainer, kwargs), strategy.samples_of_loader()
+    is_long = accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
+    checked = Checked(strategy, step, accumulation, samples, is_long, rank_zero_info, _may_count_first(strategy, is_long))
     check.check_first_batch(checked, list(kwargs.values())[:1])
     accumulation.look_at_doubted = partial(check_doubted, checked)
 
@@ -107,17 +97,8 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDic
 
     while number < windows.ranks.largest(windows.most_tried)[0]:
         accumulation = windows.call(number).check
-        checked = Checked(
-            trainer.lightning_module,
-            partial(loss_of_call, number=number),
-            accumulation,
-            strategy.sync,
-            strategy.snapshotter,
-            strategy.samples_of_loader(),
-            is_long,
-            lambda _: None,  # the line at the start says it for each call
-            is_manual=True,
-        )
+        step, inform = partial(loss_of_call, number=number), lambda _: None  # the line at the start says it for each call
+        checked = Checked(strategy, step, accumulation, strategy.samples_of_loader(), is_long, inform, is_manual=True)
         if accumulation.checks_left:
             check.check_first_batch(checked, list(kwargs.values())[:1])
         if number == 0 and is_long and windows.is_free_of_steps is None and not checked.on_any(accumulation.checked_rows is None):
@@ -128,8 +109,8 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDic
 
 def prove_row_wise_step(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
     """Try submodules in micro-batches on the loader batch in ``kwargs``, while that is due. Called as ``check_first_batch``."""
-    row_wise, ranks = strategy.row_wise, strategy.ranks
+    row_wise = strategy.row_wise
     if row_wise is not None and row_wise.proofs_left:
         batches = [value for name, value in kwargs.items() if name != "dataloader_iter"][:1]
         step, samples = unlogged_step(trainer, kwargs), strategy.samples_of_loader()
-        prove_row_wise(row_wise, step, strategy.snapshotter, strategy.sync, ranks, batches, samples, rank_zero_warn)
+        prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn)

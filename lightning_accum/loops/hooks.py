@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_accum.ended_window import EndedWindow
 from lightning_accum.from_lightning import PassThroughProfiler, Precision, Strategy, pl
+from lightning_accum.window_totals import EndedWindow
 
 # --- what nobody listens to -------------------------------------------------------------------------------------------
 
@@ -137,9 +137,8 @@ class _GradientReads(TorchFunctionMode):
                 frame = None if frame.f_code.co_name == "_engine_run_backward" else frame.f_back
             if frame is not None:
                 self._warn(
-                    f"{self._left.pop(frame.f_code)} looks at gradients. It runs after every micro-batch, on what"
-                    " the window has accumulated so far, before that is normalised: what it changes or measures is not what it"
-                    " would in the full batch. Do it in on_before_optimizer_step, which sees the full batch's gradients, once a"
-                    " window."
+                    f"{self._left.pop(frame.f_code)} looks at gradients. It runs after every micro-batch, on what the window has"
+                    " accumulated so far, and not on the full batch's gradients. Do it in on_before_optimizer_step, which sees"
+                    " these, once a window."
                 )
         return func(*args, **(kwargs or {}))

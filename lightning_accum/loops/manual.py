@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
-from lightning_accum.ended_window import EndedWindow
 from lightning_accum.from_lightning import _ManualOptimization
-from lightning_accum.window_totals import ClosedWindow
+from lightning_accum.window_totals import ClosedWindow, EndedWindow
 
 if TYPE_CHECKING:
     from lightning_accum.engine import Engine

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum.ended_window import EndedWindow
 from lightning_accum.engine import Engine
 from lightning_accum.errors import UsageError
 from lightning_accum.from_lightning import AbstractClosure, Closure, ClosureResult, Strategy, _AutomaticOptimization, call, pl
@@ -24,6 +23,7 @@ from lightning_accum.loops.results import collecting_logs, show_logs
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.step import Outcome
+from lightning_accum.window_totals import EndedWindow
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
@@ -100,12 +100,9 @@ class WindowOptimization(_AutomaticOptimization):
         assert accumulation is not None
         assert accumulation.splitting is not None
         training_step = unlogged_step(trainer, _arguments_of_step(trainer, batch))
-        own: dict[str, Any] = {
-            "snapshotter": strategy.snapshotter,
-            "training_step": training_step,
-            "weight": accumulation.policy.weight,
-        }
-        accumulation.splitting.begin(batch, partial(difference_by_padding, module=trainer.lightning_module, **own))
+        weight = accumulation.policy.weight
+        proof = partial(difference_by_padding, trained=strategy, training_step=training_step, weight=weight)
+        accumulation.splitting.begin(batch, proof)
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
         """The loss of a micro-batch of a loader batch that is so many after the one under way. Nothing is logged."""

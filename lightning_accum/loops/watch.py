@@ -36,8 +36,7 @@ class Watch:
     Attributes:
         is_read: all of Lightning's methods are those that were read.
         is_close: what needs hooks on tensors is looked at too: in the first windows, or always where a method was not read.
-        is_set_up: the strategy is.
-        has_data: the loaders are set up.
+        called: what of Lightning's has begun the fit so far.
         may_skip_steps: nothing is wrong where the optimizer has not stepped.
     """
 
@@ -46,7 +45,8 @@ class Watch:
         self._close_windows = CLOSE_WINDOWS if self.is_read else math.inf
         self._progress = progress
         self.is_close = True
-        self.is_set_up = self.has_data = self._has_begun = self.may_skip_steps = False
+        self.may_skip_steps = False
+        self.called: set[str] = set()
         self._epoch: int | None = None
         self._accumulation: Accumulation | None = None
         self._optimizer: Optimizer | None = None
@@ -61,17 +61,13 @@ class Watch:
 
     def begin(self) -> None:
         """Training begins, maybe after a run that failed: tuners try some."""
-        self._has_begun, self._is_stepping, self._epoch, self._left = True, False, None, set()
+        self.called.add("Strategy.on_train_start")
+        self._is_stepping, self._epoch, self._left = False, None, set()
 
     def begin_epoch(self, number: int) -> None:
         """An epoch is about to run."""
-        called = {
-            "Strategy.setup": self.is_set_up,
-            "_FitLoop.setup_data": self.has_data,
-            "Strategy.on_train_start": self._has_begun,
-        }
-        for seam, has_been in called.items():
-            if not has_been:
+        for seam in ("Strategy.setup", "_FitLoop.setup_data", "Strategy.on_train_start"):
+            if seam not in self.called:
                 raise seams.broken(f"{seam} was not called before the first loader batch.")
         if number == self._epoch:
             raise seams.broken(f"_TrainingEpochLoop.run was called twice for epoch {number}.")

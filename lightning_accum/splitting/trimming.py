@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_accum.dispatch import with_tensors
 from lightning_accum.prove import ALL, Look, Measured, aliases, fit_of, keys_of
+from lightning_accum.randomness import with_tensors
 from lightning_accum.splitting.lengths import Spans, kept_columns
 from lightning_accum.splitting.micro_batch import Layout
-from lightning_accum.sync import GradientSync
+from lightning_accum.step import Trained
+from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial import Trial
-from lightning_accum.undo import Undo
 from lightning_accum.verdict import CannotCheckError
 from lightning_accum.weighing.modes import ONCE, Mode
 from lightning_accum.weighing.weight import Weigher
@@ -128,22 +128,17 @@ def _prove(side: str, span: Spans, spans: dict[int, Spans], layout: Layout, proo
 
 
 def difference_by_padding(
-    padded: Any,
-    *trimmed: Any,
-    module: nn.Module,
-    snapshotter: Undo,
-    training_step: Callable[[Any], Any],
-    weight: Any,
+    padded: Any, *trimmed: Any, trained: Trained, training_step: Callable[[Any], Any], weight: Any
 ) -> Verdict:
     """Compare the weight and the gradient of the same rows with and without padding, as the check compares rows and their parts.
 
     Nothing of it lasts, and nothing in it waits for other ranks, which may have nothing to try.
     """
-    if held := snapshotter.iterators():
+    if held := trained.snapshotter.iterators():
         return Inconclusive(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
     weigh = weight if callable(weight) else None if weight != "equal" else lambda batch: 1.0
-    take_snapshot = partial(snapshotter.take, watches_parameters=False)
-    trial = Trial(module, partial(_run_alone, module, training_step), take_snapshot, GradientSync(), largest=float)
+    take_snapshot = partial(trained.snapshotter.take, watches_parameters=False)
+    trial = Trial(trained.module, partial(_run_alone, trained.module, training_step), take_snapshot, GradientSync(), largest=float)
     return trial.in_widest_type(
         lambda wide: _compare(wide, weigh, padded, trimmed), lambda verdict: not isinstance(verdict, Inconclusive)
     )

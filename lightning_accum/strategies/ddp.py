@@ -13,7 +13,8 @@ from typing_extensions import override
 from lightning_accum.arguments import checked_sync
 from lightning_accum.from_lightning import DDPStrategy, ParallelStrategy
 from lightning_accum.strategies.mixin import AccumulationMixin
-from lightning_accum.sync import DDPSync, GradientSync, SyncPolicy, WideDDPSync, sync_buffers
+from lightning_accum.sync.base import GradientSync, SyncPolicy
+from lightning_accum.sync.ddp import DDPSync, WideDDPSync, sync_buffers
 
 
 class ParallelMixin(AccumulationMixin, ParallelStrategy):

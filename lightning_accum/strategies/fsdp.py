@@ -17,7 +17,8 @@ from lightning_accum.errors import UsageError
 from lightning_accum.from_lightning import FSDPStrategy
 from lightning_accum.loops.optimization import loss_unlogged
 from lightning_accum.strategies.ddp import ParallelMixin
-from lightning_accum.sync import FSDP1Sync, ShardedSync, SyncPolicy, forward_replaced
+from lightning_accum.sync.base import SyncPolicy, forward_replaced
+from lightning_accum.sync.sharded import FSDP1Sync, ShardedSync
 from lightning_accum.user_warnings import rank_zero_warn
 
 

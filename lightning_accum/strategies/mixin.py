@@ -13,12 +13,12 @@ from typing_extensions import override
 
 from lightning_accum import seams
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.arguments import MisconfiguredError, misconfigured, refuse
-from lightning_accum.asked import Asked
+from lightning_accum.arguments import MisconfiguredError, misconfigured
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.check import MOST_BATCHES
 from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.engine import Engine
+from lightning_accum.exclusions import Asked, refuse
 from lightning_accum.from_lightning import TrainerFn, pl, rank_zero_info
 from lightning_accum.loops.hooks import callbacks_of, gradient_reads
 from lightning_accum.loops.installation import installed, naming_launcher
@@ -30,7 +30,6 @@ from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.session import Session
 from lightning_accum.splitting.auto import RetriedSplitting
-from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Splitting
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
@@ -126,7 +125,7 @@ class AccumulationMixin(Engine):
             for hook, made in {"connect": "_fit", "setup_environment": "ranks"}.items():
                 if vars(self).get(made) is None:
                     raise seams.broken(f"Strategy.{hook} was not called before Strategy.setup.")
-            self.watch.is_set_up = True
+            self.watch.called.add("Strategy.setup")
             callback = _callback_of(trainer)
             self.policy = Policy() if callback is None else callback.policy
         super().setup(trainer)
@@ -137,8 +136,8 @@ class AccumulationMixin(Engine):
 
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.module
-        refuse(self._asked(trainer))
         with misconfigured():
+            refuse(self._asked(trainer))
             self.row_wise = row_wise_of(self.policy, module, self.ranks, self.reduces_every_backward_by_itself)
         if self.row_wise is not None and self.row_wise.proofs_left and not module.automatic_optimization:
             rank_zero_warn(unproven(self.row_wise, "the module optimizes by itself"))
@@ -160,7 +159,7 @@ class AccumulationMixin(Engine):
         assert self._fit is not None
         if sums is not None:
             self._fit.callback(sums.close)
-        if self.policy.check and (is_long or is_split or self.world_size > 1 or isinstance(self.policy.window, Tokens)):
+        if self.policy.check and (is_long or is_split or self.world_size > 1 or self.policy.ends_by_tokens):
             if (reason := self._why_unchecked()) is None:
                 self.accumulation.checks_left = MOST_BATCHES
             else:
@@ -209,7 +208,7 @@ class AccumulationMixin(Engine):
         )
 
     def _engine(self) -> dict[str, Any]:
-        """What is peculiar to the engine, as fields of :class:`lightning_accum.asked.Asked`."""
+        """What is peculiar to the engine, as fields of :class:`lightning_accum.exclusions.Asked`."""
         return {}
 
     def _why_unchecked(self) -> str | None:

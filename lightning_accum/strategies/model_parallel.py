@@ -21,8 +21,9 @@ from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.ranks import Ranks
 from lightning_accum.strategies.fsdp import ShardedMixin
-from lightning_accum.sync import FSDP2Sync, ShardedSyncPolicy, SharedRows, has_replicas
-from lightning_accum.sync.fsdp2 import groups_of
+from lightning_accum.sync.base import ShardedSyncPolicy
+from lightning_accum.sync.fsdp2 import FSDP2Sync, groups_of, has_replicas
+from lightning_accum.sync.sharded import SharedRows
 from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.counts import count_samples
 

@@ -142,7 +142,6 @@ def warn_of_hooks(module: nn.Module, warn: Callable[[str], None], is_checked: bo
     ]
     if hooked:
         warn(
-            f"{listed(hooked)}: a hook of this parameter runs in every micro-batch, on gradients that are not yet those of the"
-            " window. What it changes, or an optimizer that it steps, is not what it would be in the full batch. Do it in"
-            " on_before_optimizer_step, which sees the full batch's gradients, once a window."
+            f"{listed(hooked)}: a hook of this parameter runs in every micro-batch, on gradients that are not the full batch's."
+            " Do it in on_before_optimizer_step, which sees the full batch's gradients, once a window."
         )

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.errors import RowWiseError
 from lightning_accum.exact import exact, rounding
 from lightning_accum.randomness import RandomState
@@ -190,7 +189,7 @@ def _run_some(layer: Layer, arguments: Tree, are_rows: Sequence[bool], number: i
     device = next((leaf.value.device for leaf in arguments.leaves if leaf.is_tensor), torch.device("cpu"))
     before = RandomState(device)
     try:
-        with in_eager_mode():
+        with torch.compiler.set_stance("force_eager"):
             return read(run(range(number), arguments.make(map(some, arguments.values, are_rows))), layer)
     finally:
         before.restore()

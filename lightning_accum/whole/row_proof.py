@@ -26,11 +26,10 @@ from lightning_accum.errors import RowWiseError
 from lightning_accum.exact import rounding_of_gradients
 from lightning_accum.prove import ALL, Deviation, Look, Measured, fit_of
 from lightning_accum.randomness import RandomState
-from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.few_rows import FewRows
-from lightning_accum.sync import GradientSync
+from lightning_accum.step import Trained
+from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial import Trial
-from lightning_accum.undo import Undo
 from lightning_accum.verdict import CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.modes import ONCE
@@ -42,11 +41,9 @@ _MOVED = 0.1
 
 
 def prove_row_wise(
+    trained: Trained,
     row_wise: RowWise,
     step: Callable[[Any], Any],
-    undo: Undo,
-    sync: GradientSync,
-    ranks: Ranks,
     batches: Sequence[Any],
     samples: Any,
     warn: Callable[[str], None],
@@ -60,11 +57,11 @@ def prove_row_wise(
         RowWiseError: it is another. On all ranks.
     """
     row_wise.begin_proof()
-    engine = sync if sync.is_waited_for_in_forward else _InPlace()
-    take_snapshot = partial(undo.take, watches_parameters=False)
-    trial = Trial(row_wise.module, step, take_snapshot, engine, lambda value: ranks.largest(value)[0])
+    engine = trained.sync if trained.sync.is_waited_for_in_forward else _InPlace()
+    take_snapshot = partial(trained.snapshotter.take, watches_parameters=False)
+    trial = Trial(row_wise.module, step, take_snapshot, engine, lambda value: trained.ranks.largest(value)[0])
     try:
-        take, number = trial.together(lambda: _rows_of(undo, batches, samples))
+        take, number = trial.together(lambda: _rows_of(trained, batches, samples))
         number = -int(trial.largest(-number))
         if number < 2:
             raise UnsuitableRowsError("the first batches have 1 row")
@@ -86,9 +83,9 @@ def unproven(row_wise: RowWise, reason: str) -> str:
     )
 
 
-def _rows_of(undo: Undo, batches: Sequence[Any], samples: Any) -> tuple[Callable[[Any], Any], int]:
+def _rows_of(trained: Trained, batches: Sequence[Any], samples: Any) -> tuple[Callable[[Any], Any], int]:
     """What makes a batch of some rows, and how many there are: all, if they cannot be told apart."""
-    if held := undo.iterators():
+    if held := trained.snapshotter.iterators():
         raise CannotCheckError(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
     if not batches:
         return lambda rows: None, 0
