@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,17 @@ from typing_extensions import override
 
 from lightning_accum.engine import Engine
 from lightning_accum.errors import UsageError
-from lightning_accum.from_lightning import AbstractClosure, Closure, ClosureResult, Strategy, _AutomaticOptimization, call, pl
-from lightning_accum.gradient_norm import noting_gradient_norm
+from lightning_accum.from_lightning import (
+    AbstractClosure,
+    Closure,
+    ClosureResult,
+    FSDPPrecision,
+    Precision,
+    Strategy,
+    _AutomaticOptimization,
+    call,
+    pl,
+)
 from lightning_accum.loops.first_batch import check_first_batch, prove_row_wise_step, unlogged_step
 from lightning_accum.loops.hooks import call_window_hooks, is_lightnings, is_unheard, replacing
 from lightning_accum.loops.results import collecting_logs, show_logs
@@ -119,7 +128,7 @@ class WindowOptimization(_AutomaticOptimization):
         optimizer, watch = strategy._lightning_optimizers[0], strategy.watch
         watch.begin_step(optimizer._optimizer, accumulation)
         accumulation.closed = None
-        with noting_gradient_norm(trainer, strategy):
+        with _noting_gradient_norm(trainer, strategy):
             arguments = (trainer.current_epoch, self.epoch_loop.batch_idx, optimizer, closure)
             call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
         closed, ranks = accumulation.closed, accumulation.ranks
@@ -233,6 +242,30 @@ class WindowClosure(Closure):
             return {}
         loss, extra = self._outcome.returned()
         return {} if loss is None else {"loss": loss.detach().clone(), **extra}
+
+
+@contextmanager
+def _noting_gradient_norm(trainer: pl.Trainer, strategy: Engine) -> Iterator[None]:
+    """Clip as the strategy does, and keep the norm: Lightning's precision plugin throws it away."""
+    plugin, accumulation = trainer.precision_plugin, strategy.accumulation
+    assert accumulation is not None
+    accumulation.gradient_norm = None
+    clips_by_itself = not is_lightnings(trainer.lightning_module, "configure_gradient_clipping")
+    if not (trainer.gradient_clip_val or clips_by_itself):
+        yield
+        return
+
+    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+        accumulation.gradient_norm = strategy.clip_by_norm(plugin.main_params(optimizer), clip_val)
+
+    if type(plugin).clip_grad_by_norm not in (Precision.clip_grad_by_norm, FSDPPrecision.clip_grad_by_norm):
+        yield  # a plugin with a clipping of its own
+        return
+    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del plugin.clip_grad_by_norm
 
 
 def _is_silent(trainer: pl.Trainer, strategy: Engine) -> bool:

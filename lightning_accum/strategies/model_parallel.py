@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from typing_extensions import override
 
 from lightning_accum import seams
 from lightning_accum.arguments import MisconfiguredError, checked_sync
 from lightning_accum.from_lightning import ModelParallelStrategy
-from lightning_accum.gradient_norm import clip_sharded_by_norm
 from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.ranks import Ranks
@@ -136,8 +137,18 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
         return mesh.get_group() if mesh.size() > 1 else None
 
     @override
+    @torch.no_grad()
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
-        return clip_sharded_by_norm(parameters, largest)
+        by_mesh: dict[Any, list[Tensor]] = {}  # torch 2.13 refuses to add up DTensors on different meshes
+        for parameter in parameters:
+            if (own := parameter.grad) is not None:
+                by_mesh.setdefault(own.device_mesh if isinstance(own, DTensor) else None, []).append(parameter)
+        norms = [get_total_norm([p.grad for p in group], foreach=True) for group in by_mesh.values()]  # type: ignore[misc]
+        whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        norm = torch.linalg.vector_norm(torch.stack(whole)) if whole else torch.tensor(0.0)
+        for group in by_mesh.values():
+            clip_grads_with_norm_(group, largest, norm, foreach=True)
+        return norm
 
     def _check_accumulate_dtype(self, sync: FSDP2Sync, dtype: torch.dtype) -> None:
         """Whether ``fully_shard`` adds up gradients in ``dtype``; else an error that says how to have it."""

@@ -55,7 +55,6 @@ OTHERS = {
     "RuntimeError": "caught two lines on, or by what runs a trial: it is reported in words",
     "SIGTERMException": "Lightning's, for a signal",
     "StepTakenError": "caught: ends a fit of verify after its step",
-    "StopIteration": "ends an iterator",
     "UnsuitableRowsError": "caught, as CannotCheckError is",
     "_EmptyWindowError": "caught: ends the step of an optimizer",
 }

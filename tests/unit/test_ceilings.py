@@ -23,9 +23,9 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 14_791,
-    "lines of the package": 21_985,
-    "files of the package": 121,
+    "lines of code": 14_789,
+    "lines of the package": 21_971,
+    "files of the package": 120,
     "width of the package": 152,
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 1,
