@@ -212,7 +212,9 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
                     inside[node] = ({*keys, term.key}, left)
                 else:
                     return None
-        return [*found, *inside.values()]
+        known = [*found, *inside.values()]
+        constant = (loss.detach() - sum(value for _, value in known)).nan_to_num(0.0, 0.0, 0.0)  # a term may be a mean of nothing
+        return [(keys, value + constant if at == 0 else value) for at, (keys, value) in enumerate(known)]
 
 
 _MOST_ADDED = 64
