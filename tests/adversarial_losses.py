@@ -47,23 +47,14 @@ def covariance(z: Tensor) -> Tensor:
 def hardest(losses: Tensor, least: int, share: float) -> Tensor:
     return losses.topk(min(len(losses), max(least, int(share * len(losses))))).values.mean()
 
-def thresholded(losses: Tensor, least: int) -> Tensor:
-    hard = losses[losses > 8]
-    return hard.mean() if len(hard) >= least else losses.topk(min(len(losses), least)).values.mean()
-
 def negatives(o: Tensor, b: Any, ratio: int, least: int) -> Tensor:
     losses, is_positive = F.binary_cross_entropy_with_logits(o[:, 0], b.positive.to(D), reduction="none"), b.positive
     number = max(ratio * int(is_positive.sum()), least)
     kept = losses[~is_positive].topk(min(number, int((~is_positive).sum()))).values
     return (losses[is_positive].sum() + kept.sum()) / len(losses)
 
-def balanced(o: Tensor, b: Any, above: int = 0) -> Tensor:
-    counts = torch.bincount(b.t, minlength=4).to(D)
-    return (ce(o, b, reduction="none") * torch.where(counts > above, 1 / counts.clamp(min=1), 1.0)[b.t]).mean()
-
-def by_class(o: Tensor, b: Any) -> Tensor:
-    losses = ce(o, b, reduction="none")
-    return sum(losses[b.t == c].mean() for c in range(4) if (b.t == c).any())
+def balanced(o: Tensor, b: Any) -> Tensor:
+    return (ce(o, b, reduction="none") / torch.bincount(b.t, minlength=4).to(D)[b.t]).mean()
 
 def alike(o: Tensor, b: Any) -> Tensor:
     """Two terms made by the same operations; either may be absent."""
@@ -82,10 +73,6 @@ def contrastive(z: Tensor, first: int) -> Tensor:
     logits = torch.cat([z @ torch.eye(4, dtype=D), z @ z[first:].T], 1) / 0.3
     return F.cross_entropy(logits, torch.zeros(len(z), dtype=torch.long))
 
-def triplets(o: Tensor, b: Any) -> Tensor:
-    distance, same = torch.cdist(o, b.y), b.t[:, None] == b.t
-    return F.relu(distance.masked_fill(~same, 0).amax(1) - distance.masked_fill(same, math.inf).amin(1).clamp(max=9) + 1).mean()
-
 def running(o: Tensor, b: Any, m: Any) -> Tensor:
     with torch.no_grad():
         m.center.lerp_(o.mean(0), 0.1)
@@ -101,53 +88,39 @@ def padded(losses: Tensor, to: int) -> Tensor:
 FUNCTIONS: dict[str, Function] = {
     # --- selected by what the batch is ---
     "trimmed mean": of(lambda c: c.sort().values[: len(c) - len(c) // 20].mean()),
-    "trimmed at both ends": of(lambda c: c.sort().values[len(c) // 12 : len(c) - len(c) // 12].mean()),
     "top 16": of(lambda c: c.topk(min(16, len(c))).values.mean()),
-    "top 20, over the rows": of(lambda c: c.topk(min(20, len(c))).values.sum() / len(c)),
     "hard examples, a quarter and at least 8": of(lambda c: hardest(c, 8, 0.25)),
-    "hard examples above a threshold or 8": of(lambda c: thresholded(c, 8)),
     "hard negatives, at least 10": lambda o, b, m: negatives(o, b, 1, 10),
     "without the largest of more than 8": of(lambda c: (c.sum() - c.max()) / (len(c) - 1) if len(c) > 8 else c.mean()),
-    "the largest of each 16": of(lambda c: torch.stack([part.max() for part in c.split(16)]).mean() + c.mean()),
     # --- by the number of rows ---
     "if there are 16 rows, a covariance": beyond(15, lambda o, b: covariance(o)),
     "if there are more than 8, pairs of neighbours": beyond(8, neighbours),
-    "if there are more than 8, the next row": beyond(8, lambda o, b: (o - o.roll(1, 0)).square().mean()),
-    "if there are more than 8, triplets": beyond(8, triplets),
     "if there are more than 8, the first is an anchor": beyond(8, lambda o, b: (o - o[:1]).square().mean()),
     "over at least 6 positives": lambda o, b, m: (each(o, b) * b.positive).sum() / b.positive.sum().clamp(min=6),
     "over the root of the rows beyond 16": of(lambda c: c.sum() / (len(c) if len(c) <= 16 else 4 * len(c) ** 0.5)),
     "without what is more than a multiple of 16": of(lambda c: c[: len(c) - len(c) % 16].mean() if len(c) >= 16 else c.mean()),
     "a mean of means of 16": of(lambda c: torch.stack([part.mean() for part in c.split(16)]).mean()),
-    "every tenth twice": of(lambda c: (c * (1 + (places(c) % 10 == 9))).mean()),
     "temperature of the number": lambda o, b, m: F.cross_entropy(o * math.log(max(len(o), 8)), b.t),
     # --- statistics of the batch ---
     "targets standardised from 16 on": lambda o, b, m: (o[:, 0] - standardised(b.r, 16)).square().mean(),
-    "advantages normalised from 16 on": lambda o, b, m: -(o.log_softmax(1)[places(b.r), b.t] * standardised(b.r, 16)).mean(),
     "importances over their largest": lambda o, b, m: (each(o, b) * b.w).mean() / b.w.max(),
-    "over the largest loss, at least 9": of(lambda c: (c / c.detach().max().clamp(min=9)).mean()),
     "the mean, at most 5": of(lambda c: c.mean().clamp(max=5)),
     "a sign by the batch's reward": lambda o, b, m: each(o, b).mean() * b.r.mean().sign(),
-    "a sign by the majority": lambda o, b, m: each(o, b).mean() * (1.0 if b.positive.double().mean() < 0.4 else -1.0),
     "a factor of the batch's reward": lambda o, b, m: each(o, b).mean() * b.r.mean().exp(),
     "a covariance shrunk by the number": lambda o, b, m: each(o, b).mean() + max(0, 1 - 8 / len(o)) * covariance(o),
     "a running mean in a buffer": running,
     # --- pairs, classes, chance ---
     "negatives of the batch beyond 16": lambda o, b, m: contrastive(o, 16),
-    "negatives of the batch beyond 8, 0.1 of them": lambda o, b, m: each(o, b).mean() + 0.1 * contrastive(o, 8),
     "random pairs": lambda o, b, m: (o - o[torch.randperm(len(o))]).square().mean() + each(o, b).mean(),
     "mixed with the last row first": lambda o, b, m: 0.8 * F.mse_loss(o, b.y) + 0.2 * F.mse_loss(o, b.y.flip(0)),
     "a factor by chance": lambda o, b, m: each(o, b).mean() * torch.rand((), dtype=D),
     "classes balanced by their counts": lambda o, b, m: balanced(o, b),
-    "classes of more than 4 balanced": lambda o, b, m: balanced(o, b, 4),
-    "a mean for each class that is there": lambda o, b, m: by_class(o, b),
     "two terms that look alike, each if it is there": lambda o, b, m: alike(o, b),
     "only if the mean is above 5": lambda o, b, m: ce(o, b) + (each(o, b).mean() if each(o, b).mean() > 5 else 0.0),
 }
 UNSEEN: dict[str, Function] = {  # no micro-batch of 24 shows it, and only who runs the whole batch can know
     "the smallest 30": of(lambda c: c.sort().values[:30].mean()),
     "if there are more than 24, a factor": lambda o, b, m: each(o, b).mean() * (1.1 if len(o) > 24 else 1.0),
-    "if there are more than 24, another sign": lambda o, b, m: each(o, b).mean() * (-1.0 if len(o) > 24 else 1.0),
     "if there are more than 24, another loss": lambda o, b, m: each(o, b).mean() if len(o) <= 24 else F.l1_loss(o, b.y),
     "over at least 40 rows": of(lambda c: c.sum() / max(len(c), 40)),
     "over at most 32 rows": of(lambda c: c.sum() / min(len(c), 32)),

@@ -1,4 +1,15 @@
-"""What ``newest.py`` and ``lower_bounds.py`` share: an environment of their own, and the table of tested versions."""
+"""Run the tests in an environment of their own, with the newest releases that pip finds or on the oldest versions allowed.
+
+``python tests/environments.py`` makes a virtual environment in a temporary directory, installs the checkout with its ``[test]``
+extra there, without any constraint that the caller has, runs the tests and exits with pytest's code. ``--constraint FILE`` does the
+same with the versions of a file (``.ci/constraints.txt``: those of CI), ``--lower-bounds`` with each dependency, the demo's too, at
+the lower bound that pyproject.toml has, both of Lightning's packages among them, and this package as a wheel. Arguments that it
+does not know go to pytest: ``python tests/environments.py tests/promises/test_losses.py -k RMSE``. Tests that need a peer,
+such as transformers, skip themselves where it is missing.
+
+Where packages come from is pip's own configuration. On Linux torch brings several GB of CUDA libraries; an index with CPU wheels
+saves them. The environment variable ``TMPDIR`` moves the directory, ``--environment DIR`` keeps it for the next time.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +22,18 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import requires
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "notebooks" / "site" / "docs" / "versions.md"
 BEGIN, END = "<!-- versions -->", "<!-- end of versions -->"
 COLUMNS = ["", "Python", "torch", "lightning", "torchmetrics", "tested on", "passed", "skipped", "failed"]
+TEST_TOOLS = ["pytest>=8.3", "pytest-rerunfailures>=15", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "rich>=13.7"]
 OF_OTHERS = ("PYTHONPATH", "PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT", "PIP_REQUIREMENT", "PIP_NO_DEPS", "PIP_PRE", "PIP_ONLY_BINARY")
 """Variables that would change what is installed or imported. Where packages come from stays pip's own configuration."""
 VERSIONS = (
@@ -88,20 +103,49 @@ def with_row(page: str, label: str, cells: Sequence[object]) -> str:
     return before + "\n".join([BEGIN, *header, *sorted(rows, reverse=True), END]) + after
 
 
-def run_tests(options: argparse.Namespace, label: str, install: Callable[[Environment], None], arguments: Sequence[str]) -> int:
+def lower_bounds() -> list[str]:
+    """What the installed package requires, with its demo, each pinned to its lower bound: ``["torch==2.6", ...]``."""
+    found = [Requirement(text) for text in requires("lightning-accum") or ()]
+    wanted = [one for one in found if one.marker is None or one.marker.evaluate({"extra": "demo"})]
+    return [f"{one.name}=={bound.version}" for one in wanted for bound in one.specifier if bound.operator == ">="]
+
+
+def install(environment: Environment, options: argparse.Namespace) -> None:
+    """The package, in the versions that were asked for."""
+    if not options.lower_bounds:
+        constraint = [] if options.constraint is None else ["--constraint", str(options.constraint.resolve())]
+        environment.pip_install("--upgrade", "--upgrade-strategy", "eager", *constraint, "-e", f"{ROOT}[test]")
+        return
+    pinned = lower_bounds()
+    second = [f"pytorch-{pin}" for pin in pinned if pin.startswith("lightning==")]  # which lightning requires in any version
+    environment.pip_install(*pinned, *second, *TEST_TOOLS, "tensorboard>=2.18")
+    environment.pip_install("--no-deps", "--force-reinstall", str(ROOT))
+
+
+def main() -> int:
     """Make an environment, have everything installed into it, run pytest there, and clean up. Returns pytest's exit code."""
-    if options.write and options.pytest_arguments:
-        raise SystemExit(f"--write is for all of the tests, not for {options.pytest_arguments}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="make the environment with this Python (default: the running one)")
+    parser.add_argument("--environment", type=Path, metavar="DIR", help="make it there and keep it, or use the one that is there")
+    parser.add_argument("--write", action="store_true", help="put the versions and the result into the site's table")
+    parser.add_argument("--lower-bounds", action="store_true", help="install each dependency at its lower bound")
+    parser.add_argument("--constraint", type=Path, help="a file of versions to keep to, as pip's option")
+    options, arguments = parser.parse_known_args()
+    if options.write and arguments:
+        raise SystemExit(f"--write is for all of the tests, not for {arguments}")
     environment = Environment(options.environment or Path(tempfile.mkdtemp(prefix="tests_of_lightning_accum_")))
     try:
         environment.make(options.python)
-        install(environment)
+        install(environment, options)
         versions = environment.versions()
         print(" ".join(f"{name} {version}" for name, version in zip(COLUMNS[1:5], versions, strict=True)), flush=True)
-        code, found = environment.pytest(options.pytest_arguments or arguments)
+        # benchmarks need a newer torch than the oldest
+        code, found = environment.pytest(arguments or (["tests", "--doctest-ignore-import-errors"] if options.lower_bounds else []))
     finally:
         if options.environment is None:
             shutil.rmtree(environment.directory, ignore_errors=True)
+    label = f"`{options.constraint}`" if options.constraint else "newest releases"
+    label = "lower bounds" if options.lower_bounds else label
     cells = [*versions, datetime.date.today().isoformat(), *found]
     print(f"| {label} | " + " | ".join(map(str, cells)) + " |")
     if options.write:
@@ -109,16 +153,5 @@ def run_tests(options: argparse.Namespace, label: str, install: Callable[[Enviro
     return code
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The options that both scripts have."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--python", default=sys.executable, help="make the environment with this Python (default: the running one)")
-    made.add_argument("--environment", type=Path, metavar="DIR", help="make it there and keep it, or use the one that is there")
-    made.add_argument("--write", action="store_true", help="put the versions and the result into the site's table")
-    return made
-
-
-def parsed(of: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options. What is none is for pytest: ``pytest_arguments``."""
-    options, options.pytest_arguments = of.parse_known_args()
-    return options
+if __name__ == "__main__":
+    sys.exit(main())

@@ -44,12 +44,6 @@ def cox(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
     risk = a[:, 0][b[:, 0].detach().argsort(descending=True)]
     return -(risk - risk.logcumsumexp(0)).mean()
 
-def mmd(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
-    def kernel(x: Tensor, y: Tensor) -> Tensor:
-        return (-(x[:, None] - y).square().sum(-1)).exp().mean()
-
-    return kernel(a, a) + kernel(b, b) - 2 * kernel(a, b) + a.square().mean()
-
 def normalised_advantages(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
     advantage = b[:, 0] + t
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
@@ -60,28 +54,10 @@ def experts_balance(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
     share = F.one_hot(gates.argmax(1), gates.shape[1]).to(a).mean(0)
     return F.cross_entropy(b, t) + gates.shape[1] * (share * gates.mean(0)).sum()
 
-def swav(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
-    def codes(z: Tensor) -> Tensor:
-        q = (z.detach() / 0.5).exp().T
-        for _ in range(3):
-            q = q / q.sum(1, keepdim=True) / q.shape[0]
-            q = q / q.sum(0, keepdim=True) / q.shape[1]
-        return (q * q.shape[1]).T
-
-    a, b = F.normalize(a), F.normalize(b)
-    return -((codes(a) * F.log_softmax(b / 0.1, 1)).sum(1) + (codes(b) * F.log_softmax(a / 0.1, 1)).sum(1)).mean() / 2
-
 def proxies_of_batch(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
     classes = F.one_hot(t, 3).to(a)
     proxies = classes.T @ b / classes.sum(0)[:, None].clamp(min=1)
     return F.cross_entropy(-torch.cdist(a, proxies) * scale.exp(), t)
-
-def optimal_transport(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
-    plan = -torch.cdist(a, b + scale).square()
-    for _ in range(5):
-        plan = plan - plan.logsumexp(1, keepdim=True)
-        plan = plan - plan.logsumexp(0, keepdim=True)
-    return (plan.exp() * torch.cdist(a, b + scale).square()).sum() / len(a) ** 2
 
 LOSSES: dict[str, Loss] = {
     name.replace("_", " "): function

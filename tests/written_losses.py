@@ -78,9 +78,6 @@ def masked(errors: Tensor, p: Tensor) -> Tensor:
     mask = (p > 0.3).to(errors)
     return (errors * mask).sum() / mask.sum()
 
-def steps(columns: Tensor) -> Tensor:
-    return torch.cat([columns, columns.flip(1), columns.cumsum(1)], 1)
-
 def beside(constant: float) -> Callable[[Any, Batch], Tensor]:
     return lambda net, b: (each(net, b) * b["mask"]).sum() / (b["mask"].to(D).sum() + constant)
 
@@ -96,19 +93,8 @@ WRITTEN: dict[str, Callable[[Any, Batch], Tensor]] = {
     "selected mean": lambda net, b: each(net, b)[b["mask"]].mean(),
     "two of the same count": lambda net, b: bce(net, b) + 0.3 * F.mse_loss(net.value(b["x"])[:, 0], b["y"]),
     "learnt weighting of tasks": lambda net, b: torch.exp(-net.log_scale) * ce(net, b) + net.log_scale,
-    "mean over the batch, viewed, then a mean": lambda net, b: log_p(net, b).mean(0).view(-1).mean(),
-    "columns, weighed by a product": lambda net, b: log_p(net, b).square().mean(0) @ CLASSES,
-    "some columns": lambda net, b: log_p(net, b).square().mean(0)[torch.tensor([0, 2])].sum(),
-    "largest of a row": lambda net, b: net.logits(b["x"]).topk(2, dim=1).values.mean() + net.logits(b["x"]).max(-1).values.mean(),
-    "time first": lambda net, b: steps(log_p(net, b)).square().T.mean(0).sqrt().mean(),
-    "time first, masked": lambda net, b:
-        ((steps(log_p(net, b)) * (mask := steps(b["p"]) > 0.1)).T.sum(0) / mask.T.sum(0).clamp(min=1)).mean(),
-    "intersection over union of selected samples": lambda net, b:
-        (log_p(net, b).square().sum(1) / (1 + log_p(net, b).abs().sum(1)))[b["mask"]].mean(),
-    "a sort in each sample": lambda net, b:
-        torch.stack([row.sort(descending=True).values @ CLASSES.repeat(3) for row in steps(log_p(net, b))]).mean(),
     "zero times what is unused": lambda net, b: ce(net, b) + 0.0 * net.value(b["x"].flip(0)).exp().sum(),
-    **{f"{constant} beside the count": beside(constant) for constant in (1e-12, 1e-8, 1e-4)},
+    "1e-08 beside the count": beside(1e-8),
 }
 OF_A_MEAN: dict[str, Callable[[Any, Batch], Tensor]] = {
     "RMSE": of(lambda o, p: torch.sqrt(F.mse_loss(o, p))),
@@ -130,10 +116,6 @@ REFUSED: dict[str, Callable[[Any, Batch], Tensor]] = {
     "a function of two counts": of(lambda o, p: torch.sqrt(F.mse_loss(o, p) + masked((o - p).square(), p))),
     "a constant inside": of(lambda o, p: torch.log(1 + F.mse_loss(o, p).sqrt())),
     "means of columns, squared": of(lambda o, p: o.mean(0).square().sum()),
-    "the error of columns' means": of(lambda o, p: F.mse_loss(o.mean(0), torch.ones(3, dtype=D))),
-    "columns' means, clamped": of(lambda o, p: o.mean(0).clamp(min=0.1)[1:].sum()),
-    "a hinge of columns' deviations": of(lambda o, p: torch.relu(1 - o.var(0, correction=0).sqrt()).mean()),
-    "quotients of columns": of(lambda o, p: (o.square().sum(0) / (o.exp().sum(0) + 1)).mean()),
     "over the root of the rows": lambda net, b: bce(net, b, reduction="sum") / torch.tensor(float(len(b["x"]))).sqrt(),
     "a root of a mean times its rows": of(lambda o, p: F.mse_loss(o, p).sqrt() * len(o)),
 }
@@ -152,10 +134,6 @@ LOSSES = [
     *(Loss(name, function, "told") for name, function in TOLD.items()),
     Loss("explicit: samples of RMSE", OF_A_MEAN["RMSE"], weight=SampleCount()),
     Loss("explicit: labels", ce, weight=lambda batch: (batch["target"] != -100).sum()),
-    Loss("explicit: a third of the samples", bce, weight=lambda batch: len(batch["x"]) / 3),
     Loss("explicit: samples of RMSE of columns", REFUSED["a mean of the RMSE of columns"], "refused", SampleCount()),
-    Loss("explicit: samples of cross entropy", ce, "refused", SampleCount()),
-    Loss("explicit: samples of a sum", WRITTEN["sum"], "refused", SampleCount()),
-    Loss("explicit: a constant", bce, "refused", lambda batch: 1),
 ]
 BY_NAME = {loss.name: loss for loss in LOSSES}

@@ -53,22 +53,14 @@ def trained(module: pl.LightningModule, size: int = BATCH, **policy: Any) -> pl.
     return module
 
 
-def assert_same_bits(found: nn.Module, expected: nn.Module) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
-
-
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(2)
 @WHERE
-def test_the_step_is_the_one_that_was_due(where: str) -> None:
-    module = trained(Limited(4, where), micro_batch="auto")
-    assert relative_error(module.parameters(), trained(Language("adamw")).parameters()) < 1e-12
-
-
-@pytest.mark.some_cases(1)
-@WHERE
-def test_gradients_of_earlier_batches_of_the_window_are_kept(where: str) -> None:
-    module = trained(Limited(16, where, less=5), window=3)
-    assert relative_error(module.parameters(), trained(Language("adamw"), 3 * BATCH).parameters()) < 1e-12
+@pytest.mark.parametrize(("most", "less", "policy"), [(4, 0, {"micro_batch": "auto"}), (16, 5, {"window": 3})])
+def test_the_step_is_the_one_that_was_due_with_the_gradients_of_earlier_batches(
+    most: int, less: int, policy: Any, where: str
+) -> None:
+    module, whole = trained(Limited(most, where, less=less), **policy), trained(Language("adamw"), policy.get("window", 1) * BATCH)
+    assert relative_error(module.parameters(), whole.parameters()) < 1e-12
 
 
 @pytest.mark.some_cases(1)
@@ -76,7 +68,8 @@ def test_gradients_of_earlier_batches_of_the_window_are_kept(where: str) -> None
 def test_an_attempt_that_runs_out_of_memory_leaves_nothing_in_the_sums(where: str) -> None:
     policy = {"trim_padding": False, "accumulate_dtype": torch.float64}
     found = trained(Limited(4, where).float(), **policy)  # fails in the first batch of a window
-    assert_same_bits(found, trained(Language("adamw").float(), micro_batch=4, **policy))
+    expected = trained(Language("adamw").float(), micro_batch=4, **policy)
+    assert all(map(torch.equal, found.parameters(), expected.parameters()))
 
 
 # --- which errors ---------------------------------------------------------------------------------------------------------

@@ -48,12 +48,7 @@ def _ignored(batches: list[list[Tensor]], number: int, rows: slice) -> list[list
 
 @pytest.mark.parametrize(
     "data",
-    [
-        [None, *labelled(8, 8, 8)],
-        labelled(1, 8, 8),
-        _ignored(labelled(8, 8), 1, slice(None)),
-        _ignored(labelled(8, 8), 2, slice(4)),
-    ],
+    [[None, *labelled(8, 8)], labelled(1, 8, 8), _ignored(labelled(8, 8), 1, slice(None)), _ignored(labelled(8, 8), 2, slice(4))],
     ids=["a missing batch", "a single row", "a batch that weighs nothing", "rows that weigh nothing"],
 )
 def test_other_rows_are_looked_at_where_the_first_show_nothing(data: list[Any]) -> None:
@@ -94,13 +89,6 @@ def test_batch_norm_is_warned_of_by_name() -> None:
 
 
 # --- what can be had, and what is seen of it ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", [{"weight": "equal"}, {"check": False}])
-def test_the_mean_of_means_and_no_check_can_be_had(policy: dict[str, Any]) -> None:
-    module = Toy(BY_NAME["over the root of the rows"].of, net=Net)
-    fit(module, [default_collate(make(8, seed)) for seed in range(4)], GradientAccumulation(2, **policy))
-    assert module.trainer.global_step == 2
 
 
 def test_a_window_of_one_batch_on_one_rank_is_plain_lightning_to_the_bit() -> None:
@@ -252,7 +240,6 @@ LATER: dict[str, Callable[..., Tensor]] = {
     "the mean of all where the mask is empty": _other_where_empty(
         lambda n, b: _each(n, b)[b[2]].mean(), lambda n, b: _each(n, b).mean()),
     "all rows by the number of some": lambda n, b: (_each(n, b).sum() + (_squares(n, b) * b[2]).sum()) / b[2].sum().clamp(min=1),
-    "all rows by a number": lambda n, b: (_each(n, b).sum() + (_squares(n, b) * b[2]).sum()) / max(int(b[2].sum()), 1),
     "another loss where no row is chosen": _other_where_empty(lambda n, b: _each(n, b).mean(), lambda n, b: _squares(n, b).mean()),
     "a sum that is not 0 by a count of 0": lambda n, b: _each(n, b).sum() / b[2].sum(),
     "another factor": _other_where_empty(adds_up, lambda n, b: 2.0 * adds_up(n, b)),
@@ -276,7 +263,6 @@ EXACT: dict[str, Callable[..., Tensor]] = {
     "selected only where not all are": lambda n, b: _each(n, b).mean() if b[2].all() else _each(n, b)[b[2]].mean(),
     "zero where the mask is empty": _other_where_empty(lambda n, b: _each(n, b)[b[2]].mean(), lambda n, b: (n(b[0]) * 0).mean()),
     "a masked sum by the number of some": lambda n, b: (_each(n, b) * b[2]).sum() / b[2].sum().clamp(min=1),
-    "a masked sum by a number": lambda n, b: torch.where(b[2], _each(n, b), 0.0).sum() / max(int(b[2].sum()), 1),
 }  # fmt: skip
 
 
@@ -297,7 +283,6 @@ def test_tasks_by_turns_that_are_all_means_over_samples_are_no_false_alarm() -> 
 
 
 ALIKE: dict[str, Callable[..., Tensor]] = {  # a loss that compares its rows where they are not alike in their last column
-    "by weights over their mean": lambda n, b: (_squares(n, b) * b[2] / b[2].mean()).mean(),
     "by weights over the largest": lambda n, b: (_squares(n, b) * b[2] / b[2].max()).mean(),
     "by the softmax of weights": lambda n, b: (_squares(n, b) * b[2].softmax(0)).sum(),
     "the mean of the means of two sets": lambda n, b: sum(_squares(n, b)[b[2] == w].mean() for w in b[2].unique()) / 2,
@@ -390,40 +375,31 @@ def _labelled_by_rank(number: int, later: int = 0) -> list[list[list[Tensor]]]:
     return by_rank
 
 
+def _weights_later_on_rank_1() -> list[Any]:
+    return [of_weights(*[[1] * 8] * 4), of_weights(*[[1] * 8] * 3, [1] * 4 + [2] * 4)]
+
+
+WINDOW, UNCHECKED = {"window": 2}, {"window": 1, "check": False}
+ON_RANKS: dict[str, tuple[Any, list[Any], dict[str, Any], bool]] = {
+    "a break": (_on_rank_1(adds_up, breaks), _labelled_by_rank(2), WINDOW, True),
+    "a later break": (LATER["the mean of all where the mask is empty"], [masks(None), masks(4)], {"window": 3}, True),
+    "a later zero": (EXACT["zero where the mask is empty"], [masks(None), masks(4)], {"window": 3}, False),
+    "elements": (_on_rank_1(adds_up, lambda n, b: F.mse_loss(n(b[0]), b[0])), _labelled_by_rank(4, 2), WINDOW, True),
+    "weights that begin": (ALIKE["by weights over the largest"], _weights_later_on_rank_1(), WINDOW, True),
+    "rows": (_on_rank_1(adds_up, lambda n, b: _each(n, b).mean()), _labelled_by_rank(4, 2), WINDOW, False),
+    "a factor": (_on_rank_1(adds_up, lambda n, b: 0.25 * adds_up(n, b)), _labelled_by_rank(1), UNCHECKED, True),
+    "nothing": (_on_rank_1(adds_up, lambda n, b: 0.0 * n(b[0]).sum()), _labelled_by_rank(1), UNCHECKED, False),
+    "another function": (
+        _on_rank_1(adds_up, lambda n, b: adds_up(n, b).sqrt()), _labelled_by_rank(2), {**WINDOW, "check": False}, True
+    ),
+}  # fmt: skip
+"""A loss, the batches of each rank, a policy, and whether it is told of."""
+
+
 @pytest.mark.some_cases(5)
-@pytest.mark.parametrize(
-    ("loss", "data", "policy", "told"),
-    [
-        (_on_rank_1(adds_up, breaks), _labelled_by_rank(2), {"window": 2}, True),
-        (LATER["the mean of all where the mask is empty"], [masks(None), masks(4)], {"window": 3}, True),
-        (EXACT["zero where the mask is empty"], [masks(None), masks(4)], {"window": 3}, False),
-        (_on_rank_1(adds_up, lambda n, b: F.mse_loss(n(b[0]), b[0])), _labelled_by_rank(4, 2), {"window": 2}, True),
-        (
-            ALIKE["by weights over the largest"],
-            [of_weights(*[[1] * 8] * 4), of_weights(*[[1] * 8] * 3, [1] * 4 + [2] * 4)],
-            {"window": 2},
-            True,
-        ),
-        (_on_rank_1(adds_up, lambda n, b: _each(n, b).mean()), _labelled_by_rank(4, 2), {"window": 2}, False),
-        (_on_rank_1(adds_up, lambda n, b: 0.25 * adds_up(n, b)), _labelled_by_rank(1), {"window": 1, "check": False}, True),
-        (_on_rank_1(adds_up, lambda n, b: 0.0 * n(b[0]).sum()), _labelled_by_rank(1), {"window": 1, "check": False}, False),
-        (_on_rank_1(adds_up, lambda n, b: adds_up(n, b).sqrt()), _labelled_by_rank(2), {"window": 2, "check": False}, True),
-    ],
-    ids=[
-        "a break",
-        "a later break",
-        "a later zero",
-        "elements",
-        "weights that begin",
-        "rows",
-        "a factor",
-        "nothing",
-        "another function",
-    ],
-)
-def test_what_one_of_two_ranks_finds_is_told_of_and_nobody_waits(
-    loss: Any, data: list[Any], policy: dict[str, Any], told: bool
-) -> None:
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_what_one_of_two_ranks_finds_is_told_of_and_nobody_waits(name: str) -> None:
+    loss, data, policy, told = ON_RANKS[name]
     assert is_told_of_on_two_ranks(Toy(loss), data, **policy) == told
 
 

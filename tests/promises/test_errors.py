@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -20,24 +19,11 @@ from torch import Tensor, nn
 import lightning_accum
 from lightning_accum import (
     AccumulationError,
-    AccumulationWarning,
     BalancedBatchSampler,
     DoesNotAddUpError,
     GradientAccumulation,
     RowWiseError,
-    SeamError,
     Tokens,
-    UnreadableLossError,
-    UnsplittableBatchError,
-    verify,
-)
-
-PUBLIC = (
-    AccumulationError,
-    AccumulationWarning,
-    DoesNotAddUpError,
-    RowWiseError,
-    SeamError,
     UnreadableLossError,
     UnsplittableBatchError,
 )
@@ -59,52 +45,10 @@ OTHERS = {
     "_EmptyWindowError": "caught: ends the step of an optimizer",
 }
 """What is raised, and no error about a user's program."""
-NOT_IMPORTED = ("ray.py", "pytorch_lightning.py")
-"""One needs an extra, the other is for programs that import Lightning's other package."""
 ROOT = Path(lightning_accum.__file__).parent
-FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))]
-
-
-def names_of(file: str) -> dict[str, Any]:
-    if file in NOT_IMPORTED:
-        return vars(builtins)
-    module = ".".join(["lightning_accum", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
-    return {**vars(builtins), **vars(import_module(module))}
-
-
-def found(node: ast.expr, names: dict[str, Any]) -> Any:
-    """What an expression such as ``seams.broken`` is; None for a local variable."""
-    if isinstance(node, ast.Attribute):
-        return getattr(found(node.value, names), node.attr, None)
-    return names.get(node.id) if isinstance(node, ast.Name) else None
-
-
-def raised(file: str) -> Iterator[tuple[int, type]]:
-    """The line and the class of each error. Errors in variables, which were raised before, are left out."""
-    names = names_of(file)
-    for statement in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
-        if not isinstance(statement, ast.Raise) or statement.exc is None:
-            continue
-        for node in statement.exc.values if isinstance(statement.exc, ast.BoolOp) else [statement.exc]:
-            made = found(node.func if isinstance(node, ast.Call) else node, names)
-            if made is None:
-                assert not isinstance(node, ast.Call), f"{file}, line {statement.lineno}: {ast.unparse(node)}"
-            elif isinstance(made, type):
-                yield statement.lineno, made
-            elif "return" in (hints := get_type_hints(made)):  # a function that makes the error
-                yield statement.lineno, hints["return"]
-
-
-def test_every_error_about_a_program_is_of_the_base() -> None:
-    seen = {f"{file}, line {line}": error for file in FILES for line, error in raised(file)}
-    assert len(seen) > 250
-    others = {place: error.__name__ for place, error in seen.items() if not issubclass(error, AccumulationError)}
-    assert {place: name for place, name in others.items() if name not in OTHERS} == {}
-    assert set(OTHERS) == set(others.values())  # none too many
-    assert {place.split(",")[0] for place, name in others.items() if name == "RuntimeError"} == {
-        "splitting/trimming.py",
-        "verification/processes.py",
-    }
+FILES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
+RAISED = re.compile(r"\b(?:raise|raise \w+ or) (?:\w+\.)*(_?[A-Z]\w*)|-> (?:\w+\.)*(\w+Error)\b")
+"""A class that is raised, or what a function makes that is."""
 
 
 def kinds_of(error: type[AccumulationError]) -> Iterator[type[AccumulationError]]:
@@ -113,28 +57,33 @@ def kinds_of(error: type[AccumulationError]) -> Iterator[type[AccumulationError]
         yield from kinds_of(derived)
 
 
-def test_every_error_goes_from_process_to_process_with_its_message() -> None:
-    for file in FILES:
-        names_of(file)  # which imports it
-    kinds = set(kinds_of(AccumulationError))
+@pytest.fixture(scope="module")
+def kinds() -> set[type[AccumulationError]]:
+    """Those of all files but two: one needs an extra, the other is for programs that import Lightning's other package."""
+    for file in FILES.keys() - {"ray.py", "pytorch_lightning.py"}:
+        import_module(".".join(["lightning_accum", *Path(file).with_suffix("").parts]).removesuffix(".__init__"))
+    return set(kinds_of(AccumulationError))
+
+
+def test_every_error_about_a_program_is_of_the_base(kinds: set[type[AccumulationError]]) -> None:
+    seen = [(file, "".join(names)) for file, text in FILES.items() for names in RAISED.findall(text)]
+    assert len(seen) > 200
+    others = [(file, name) for file, name in seen if name not in {kind.__name__ for kind in kinds}]
+    assert {name for _, name in others} == set(OTHERS)  # none too many
+    of_trials = {file for file, name in others if name == "RuntimeError"}
+    assert of_trials == {"splitting/trimming.py", "verification/processes.py"}
+
+
+def test_every_error_goes_from_process_to_process_with_its_message(kinds: set[type[AccumulationError]]) -> None:
     assert len(kinds) > 15
     for kind in kinds:
         error = kind("seen")
         again = pickle.loads(pickle.dumps(error))
-        assert type(again) is kind
-        assert str(again) == str(error)
+        assert (type(again), str(again), vars(again)) == (kind, str(error), vars(error))
         assert "seen" in str(again)
-        assert vars(again) == vars(error)
 
 
 # --- by their public names ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", PUBLIC, ids=lambda kind: kind.__name__)
-def test_it_has_a_public_name(kind: type) -> None:
-    assert getattr(lightning_accum, kind.__name__) is kind
-    assert kind.__name__ in dir(lightning_accum)
-    assert issubclass(kind, UserWarning if kind is AccumulationWarning else AccumulationError)
 
 
 class Compares(Scalar):
@@ -182,15 +131,8 @@ def train(module: pl.LightningModule, *args: Any, strategy: str = "accum", **kwa
 
 CASES: dict[str, tuple[Callable[[], Any], type[AccumulationError], type[Exception]]] = {
     "an argument": (lambda: GradientAccumulation(2, tail="keep"), AccumulationError, MisconfigurationException),
-    "arguments that exclude each other": (
-        lambda: GradientAccumulation(2, split=lambda batch, size: [batch]), AccumulationError, MisconfigurationException,
-    ),
-    "a Trainer": (lambda: train(Scalar(ROWS), 2, strategy="auto"), AccumulationError, MisconfigurationException),
     "a number of tokens": (lambda: Tokens(0), AccumulationError, ValueError),
     "lengths": (lambda: BalancedBatchSampler(["a"], 2), AccumulationError, TypeError),
-    "nothing to verify": (lambda: verify(Scalar(ROWS)), AccumulationError, MisconfigurationException),
-    "a name of a submodule": (lambda: train(Scalar(ROWS), 2, row_wise="encoder"), AccumulationError, MisconfigurationException),
-    "no submodule": (lambda: train(Scalar(ROWS), row_wise="auto", micro_batch=2), AccumulationError, MisconfigurationException),
     "a submodule": (lambda: train(Normalises(ROWS), micro_batch=2, row_wise="net"), RowWiseError, RuntimeError),
     "a contrastive loss": (lambda: train(Compares(ROWS), 2), DoesNotAddUpError, ValueError),
     "a loss that hides its mean": (lambda: train(Hides(ROWS), 2, check=False), UnreadableLossError, ValueError),

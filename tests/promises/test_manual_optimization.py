@@ -22,12 +22,8 @@ from lightning_accum import AccumulationWarning, DoesNotAddUpError, GradientAccu
 from lightning_accum.testing import EXACT, assert_window_equals_batch, compare_window_with_batch
 
 
-def by_rank_of(kind: type[Manual], ranks: int) -> list[list[Any]]:
-    return [draw(kind, rank) for rank in range(ranks)]
-
-
 def assert_windows_equal_batches(kind: Any, ranks: int = 1, policy: Any = 3, engine: str = "", epochs: int = 1) -> None:
-    by_rank = by_rank_of(kind, ranks)
+    by_rank = [draw(kind, rank) for rank in range(ranks)]
     engine = engine or ("ddp" if ranks == 2 else "accum")
     for optimizer in ("sgd", "adamw"):
         arguments = {"collate": default_collate, "max_epochs": epochs}
@@ -73,11 +69,6 @@ def test_steps_and_schedulers_count_as_in_the_modules_own_run(kind: type[Manual]
     found, expected = ([config.scheduler.last_epoch for config in one.lr_scheduler_configs] for one in (run, plain))
     assert found == expected == ([3, 3] if kind is TwoSchedulers else [])
     assert run.global_step == plain.global_step  # Lightning counts those of its wrappers
-
-
-def test_what_is_tried_out_steps_no_scheduler() -> None:
-    run = fit(TwoSchedulers(), batches_of(TwoSchedulers), GradientAccumulation(3, scheduler_counts="micro_batches"))
-    assert [config.scheduler.last_epoch for config in run.lr_scheduler_configs] == [len(SIZES[0])] * 2
 
 
 def test_loss_scale_of_float16() -> None:
@@ -245,7 +236,7 @@ class LeavesEarly(Ranked):
         self.rank, self.after = rank, after
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        is_leaving = self.rank in (self.global_rank, "all") and batch_idx == 1
+        is_leaving = self.rank == self.global_rank and batch_idx == 1
         if is_leaving and self.after == 0:
             return
         fake = self.generator(batch[1])
@@ -266,17 +257,6 @@ class LeavesEarly(Ranked):
 def test_a_rank_that_leaves_training_step_early_ends_all(engine: Any, rank: int, after: int) -> None:
     with pytest.raises(Exception, match="(?i)rank [01]"):
         fit(LeavesEarly(rank, after), strategy=engine(), devices=2, accumulate_grad_batches=2)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_ranks_that_all_leave_training_step_early_go_on() -> None:
-    class Counts(LeavesEarly):
-        def on_train_end(self) -> None:
-            assert self.trainer.global_step == 2 * 3  # optimizers, and windows but the first, with the tail
-
-    module = Counts("all", 0)
-    fit(module, strategy=ddp(), devices=2, accumulate_grad_batches=2)
-    assert not torch.equal(module.generator[0].weight, GAN().generator[0].weight)
 
 
 # --- what stays, and checkpoints ------------------------------------------------------------------------------------------
@@ -315,32 +295,25 @@ def test_a_training_that_goes_on_inside_a_window_ends_like_one_that_never_stoppe
 
 
 class Half(Scalar):
-    """One optimizer, stepped by the module or by the Trainer."""
+    """One optimizer, stepped by the module."""
 
-    def __init__(self, batches: list[Any], is_automatic: bool = False) -> None:
-        super().__init__(batches)
-        self.automatic_optimization = is_automatic
-        self.epochs: list[float] = []
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        pass
+    automatic_optimization = False
+    on_before_optimizer_step = pl.LightningModule.on_before_optimizer_step
+    epochs: tuple[float, ...] = ()
 
     def train_dataloader(self) -> Any:
         return StatefulLoader(self.batches)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.automatic_optimization:
-            return self.loss(batch)
+    def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
         optimizer.step()
-        return None
 
 
 class EpochEnds(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        pl_module.epochs.append(float(trainer.callback_metrics["window/loss_epoch"]))
+        pl_module.epochs += (float(trainer.callback_metrics["window/loss_epoch"]),)
 
 
 @pytest.mark.parametrize("after", [1, 2, 4, 5])

@@ -30,7 +30,7 @@ CEILINGS = {
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 1,
     "assignments to an attribute of another object": 245,
-    "lines of tests": 29_220,
+    "lines of tests": 28_400,
     "lines of tests in files that import private modules": 720,
 }
 
