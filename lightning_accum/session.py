@@ -86,7 +86,8 @@ class Session:
             outcome = run(step, batch, seen, ends_window)
         if self._has_doubts:
             self.look_at_doubted()
-        if not ends_window and accumulation.policy.check and accumulation.sums is None:
+        is_in_place = accumulation.sums is None and not self.sync.is_waited_for_in_forward  # shards reduce theirs for a checkpoint
+        if not ends_window and accumulation.policy.check and is_in_place:
             self._note_gradient()
         return outcome
 
