@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,17 @@ class Point:
     stops_after: int | None
     """Loader batches after which the training is told to stop."""
     batches: list[list[Batch | None]] = field(repr=False, default_factory=list)
+    goes_on_after: int = 0
+    """Loader batches after which a second training goes on from a checkpoint of the first; 0 for one training."""
+
+    def resumed(self) -> Point:
+        """The same in two trainings."""
+        after = random.Random(self.seed).randint(1, max(1, max(self.lengths) * self.trainer["max_epochs"] - 1))
+        # a dropped tail of tokens that were counted before they ran is stepped on, if its loader is not torch's own; and the epochs
+        # that are left may have no window that can be full
+        is_not_compared = self.window[0] == "mapping" or (self.counts_tokens and self.weight == "list")
+        policy = {**self.policy, "tail": "step"} if is_not_compared and self.policy["tail"] == "drop" else self.policy
+        return replace(self, goes_on_after=after, stops_after=None, is_sized=True, policy=policy)
 
     # --- the arguments, as the package takes them -------------------------------------------------------------------------
 

@@ -107,24 +107,6 @@ def test_lengths_of_any_kind_are_the_same(kind: Callable[[list[int]], Any]) -> N
     assert by_rank(kind(numbers), 3, 2, 1, window=2) == by_rank(numbers, 3, 2, 1, window=2)
 
 
-def test_stateful_loader_goes_on_where_it_was_stopped() -> None:
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-
-    def loader() -> Any:
-        sampler = BalancedBatchSampler(log_normal(20), 2, window=2)
-        sampler.deal(2, rank=1)
-        sampler.set_epoch(1)
-        return stateful(range(20), batch_sampler=sampler, collate_fn=list)
-
-    whole = list(loader())
-    for stop in range(len(whole)):
-        first, second = loader(), loader()
-        begun = list(itertools.islice(first, stop))
-        second.load_state_dict(first.state_dict())
-        assert begun + list(second) == whole
-        assert list(second) == whole  # and the next epoch is whole again
-
-
 # --- in a training ----------------------------------------------------------------------------------------------------
 
 ROWS = sentences(37)

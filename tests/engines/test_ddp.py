@@ -158,11 +158,6 @@ def test_what_does_not_go_together_is_an_error_that_names_the_argument(arguments
     assert isinstance(raised.value, AccumulationError) or "MisconfiguredError" in str(raised.value)
 
 
-def test_a_notebook_has_a_strategy_of_this_package(monkeypatch: Any) -> None:
-    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
-    assert trainer("accum_ddp_notebook", devices=2).strategy.launcher.is_interactive_compatible
-
-
 @pytest.mark.parametrize(
     ("engine", "instead"),
     [

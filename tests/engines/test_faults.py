@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from processes import free_port
 from sharded import DoublePrecision, ShardedScalar, fsdp2, needs_sharding_on_cpu, whole_parameters
-from support import ddp, loader, python_path, trainer, x
+from support import ddp, loader, trainer, x
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.data import DataLoader
 
@@ -278,27 +278,6 @@ def strategies(*names: str) -> Any:
     return pytest.mark.parametrize("strategy", cases)
 
 
-SCRIPT = """
-import json
-import sys
-
-import test_faults
-
-if __name__ == "__main__":
-    what, at = sys.argv[1:]
-    fault = test_faults.Fault(what, {int(rank): batch for rank, batch in json.loads(at).items()})
-    test_faults.train("ddp", fault, timeout=60)  # the second rank's imports may come much later
-"""
-
-
-def script(fault: Fault) -> End:
-    """A new interpreter, in which Lightning starts the second rank."""
-    Path("script.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "script.py", fault.what, json.dumps(fault.at)]
-    return _fork([partial(os.execve, sys.executable, command, environment)], 2)
-
-
 VALIDATING = {"limit_val_batches": 3, "num_sanity_val_steps": 0}
 UNSIZED = {"loader": {"is_sized": False}}
 WORKER = {"num_workers": 1, "multiprocessing_context": "fork"}
@@ -484,16 +463,3 @@ def test_sigterm_saves_a_checkpoint_if_one_is_asked_for(strategy: str) -> None:
         checkpoint |= torch.load("whole.pt", weights_only=False)
     (parameter,) = checkpoint["state_dict"].values()
     assert (checkpoint["global_step"], parameter.item()) == (2, pytest.approx(parameter_after(2), rel=1e-14))
-
-
-# --- scripts ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("fault", [Fault("raises", {1: 2}), told(rank1=5)], ids=str)
-def test_script_whose_ranks_lightning_starts_ends(fault: Fault) -> None:
-    end = script(fault)
-    if fault.what == "raises":
-        assert_failed(end, 1)
-    else:
-        assert_ended_together(end, windows=2)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import functools
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import SimpleProfiler
 from support import OPTIMIZERS, Toy, fit, loader, relative_error, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -123,21 +119,6 @@ def test_hooks_of_backward_are_called_for_each_micro_batch_and_those_of_the_step
 
     fit(Toy(squares), [torch.randn(4, 4).double()] * 2, GradientAccumulation(**policy), Hooks())
     assert calls == expected
-
-
-@pytest.mark.parametrize(
-    ("policy", "calls"),
-    [
-        ({"micro_batch": 2}, {"transfer_batch_to_device": 2, "optimizer_step": 2, "backward": 4, "training_step": 4}),
-        ({"window": 2}, {"transfer_batch_to_device": 2, "optimizer_step": 1, "backward": 2, "training_step": 2}),
-    ],
-    ids=str,
-)
-def test_a_profiler_sees_every_call_of_lightnings(policy: dict[str, Any], calls: dict[str, int]) -> None:
-    profiler = SimpleProfiler()
-    fit(Toy(squares), [torch.randn(4, 4).double()] * 2, GradientAccumulation(**policy), profiler=profiler)
-    seen = {name.split("]")[-1].split(".", 1)[-1]: len(times) for name, times in profiler.recorded_durations.items()}
-    assert {name: seen[name] for name in calls} == calls
 
 
 # --- what a hook may do -------------------------------------------------------------------------------------------------
@@ -258,7 +239,6 @@ class Taking(Toy):
 
     def __init__(self) -> None:
         super().__init__(squares, net=lambda: nn.Linear(2, 1))
-        self.called: list[str] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         target = batch.pop("y") if isinstance(batch, dict) else batch.pop() if isinstance(batch, list) else batch[1]
@@ -307,51 +287,6 @@ def test_what_a_hook_puts_into_the_batch_is_trained_on_and_not_in_the_loaders(po
     assert all(torch.equal(batch["y"], rows()["y"]) for batch in batches)
     fit(plain, [{**rows(), "y": -rows()["y"]} for _ in range(2)], GradientAccumulation(**policy))
     assert relative_error(found.parameters(), plain.parameters()) == 0
-
-
-# --- around a loader batch ----------------------------------------------------------------------------------------------
-
-
-class SkippingTheRest(Taking):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx == 2 else None
-
-
-class AtStart(pl.Callback):
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        module.called.append(f"callback start {batch_idx}, step {trainer.global_step}, {progress.current}")
-
-
-class AtEnd(pl.Callback):
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        progress, loss = trainer.fit_loop.epoch_loop.batch_progress, float(outputs["loss"])
-        module.called.append(f"callback end {batch_idx}: {loss:.6f}, {trainer.callback_metrics['loss']:.6f}, {progress.current}")
-
-
-def all_that_is_seen(module: Taking, strategy: str, callbacks: list[pl.Callback]) -> tuple[Any, ...]:
-    batches = [{key: value + number for key, value in rows().items()} for number in range(4)]
-    logger = CSVLogger(tempfile.mkdtemp())
-    run = fit(module, Own(batches), *callbacks, strategy=strategy, max_epochs=2, logger=logger, log_every_n_steps=1)
-    with open(f"{logger.log_dir}/metrics.csv") as file:
-        written = [{k: v for k, v in row.items() if v and not k.startswith("window/")} for row in csv.DictReader(file)]
-    metrics = {name: float(value) for name, value in run.callback_metrics.items() if not name.startswith("window/")}
-    loop = run.fit_loop.epoch_loop
-    progress = loop.batch_progress.state_dict(), loop.scheduler_progress.state_dict(), run.global_step
-    return [row for row in written if row.keys() - {"step", "epoch"}], metrics, module.called, progress, module.net.weight.tolist()
-
-
-@pytest.mark.parametrize(
-    ("module", "callbacks"),
-    [
-        (Taking, [AtStart, AtEnd]),
-        (SkippingTheRest, [AtStart]),
-    ],
-)
-def test_around_a_loader_batch_everybody_hears_what_lightning_tells(module: type[Taking], callbacks: list[Any]) -> None:
-    found = all_that_is_seen(module(), "accum", [callback() for callback in callbacks])
-    assert found == all_that_is_seen(module(), "auto", [callback() for callback in callbacks])
-    assert found[0]
 
 
 @SPLIT_OR_NOT

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -67,18 +64,6 @@ def test_a_method_that_was_not_read_is_named_and_nothing_is_done_in_its_place(
     assert "Strategy.backward, _AutomaticOptimization._on_before_zero_grad" in caplog.text
     assert len(heard) == 2
     assert module.total == 2.0
-
-
-def test_the_divisor_has_one_place() -> None:
-    """Lightning divides the loss in `_training_step`, through `normalize`, and nowhere else."""
-    source = Path(inspect.getfile(pl)).parent
-    users = {
-        path.relative_to(source).as_posix()
-        for path in source.rglob("*.py")
-        if re.search(r"(/|normalize=|,) ?(self\.)?trainer\.accumulate_grad_batches\)?$", path.read_text(), re.MULTILINE)
-    }
-    assert users <= {"loops/optimization/automatic.py", "loops/training_epoch_loop.py", "trainer/trainer.py"}
-    assert "loops/optimization/automatic.py" in users
 
 
 def test_other_trainers_are_left_alone() -> None:

@@ -27,7 +27,7 @@ from support import (
     trainer,
     x,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation
@@ -96,13 +96,6 @@ def test_gradients_are_unscaled_and_clipped_once_a_window(policy: dict[str, Any]
     assert windows.gradients == module.gradients == pytest.approx([3.0, 15.0])
     assert module.total == pytest.approx(3.0 + 4.0, rel=1e-5)
     assert run.global_step == 2
-
-
-def test_sparse_gradients_are_scaled_too() -> None:
-    module = Toy(lambda net, batch: net(batch).mean(), net=lambda: nn.Embedding(5, 1, sparse=True))
-    before = module.net.weight.detach().clone()
-    fit(module, [torch.tensor([0]), torch.tensor([0, 1, 2])], accumulate_grad_batches=2)
-    assert ((before - module.net.weight).flatten() / 0.1).tolist() == pytest.approx([2 / 4, 1 / 4, 1 / 4, 0, 0])
 
 
 # --- the module's own hooks -------------------------------------------------------------------------------------------
@@ -292,18 +285,6 @@ def test_dataloader_iter_steps_its_tail() -> None:
 
 
 # --- one micro-batch, none, and losses that are none -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", [{}, {"micro_batch": 2}], ids=str)
-def test_a_window_of_one_micro_batch_is_plain_lightning_bit_for_bit_whatever_the_loss(policy: dict[str, Any]) -> None:
-    class Odd(Language):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx).sqrt() * 1.7  # no mean of anything
-
-    plain, ours = Odd("adamw").float(), Odd("adamw").float()
-    fit(plain, MICRO, strategy="auto", max_epochs=2, precision="32-true")
-    fit(ours, MICRO, GradientAccumulation(**policy), max_epochs=2, precision="32-true")
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
 
 
 def test_an_empty_window_leaves_parameters_and_optimizer_state_untouched_and_warns_once() -> None:

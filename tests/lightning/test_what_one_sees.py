@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from support import Language, Scalar, ddp, fit, language_loss, loader, pad, relative_error, sentences, train_by_hand, warned, x
+from support import Language, Scalar, ddp, fit, language_loss, loader, pad, sentences, warned, x
 from torch import Tensor, nn
 
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
@@ -228,11 +227,3 @@ def test_a_window_of_tokens_that_no_epoch_can_fill_is_warned_of(
         fit(Classifies(CLASSES), None, GradientAccumulation(Tokens(tokens), tail=tail, micro_batch=micro_batch))
     assert [message for message in told if 'tail="carry"' in message] == told
     assert bool(told) == is_warned_of
-
-
-def test_the_loss_of_a_window_ignores_the_nan_of_an_empty_micro_batch() -> None:
-    empty = pad([torch.tensor([1]), torch.tensor([2])])  # no token has a next one
-    module = Language("sgd")
-    run = fit(module, [MICRO[0], empty], GradientAccumulation(2), precision="64-true")
-    assert math.isfinite(run.callback_metrics["window/loss"].item())
-    assert relative_error(module.parameters(), train_by_hand(Language("sgd"), [MICRO[0]], 1).parameters()) <= 1e-12

@@ -155,16 +155,6 @@ def test_training_equals_the_one_without_the_bad_micro_batches(
         assert_one_window_one_batch(Classifier, by_rank, windows, policy, engine, options, **arguments)
 
 
-def test_a_window_of_which_nothing_is_left_takes_no_step() -> None:
-    good, other = labels(0, 1), labels(1, 2, seed=1)
-    module = Classifier([labels(0, 1, fault=NAN_LOSS), labels(2, 3, fault=INF_GRADIENT), good, other])
-    with pytest.warns(AccumulationWarning):
-        run = skipping(module, 2)
-    assert run.global_step == 1
-    assert_equal(module, full_batches([good, other]))
-    assert run.callback_metrics["window/total_skipped_micro_batches"] == 2
-
-
 @pytest.mark.parametrize("fault", FAULTS, ids=FAULTS.get)
 def test_a_window_of_one_batch_is_skipped_too_whatever_its_weight(fault: int) -> None:
     class Hidden(Classifier):

@@ -302,25 +302,6 @@ def gpt_model() -> nn.Module:
     return transformers.GPT2Model(transformers.GPT2Config(vocab_size=CLASSES, n_positions=16, n_embd=16, n_layer=1, n_head=2))
 
 
-class Residual(nn.Module):
-    """As in a ResNet, with GroupNorm, and in place where torchvision is."""
-
-    def __init__(self, before: int, after: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(before, after, 3, 2, 1, bias=False), nn.Conv2d(after, after, 3, 1, 1, bias=False)
-        self.norms = nn.ModuleList([nn.GroupNorm(2, after), nn.GroupNorm(2, after)])
-        self.down, self.relu = nn.Conv2d(before, after, 1, 2), nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.norms[1](self.second(self.relu(self.norms[0](self.first(x)))))
-        z += self.down(x)
-        return self.relu(z)
-
-
-def resnet() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 3), Residual(4, 8), Residual(8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 6))
-
-
 class Packed(nn.Module):
     """An LSTM over packed sequences."""
 
@@ -335,28 +316,6 @@ class Packed(nn.Module):
 
 def packed(net: Any, x: Tensor) -> Tensor:
     return spread(net.a(sequences(x), texts(x)[2]).mean(-2))
-
-
-class Experts(nn.Module):
-    """A mixture of experts, of which each row has one."""
-
-    def __init__(self, capacity: float = math.inf) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(5, 3), nn.ModuleList(nn.Linear(5, 6) for _ in range(3))
-        self.capacity = capacity
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        probabilities = self.gate(x).softmax(-1)
-        output, most = x.new_zeros(len(x), 6), min(len(x), self.capacity * len(x) / 3)
-        for index, expert in enumerate(self.experts):
-            rows = (probabilities.argmax(-1) == index).nonzero()[: math.ceil(most), 0]
-            output = output.index_add(0, rows, expert(x[rows]) * probabilities[rows, index, None])
-        return output, probabilities
-
-
-def routed(net: Any, x: Tensor) -> Tensor:
-    output, probabilities = net.a(x)
-    return spread(output) + probabilities.mean(0).square().sum()
 
 
 def with_teachers(net: Any, x: Tensor) -> Tensor:
@@ -422,9 +381,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]] = {
     "a reentrant checkpoint around a call": (partial(in_a_checkpoint, use_reentrant=True), mlp),
     "a compiled submodule": (encoded, lambda: torch.compile(mlp(), backend="aot_eager")),
     "CLIP of transformers": (clip_step, clip_model),
-    "ResNet with GroupNorm": (lambda net, x: alike(net.a(images(x)), net.a(images(x).flip(3) + 0.1)), resnet),
     "packed sequences, padded to the batch": (packed, lambda: Packed(True)),
-    "a mixture of experts, whose balance the step computes": (routed, Experts),
     "weights tied to those of a head": (of_ids, embedding),
     "teachers without gradients, one by functional_call": (with_teachers, mlp),
     "a hook that normalises each row": (encoded, by_hook(lambda m: m.register_forward_hook(lambda *a: F.normalize(a[2])))),
@@ -514,7 +471,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module
     ),
     "a cache of keys and values": (lambda net, x: spread(net.a(input_ids=texts(x)[0]).last_hidden_state.mean(1)), gpt_model),
     "packed sequences, padded to the longest": (packed, lambda: Packed(False)),
-    "experts that take so many rows": (routed, lambda: Experts(1.25)),
     "a mean over rows where there are several": (encoded, of(lambda self, x: self.net(x) - (len(x) > 2) * self.net(x).mean(0))),
     "a mode in which rows are not independent": (
         lambda net, x: spread(net.a(x, False)) + spread(net.a(x, True)),

@@ -87,19 +87,6 @@ def test_reduce_lr_on_plateau_steps_at_its_interval(interval: str) -> None:
     assert run.optimizers[0].param_groups[0]["lr"] == 0.5 ** (steps - 1)  # the first sight of a metric is its best
 
 
-def test_one_cycle_over_estimated_stepping_batches_ends_where_training_ends() -> None:
-    class OneCycle(Scalar):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            total = self.trainer.estimated_stepping_batches
-            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=total)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    run = fit(OneCycle(SEVEN), None, GradientAccumulation({0: 1, 1: 4}), max_epochs=3)
-    scheduler = run.lr_scheduler_configs[0].scheduler
-    assert scheduler.last_epoch == scheduler.total_steps == run.global_step == 7 + 2 + 2
-
-
 def test_inf_on_one_rank_holds_the_scheduler_on_all_and_ranks_do_not_multiply_its_steps() -> None:
     class Overflows(Scheduled):
         def on_after_backward(self) -> None:

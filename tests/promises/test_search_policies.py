@@ -1,4 +1,4 @@
-"""A search over combinations of policy arguments: each point trains as a hand-written loop does on full batches.
+"""A search over combinations of policy arguments: each point trains as a hand-written loop does on full batches, also resumed.
 
 A point is drawn from its seed, and a failure shows it. The first seeds, and one that changes by date, run with what is exhaustive.
 One of them: ``pytest -m "" -k "one_rank and seed017" tests/promises/test_search_policies.py``.
@@ -7,6 +7,10 @@ One of them: ``pytest -m "" -k "one_rank and seed017" tests/promises/test_search
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -44,6 +48,7 @@ class Searched(pl.LightningModule):
         super().__init__()
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self.point, self.net, self.outcome = point, Net(point), Outcome()
+        self.begun: Outcome | None = None
 
     def configure_model(self) -> None:
         if self.point.engine == "fsdp2":
@@ -57,6 +62,8 @@ class Searched(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         batches = self.point.batches[self.trainer.global_rank]
+        if self.point.goes_on_after:
+            return Placed(batches, self.trainer, max(self.point.lengths))
         return DataLoader(batches if self.point.is_sized else Unsized(batches), batch_size=None)
 
     def configure_optimizers(self) -> Any:
@@ -77,8 +84,23 @@ class Searched(pl.LightningModule):
         if window.has_stepped:
             self.outcome.losses.append(float(window.loss))
 
-    def on_train_end(self) -> None:
-        self.outcome.last_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+
+class Placed(DataLoader):
+    """Knows the place of all ranks in the epoch, which the Trainer counts: Lightning saves the state of rank 0's loader only."""
+
+    def __init__(self, batches: list[Any], trainer: pl.Trainer, longest: int) -> None:
+        super().__init__(batches, batch_size=None)
+        self.progress, self.longest, self.begin_at = trainer.fit_loop.epoch_loop.batch_progress, longest, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.begin_at = self.begin_at, 0
+        return islice(super().__iter__(), start, None)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.progress.current.ready}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin_at = state["at"] % self.longest
 
 
 class Listener(pl.Callback):
@@ -101,15 +123,21 @@ class Saver(pl.Callback):
 
 
 class Stopper(pl.Callback):
-    def __init__(self, after: int) -> None:
-        self.left = after
+    """Ends a training after so many loader batches; its checkpoint is taken before the tail that this makes."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def __init__(self, after: int, checkpoint: str | None = None) -> None:
+        self.left, self.checkpoint = after, checkpoint
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         self.left -= 1
-        trainer.should_stop |= self.left == 0
+        if self.left == 0:
+            trainer.should_stop = True
+            if self.checkpoint is not None:
+                trainer.save_checkpoint(self.checkpoint)
+                pl_module.begun = deepcopy(pl_module.outcome)
 
 
-def train(point: Point) -> Outcome:
+def train(point: Point, *more: pl.Callback, **checkpoint: str) -> Searched:
     """As the package does."""
     callbacks = [GradientAccumulation(**point.arguments())]
     known = {"listener": Listener, "saver": Saver, "noise": GradientNoiseScale}
@@ -121,13 +149,23 @@ def train(point: Point) -> Outcome:
     elif point.engine == "fsdp2":
         strategy = ModelParallelAccumulationStrategy(2, 1, save_distributed_checkpoint=False, **point.strategy)
     module = Searched(point)
-    run = trainer(strategy, devices=point.ranks, callbacks=callbacks, **point.trainer)
-    run.fit(module)
+    run = trainer(strategy, devices=point.ranks, callbacks=[*callbacks, *more], **point.trainer)
+    run.fit(module, **checkpoint)
     module.outcome.parameters = list(whole_parameters(module.net).values())
-    module.outcome.steps = run.global_step
+    module.outcome.steps, module.outcome.last_rate = run.global_step, run.optimizers[0].param_groups[0]["lr"]
     if point.policy["log"] and module.outcome.losses:
         assert float(run.callback_metrics["window/loss"]) == pytest.approx(module.outcome.losses[-1], rel=EXACT, nan_ok=True)
-    return module.outcome
+    return module
+
+
+def train_in_two_parts(point: Point) -> Outcome:
+    """The second goes on from a checkpoint of the first, unless that has come to the end."""
+    path = f"{point.engine}{point.seed}.ckpt"
+    first = train(point, Stopper(point.goes_on_after, path))
+    if first.begun is None:
+        return first.outcome
+    begun, found = first.begun, train(point, ckpt_path=path).outcome
+    return replace(found, rates=begun.rates + found.rates, losses=begun.losses + found.losses)
 
 
 def compare(found: Outcome, point: Point) -> None:
@@ -145,6 +183,8 @@ def compare(found: Outcome, point: Point) -> None:
 def check(point: Point, found: Outcome | BaseException) -> None:
     """That a point came out as by hand, or was refused where it has to be."""
     print(point)
+    if point.goes_on_after and point.weight == "list" and point.holes:
+        pytest.xfail("a window that was counted before it ran, and has a batch that is None, does not go on exactly")
     refusals = point.refusals()
     if isinstance(found, BaseException):
         said = str(found)
@@ -161,7 +201,7 @@ def check(point: Point, found: Outcome | BaseException) -> None:
 
 def attempt(point: Point) -> Outcome | BaseException:
     try:
-        return train(point)
+        return train_in_two_parts(point) if point.goes_on_after else train(point).outcome
     except REFUSED as error:
         return error
 
@@ -172,6 +212,12 @@ def test_one_rank(seed: int) -> None:
     check(point, attempt(point))
 
 
+@pytest.mark.parametrize("seed", seeds_of_a_search(SEEDS["accum"], 55))
+def test_one_rank_resumed(seed: int) -> None:
+    point = draw(seed).resumed()
+    check(point, attempt(point))
+
+
 # --- two ranks: all points in one pair of processes ---------------------------------------------------------------------------
 
 
@@ -179,18 +225,27 @@ def test_one_rank(seed: int) -> None:
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Of both ranks, by engine and seed: those of the tests that were asked for."""
     tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_two_ranks"]
-    points = [draw(item.callspec.params["seed"], item.callspec.params["engine"]) for item in tests]
-    asked = {f"{point.engine}{point.seed}": point for point in points}
+    points = [point_of(**item.callspec.params) for item in tests]
+    asked = {f"{point.engine}{point.seed}{point.goes_on_after}": point for point in points}
     return found_by_two_ranks(attempt, asked, tmp_path_factory.mktemp("outcomes"), deadline=600)
 
 
-@pytest.mark.parametrize(
-    ("engine", "seed"),
-    [*seeds_of_a_search(SEEDS["ddp"], 16, "ddp"), *seeds_of_a_search(SEEDS["fsdp2"], 6, "fsdp2", [needs_sharding_on_cpu])],
-)
+def point_of(engine: str, seed: int, is_resumed: bool) -> Point:
+    return draw(seed, engine).resumed() if is_resumed else draw(seed, engine)
+
+
+DDP, FSDP2 = seeds_of_a_search(SEEDS["ddp"], 16, "ddp"), seeds_of_a_search(SEEDS["fsdp2"], 6, "fsdp2", [needs_sharding_on_cpu])
+
+
+RESUMED = [pytest.param(*case.values, True, id=f"{case.id} resumed", marks=case.marks) for case in DDP]
+WHOLE = [pytest.param(*case.values, False, id=case.id, marks=case.marks) for case in (*DDP, *FSDP2)]
+
+
+@pytest.mark.parametrize(("engine", "seed", "is_resumed"), [*WHOLE, *RESUMED])
 @pytest.mark.timeout(900)
-def test_two_ranks(outcomes: Any, engine: str, seed: int) -> None:
-    point, found = draw(seed, engine), outcomes(f"{engine}{seed}")
+def test_two_ranks(outcomes: Any, engine: str, seed: int, is_resumed: bool) -> None:
+    point = point_of(engine, seed, is_resumed)
+    found = outcomes(f"{engine}{seed}{point.goes_on_after}")
     for of_rank in found:
         check(point, of_rank)
     if not isinstance(found[0], BaseException):

@@ -199,11 +199,7 @@ def of_single_batches() -> Comparison:
 def test_windows_of_one_batch_on_each_rank_are_exact_and_a_rank_without_a_term_or_a_loss_holds_nobody_up() -> None:
     found = of_single_batches()
     assert found.steps == (3, 3)
-    assert found.parameters <= EXACT
-
-
-def test_the_loss_of_windows_of_one_batch_on_each_rank_is_that_of_the_full_batch() -> None:
-    assert of_single_batches().losses <= EXACT
+    assert max(found.parameters, found.losses) <= EXACT
 
 
 # --- what a stranger's losses have found ----------------------------------------------------------------------------------

@@ -134,25 +134,6 @@ def test_token_counts_that_forget_the_shift_are_refused_and_the_weight_that_adds
 # --- nothing to weigh -------------------------------------------------------------------------------------------------
 
 
-class Classifies(Scalar):
-    """Cross entropy over two classes; a label of -100 is ignored."""
-
-    def loss(self, batch: Tensor) -> Tensor:
-        return F.cross_entropy(torch.stack([self.w.expand(len(batch)), 0 * self.w.expand(len(batch))], -1), batch)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_ignored_labels_on_one_rank_add_nothing(options: dict[str, Any]) -> None:
-    ignored, some = torch.tensor([-100, -100]), [torch.tensor([0]), torch.tensor([0, 0, 0]), torch.tensor([1])]
-    module = Classifies(by_rank=[[ignored, some[0]], some[1:]])
-    fit(module, None, GradientAccumulation(2), strategy=ddp(**options), devices=2)
-    assert module.total == pytest.approx(-(4 - 1) / 5 / 2, rel=1e-15)
-
-
 def test_an_explicit_weight_of_zero_keeps_a_nan_out() -> None:
     module = Scalar(by_rank=[[x(-1), x(3)], [x(1), x(-5)]])
     module.loss = lambda x: Hide.apply((module.w * x).mean()) / (0.0 if x[0] < 0 else 1.0)

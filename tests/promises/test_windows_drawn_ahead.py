@@ -9,16 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import assert_one_window_one_batch, on, windows_of
+from harness import assert_one_window_one_batch, windows_of
 from lightning.pytorch.callbacks import Callback
 from losses_of_terms import COUNTS, LOSSES, OfTerms, rows, windows_of_tokens
-from resumed import Module as Resumed
-from resumed import assert_goes_on
-from support import ddp, fit, warned
-from torch import Tensor
+from support import fit, warned
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
+from lightning_accum import GradientAccumulation, SampleCount, Tokens
 
 NAME = "nodes, edges and graphs"
 WEIGHT = [COUNTS[count] for count in LOSSES[NAME].counts.split(", ")]
@@ -53,22 +50,6 @@ def test_each_term_takes_no_second_backward() -> None:
     assert len(backwards) == 2 * 8 / 2
 
 
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize(
-    ("engine", "options", "lengths", "policy"),
-    [
-        on("ddp", (5, 4), {"window": 2}),
-        on("ddp", (3, 2), {"micro_batch": 2}),
-        on("ddp", (3, 2), {"micro_batch": Tokens(12)}),
-        on("ddp", (2, 3), {"micro_batch": "offload"}),
-        on("fsdp2", (4, 5), {"window": 2}),
-    ],
-)
-def test_over_two_ranks_of_different_lengths(engine: str, options: Any, lengths: Any, policy: dict[str, Any]) -> None:
-    by_rank = [BATCHES[: lengths[0]], BATCHES[5 : 5 + lengths[1]]]
-    assert_full_batches(by_rank, windows_of(by_rank, policy.get("window", 1)), engine, **policy)
-
-
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_a_window_of_tokens_is_drawn_until_it_has_them(micro_batch: int | None) -> None:
     assert len(windows_of_tokens(BATCHES, 25)) > 3
@@ -90,11 +71,6 @@ def test_windows_whose_size_changes(window: Any, sizes: Sequence[int]) -> None:
     every = iter(BATCHES[:7] * 2)
     windows = [[row for _ in range(size) for row in next(every)] for size in sizes]
     assert_full_batches([BATCHES[:7]], windows, epochs=2, window=window)
-
-
-def test_a_batch_that_is_none_is_in_its_window() -> None:
-    batches = [None, *BATCHES[1:4], None, *BATCHES[5:7]]
-    assert_full_batches([batches], windows_of([batches], 3), window=3)
 
 
 class Endless(IterableDataset):
@@ -128,26 +104,3 @@ def test_a_stream_is_drawn_as_far_as_the_window_and_only_with_a_weight_for_each_
     seen, policy = Seen(stream), GradientAccumulation(4, weight=weight, check=False)
     fit(OfTerms(LOSSES[NAME].of), DataLoader(stream, batch_size=None), policy, seen, max_steps=3, max_epochs=-1)
     assert seen.ahead == ahead * 3
-
-
-class Scored(Resumed):
-    """Of two terms."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        of_tokens = super().training_step(batch, batch_idx)
-        return of_tokens + 0.3 * (self.net(batch["input_ids"])[:, 0].mean(-1) - 1).square().mean()
-
-
-OF_TWO = {"weight": [TokenCount(), SampleCount()], "module": Scored}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", [{"window": 3}, {"window": 3, "micro_batch": 2}, {"window": Tokens(60)}], ids=str)
-def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(policy: dict[str, Any]) -> None:
-    """What was drawn ahead and not trained on comes again."""
-    assert_goes_on(lambda: "accum", 1, (1, 5), **OF_TWO, **policy)
-
-
-@pytest.mark.exhaustive
-def test_on_two_ranks_it_goes_on_to_rounding() -> None:
-    assert_goes_on(ddp, 2, (4,), **OF_TWO, window=3)

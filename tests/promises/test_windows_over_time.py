@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from harness import ENGINES as HELD
-from harness import SHORT, assert_one_window_one_batch, on
+from harness import assert_one_window_one_batch, on
 from sharded import ShardedLanguage
-from support import Language, Scalar, ddp, fit, pad, sentences, x
+from support import Language, Scalar, fit, pad, sentences, x
 
 from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, Tokens
 
@@ -177,34 +177,3 @@ def test_windows_that_have_no_end_are_refused(window: Any, kind: type[Scalar], t
 def test_only_the_tokens_of_a_window_may_be_a_function() -> None:
     with pytest.raises(AccumulationError, match="Tokens"):
         GradientAccumulation(micro_batch=Tokens(lambda seen: 3))
-
-
-# --- what a window of tokens meets on its way -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("micro_batch", [None, 1])
-def test_the_first_batch_may_be_none_on_one_rank(micro_batch: int | None) -> None:
-    class Buffered(Scalar):
-        """DistributedDataParallel sends its buffer to all ranks in each forward."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.register_buffer("buffer", torch.zeros((), dtype=torch.float64))
-
-    module = Buffered(by_rank=[[x(1), x(2), x(3), x(4)], [None, x(5), x(6), x(7)]])
-    policy = GradientAccumulation(Tokens(3), micro_batch=micro_batch)
-    fit(module, None, policy, strategy=ddp(timeout=SHORT), devices=2)
-    assert module.total == pytest.approx((1 + 2 + 5) / 3 + (3 + 6 + 4 + 7) / 4, rel=1e-14)
-
-
-def test_schedulers_that_count_loader_batches_count_each_once() -> None:
-    class Scheduled(Scalar):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler, "interval": "step"}}
-
-    module = Scheduled([x(*[1.0] * 8)] * 4)
-    fit(module, None, GradientAccumulation(Tokens(16), micro_batch=1, scheduler_counts="micro_batches"))
-    assert len(module.gradients) == 2
-    assert module.scheduler.last_epoch == 4
