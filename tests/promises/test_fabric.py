@@ -255,6 +255,17 @@ def test_a_micro_batch_without_a_loss_weighs_nothing() -> None:
     assert (accumulator.optimizer_steps, accumulator.total_weight) == (3, 5)
 
 
+def test_a_checkpoint_of_a_window_that_has_no_loss_so_far_goes_on() -> None:
+    batches, model = [None, column(3), column(5)], scalar()
+    before, after = accumulator_of(model, window=3), accumulator_of(model, window=3)
+    next(iter(before(batches)))
+    before.backward(None)
+    after.load_state_dict(before.state_dict())
+    for batch in after(batches, skip=after.loader_batches):
+        good(after, model, None, batch)
+    assert model.weight.item() == -4
+
+
 def test_what_is_not_finite_is_left_out_or_an_error() -> None:
     batches = [column(1), column(math.inf, 1), column(4, 6, 8)]
     with pytest.warns(AccumulationWarning, match="not finite"):

@@ -71,6 +71,11 @@ def test_steps_and_schedulers_count_as_in_the_modules_own_run(kind: type[Manual]
     assert run.global_step == plain.global_step  # Lightning counts those of its wrappers
 
 
+def test_what_is_tried_out_steps_no_scheduler() -> None:
+    run = fit(TwoSchedulers(), batches_of(TwoSchedulers), GradientAccumulation(3, scheduler_counts="micro_batches"))
+    assert [config.scheduler.last_epoch for config in run.lr_scheduler_configs] == [len(SIZES[0])] * 2
+
+
 def test_loss_scale_of_float16() -> None:
     """The sums are kept without the scale, which the first optimizer's step may change before the second's backward."""
     modules = []
@@ -236,7 +241,7 @@ class LeavesEarly(Ranked):
         self.rank, self.after = rank, after
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        is_leaving = self.rank == self.global_rank and batch_idx == 1
+        is_leaving = self.rank in (self.global_rank, "all") and batch_idx == 1
         if is_leaving and self.after == 0:
             return
         fake = self.generator(batch[1])
@@ -257,6 +262,17 @@ class LeavesEarly(Ranked):
 def test_a_rank_that_leaves_training_step_early_ends_all(engine: Any, rank: int, after: int) -> None:
     with pytest.raises(Exception, match="(?i)rank [01]"):
         fit(LeavesEarly(rank, after), strategy=engine(), devices=2, accumulate_grad_batches=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_that_all_leave_training_step_early_go_on() -> None:
+    class Counts(LeavesEarly):
+        def on_train_end(self) -> None:
+            assert self.trainer.global_step == 2 * 3  # optimizers, and windows but the first, with the tail
+
+    module = Counts("all", 0)
+    fit(module, strategy=ddp(), devices=2, accumulate_grad_batches=2)
+    assert not torch.equal(module.generator[0].weight, GAN().generator[0].weight)
 
 
 # --- what stays, and checkpoints ------------------------------------------------------------------------------------------
