@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from environments import ROOT, Environment
+from newest import ROOT, Environment
 from second_package import copied
 
 DIRECTORIES = (

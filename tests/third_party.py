@@ -36,7 +36,7 @@ SITE_PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from environments import Environment  # noqa: E402
+from newest import Environment  # noqa: E402
 from third_party_modules import Package, packages  # noqa: E402
 
 PACKAGES = packages()
