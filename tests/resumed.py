@@ -64,7 +64,7 @@ def train(
 ) -> dict[str, Any] | None:
     """Train for an epoch in new processes: in single precision on one rank, in double over several. None if it was interrupted."""
     Path("record.pt").unlink(missing_ok=True)
-    module = Module().to(torch.float32 if ranks == 1 else torch.float64)
+    module = policy.pop("module", Module)().to(torch.float32 if ranks == 1 else torch.float64)
 
     def fit() -> None:
         run = trainer(make(), devices=ranks, callbacks=[GradientAccumulation(**policy), SaveAfter(after, ends=ends), Record()])

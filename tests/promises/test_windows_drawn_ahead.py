@@ -12,10 +12,13 @@ import torch
 from harness import assert_one_window_one_batch, windows_of
 from lightning.pytorch.callbacks import Callback
 from losses_of_terms import COUNTS, LOSSES, OfTerms, rows, windows_of_tokens
-from support import fit, warned
+from resumed import Module as Resumed
+from resumed import assert_goes_on
+from support import ddp, fit, warned
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_accum import GradientAccumulation, SampleCount, Tokens
+from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
 
 NAME = "nodes, edges and graphs"
 WEIGHT = [COUNTS[count] for count in LOSSES[NAME].counts.split(", ")]
@@ -104,3 +107,17 @@ def test_a_stream_is_drawn_as_far_as_the_window_and_only_with_a_weight_for_each_
     seen, policy = Seen(stream), GradientAccumulation(4, weight=weight, check=False)
     fit(OfTerms(LOSSES[NAME].of), DataLoader(stream, batch_size=None), policy, seen, max_steps=3, max_epochs=-1)
     assert seen.ahead == ahead * 3
+
+
+class Scored(Resumed):
+    """Of two terms."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        of_tokens = super().training_step(batch, batch_idx)
+        return of_tokens + 0.3 * (self.net(batch["input_ids"])[:, 0].mean(-1) - 1).square().mean()
+
+
+@pytest.mark.exhaustive
+def test_on_two_ranks_a_checkpoint_inside_a_window_goes_on_to_rounding() -> None:
+    """What was drawn ahead and not trained on comes again."""
+    assert_goes_on(ddp, 2, (4,), weight=[TokenCount(), SampleCount()], module=Scored, window=3)
