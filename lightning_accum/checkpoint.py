@@ -60,7 +60,7 @@ class PartialLoss:
     weighed: list[list[Any]]
     gradients: dict[str, Tensor]
     term_totals: list[float] | None = None
-    loader_batches_left: int = 0
+    loader_batches_left: float = 0
 
 
 @dataclass

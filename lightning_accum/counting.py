@@ -42,6 +42,9 @@ def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync
                     counted.add({place: count_by(weight, own) for place, weight in enumerate(weights)})
                 if boundary.size == math.inf and accumulation.comes_to_tokens(counted.first()):
                     break
+            else:
+                if boundary.size == math.inf:  # the data end before it is full
+                    counted.loader_batches_left = math.inf
     finally:
         if snapshot is not None:
             snapshot.restore()

@@ -59,10 +59,8 @@ class Point:
     def resumed(self) -> Point:
         """The same in two trainings."""
         after = random.Random(self.seed).randint(1, max(1, max(self.lengths) * self.trainer["max_epochs"] - 1))
-        # a tail of tokens that were counted before they ran may be stepped on where it is to be dropped (seed 35); and the epochs
-        # that are left may have no window that can be full
-        is_not_compared = self.window[0] == "mapping" or (self.counts_tokens and self.weight == "list")
-        policy = {**self.policy, "tail": "step"} if is_not_compared and self.policy["tail"] == "drop" else self.policy
+        # the epochs that are left may have no window that can be full
+        policy = {**self.policy, "tail": "step"} if self.window[0] == "mapping" and self.policy["tail"] == "drop" else self.policy
         return replace(self, goes_on_after=after, stops_after=None, is_sized=True, policy=policy)
 
     # --- the arguments, as the package takes them -------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Counted:
         self._totals: dict[int, Denominator] | None = None
         self._alike: dict[int, int] = {}
         self._is_ambiguous = False
-        self.loader_batches_left = 0
+        self.loader_batches_left = 0.0
         """Of the window, where its tokens end it."""
         self.values: deque[list[tuple[set[int], Denominator]] | None] = deque()
         """Of the terms of each micro-batch that was counted; None where they are not known."""

@@ -220,6 +220,11 @@ def test_one_rank_resumed(seed: int) -> None:
     check(point, attempt(point))
 
 
+def test_a_tail_of_tokens_that_were_counted_before_they_ran_is_dropped() -> None:
+    point = replace(draw(35), stops_after=None)
+    check(point, attempt(point))
+
+
 # --- two ranks: all points in one pair of processes ---------------------------------------------------------------------------
 
 
