@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from lightning_accum.check import Check
 from lightning_accum.looks import Checked, Rows
@@ -12,17 +13,22 @@ from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
 from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LATER_WEIGHTS
 from lightning_accum.weighing.counts import Adopted
+from lightning_accum.weighing.later import Reason
 
 
 def check_doubted(checked: Checked) -> None:
-    """Check the micro-batch of a window that differs most from those that were checked, before its step. Called on all ranks.
+    """Check what differs most in a window from what was checked, before its step. Called on all ranks.
 
     Raises:
-        DoesNotAddUpError: they do not add up together with rows that were checked. On all ranks.
+        DoesNotAddUpError: it does not add up together with rows that were checked. On all ranks.
     """
-    accumulation = checked.accumulation
-    later = accumulation.later
-    rows, reason = later.worst(accumulation.checked_rows)
+    looks = checked.accumulation.later.telling(checked.accumulation.checked_rows)
+    for place in range(int(checked.largest(len(looks)))):
+        _look_at(checked, *looks[min(place, len(looks) - 1)])
+
+
+def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
+    accumulation, later = checked.accumulation, checked.accumulation.later
     is_count = not later.learn(rows) and reason == "other numbers"
     later.counts_left -= is_count
     if is_count and not later.counts_left:

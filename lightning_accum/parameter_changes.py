@@ -66,12 +66,12 @@ class ParameterChanges:
 
         In the full batch they are cleared after it. In a later micro-batch what it adds would stay, and what it clears is lost.
         """
-        before = [(sample.name, sample.tensor, sample.tensor.grad, _elements_of(sample.tensor.grad)) for sample in self._before]
+        before = [(sample.name, sample.tensor, sample.tensor.grad, elements_of(sample.tensor.grad)) for sample in self._before]
         versions = [-1 if gradient is None else gradient._version for _, _, gradient, _ in before]
         yield
         for (name, tensor, gradient, elements), version in zip(before, versions, strict=True):
             is_as_it_was = tensor.grad is gradient and (gradient is None or gradient._version == version)
-            if not is_as_it_was and not torch.equal(_elements_of(tensor.grad), elements):  # DDP moves some into other buckets
+            if not is_as_it_was and not torch.equal(elements_of(tensor.grad), elements):  # DDP moves some into other buckets
                 raise UsageError(
                     f"training_step changes the gradient of '{name}', to which the micro-batches of a window add. A step of the"
                     " full batch is not changed by that, since Lightning clears the gradients after training_step; here what it"
@@ -111,7 +111,8 @@ def _usual(now: Tensor, then: Tensor) -> Tensor:
     return ((now - then).abs() / then.abs().clamp(min=torch.finfo(then.dtype).tiny)).median()
 
 
-def _elements_of(gradient: Tensor | None) -> Tensor:
+def elements_of(gradient: Tensor | None) -> Tensor:
+    """Some of a gradient, copied; none where there is none."""
     is_read = gradient is not None and gradient.layout == torch.strided
     return _elements(gradient) if is_read else torch.empty(0)  # type: ignore[arg-type]
 

@@ -17,6 +17,7 @@ from lightning_accum.counting import count_window
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Output, Weighed, joined_extra, joined_loss
 from lightning_accum.nonfinite import Guard
+from lightning_accum.parameter_changes import elements_of
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.plan import Mark, Plan
 from lightning_accum.step import Backward, CountsAhead, Outcome, Step, Trained
@@ -55,8 +56,8 @@ class Session:
         self._snapshotter = trained.snapshotter
         self._is_announced = self._has_doubts = False
         self._noted: nn.Parameter | None = None
-        self._gradient: tuple[Tensor, int] | None = None
-        """The gradient of one parameter where the last loader batch has left it inside of a window, and its version."""
+        self._gradient: tuple[int, Tensor] | None = None
+        """Of the gradient of one parameter, as the last loader batch has left it in a window, its version and some elements."""
         self._has_ranks = accumulation.ranks.world_size > 1
         self._has_sync = type(sync) is not GradientSync  # engines for several ranks have one on a single rank, too
         policy = accumulation.policy
@@ -96,13 +97,15 @@ class Session:
         if self._noted is None:
             self._noted = next((parameter for parameter in self._parameters() if parameter.grad is not None), None)
         gradient = None if self._noted is None else self._noted.grad
-        self._gradient = None if gradient is None else (gradient, gradient._version)
+        self._gradient = None if gradient is None else (gradient._version, elements_of(gradient))
 
     def _refuse_other_gradients(self) -> None:
         noted, self._gradient = self._gradient, None
         if noted is None or self._noted is None or not self._accumulation.window.micro_batches:
             return
-        if self._noted.grad is not noted[0] or noted[0]._version != noted[1]:
+        gradient, (version, before) = self._noted.grad, noted
+        is_same = gradient is not None and gradient._version == version and not gradient.is_cpu  # no copy from a device
+        if not is_same and not torch.equal(elements_of(gradient).nan_to_num(), before.nan_to_num()):
             raise UsageError(
                 "Between two loader batches of a window its gradients were cleared or changed, as by a callback that calls"
                 " zero_grad or clips at every batch: the window would not take the step of its full batch, and no step was made."

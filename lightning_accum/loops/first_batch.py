@@ -42,13 +42,22 @@ def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callabl
 
 @contextmanager
 def _without_loggers(trainer: pl.Trainer) -> Iterator[None]:
-    """What ``training_step`` sends to loggers by itself is sent to none."""
+    """What ``training_step`` sends to loggers by itself is sent to none; their kind and their folders are as they are."""
     loggers = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in loggers]
+    trainer.loggers = [_silent(logger) for logger in loggers]
     try:
         yield
     finally:
         trainer.loggers = loggers
+
+
+def _silent(logger: Any) -> Any:
+    nothing, nowhere = DummyLogger().log_metrics, DummyLogger().experiment
+    methods = {"log_metrics": nothing, "log_hyperparams": nothing, "experiment": property(lambda _: nowhere)}
+    kind = type(logger)
+    silent: Any = object.__new__(type(kind.__name__, (kind,), methods))
+    vars(silent).update(vars(logger))
+    return silent
 
 
 def _may_count_first(strategy: Engine, is_long: bool) -> bool:

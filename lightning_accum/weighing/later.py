@@ -84,13 +84,13 @@ class LaterLooks:
             self.doubted.append(Doubt(doubt, batch, reason))
         return doubt
 
-    def worst(self, others: Any) -> tuple[Any, Reason]:
-        """What differs most in the window, and why: the last with new terms, or else the farthest; if nothing does, ``others``."""
+    def telling(self, others: Any) -> list[tuple[Any, Reason]]:
+        """Which of the window to look at, and why: the last with new terms, and what differs most; ``others`` if nothing does."""
         doubted = [doubt for doubt in reversed(self.doubted) if doubt.size] or [Doubt(0.0, others, "time")]
         self.doubted.clear()
         new = [doubt for doubt in doubted if doubt.reason == "new terms"]
-        _, rows, reason = new[0] if new else max(doubted, key=lambda doubt: float(doubt.size))
-        return rows, reason
+        farthest = max(new or doubted, key=lambda doubt: float(doubt.size))
+        return [(doubt.batch, doubt.reason) for doubt in ([new[0], farthest] if new and new[0] is not farthest else [farthest])]
 
 
 def is_time_to_look(window: int) -> bool:

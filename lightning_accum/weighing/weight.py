@@ -21,7 +21,6 @@ from lightning_accum.weighing.modes import (
     COUNT,
     MEAN,
     ONCE,
-    SUM,
     TOTAL,
     Contribution,
     Mode,
@@ -87,7 +86,6 @@ class Weigher:
         self.hidden: Mode | None = None
         self.takes_functions = True
         self.criterion: str | None = None
-        self._by_rows = set[int]()
         self._terms: list[Term] = []
         self._found: FoundFunction | None = None
         self._plain: tuple[type, Any, Contribution] | None = None
@@ -203,8 +201,7 @@ class Weigher:
         return first if not isinstance(weight, Tensor) and weight == first.weight else first._replace(weight=weight)
 
     def _weigh(self, reading: Reading, loss: Tensor, batch: Any, rows: int | None) -> Contribution:
-        terms = reading.terms
-        modes = [COUNT if self._is_by_rows(term, batch, rows) else self.mode_of(term) for term in terms]
+        terms, modes = reading.terms, [self.mode_of(term) for term in reading.terms]
         weights = [weight_of(term, mode, batch, rows) for term, mode in zip(terms, modes, strict=True)]
         doubt = self._doubt(terms, modes, weights, batch, rows)
         if len(terms) == 1 and callable(modes[0]) and weights[0] is not None:
@@ -295,14 +292,6 @@ class Weigher:
         """How a term is weighed."""
         hidden = None if term.words else self.hidden
         return self.modes.get(term.key) or hidden or default_mode(term)
-
-    def _is_by_rows(self, term: Term, batch: Any, rows: int | None) -> bool:
-        """A sum of which nothing is checked was multiplied by one over its rows, in the first micro-batch that has several."""
-        if term.key in self.modes or self.mode_of(term) != SUM or isinstance(term.total, Tensor) or term.total == 1:
-            return False
-        if abs(term.total * (rows or count_samples(batch) or 0) - 1) < 1e-6:
-            self._by_rows.add(term.key)
-        return term.key in self._by_rows
 
     def _listed(self, reading: Reading, batch: Any, rows: int | None) -> Contribution:
         """A weight for each term."""

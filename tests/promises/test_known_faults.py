@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from known import case, classified, exact_or_refused, noted, rows_of, scheduled, split_exact_or_refused
+from known import case, classified, exact_or_refused, noted, open_until, rows_of, scheduled, split_exact_or_refused
 from lightning.pytorch.callbacks import LambdaCallback
 from processes import run_ranks
 from support import Interrupted, ManualToy, SaveAfter, Toy, error_of_updates, fit, joined, labelled, loader, relative_error, warned
@@ -117,6 +117,7 @@ def test_a_row_wise_submodule_whose_rows_depend_on_each_other_in_a_call_is_refus
 
 
 # --- 3, 10: weights ---
+@open_until(22, "without the check, half of a sum and a sum by two rows are the same: the gradient is 4 times too large (3)")
 def test_a_sum_times_one_over_its_number_of_rows_is_a_mean_without_the_check_too() -> None:
     module = partial(Toy, lambda net, batch: classified(net, batch, reduction="sum") * (1 / len(batch[0])))
     exact_or_refused(module, rows_of(*[2] * 8), GradientAccumulation(4, check=False))
