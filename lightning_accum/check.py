@@ -186,7 +186,8 @@ class Check:
                 accumulation.count_first([*own.modes])
         if accumulation.window.counted is not None:
             accumulation.window.counted.constants |= found.constants
-        accumulation.stops_counting = not own.counts_first and accumulation.window.counted_keys <= own.modes.keys()
+        counted = accumulation.window.counted_keys  # none where only their weights have shown that they are several
+        accumulation.stops_counting = not own.counts_first and bool(counted) and counted <= own.modes.keys()
         is_open = checked.on_any(found.verdict.deviation is None)
         looked_at = MOST_ROWS if accumulation.policy.split is not None else min(rows.fewest, MOST_ROWS)
         looked_at = (0 if is_open else looked_at) + (0 if before is None else before.looked_at)
@@ -294,7 +295,7 @@ class Check:
         else:
             chosen = {ALL: self._fit(looks, ALL, (weight,), eps)}
         wrong = [fit for fit in chosen.values() if fit.mode is None and not fit.is_open]
-        worst = max(wrong or [*chosen.values()], key=lambda fit: fit.deviation.size, default=None)
+        worst = max(wrong or [fit for fit in chosen.values() if not fit.is_open], key=lambda fit: fit.deviation.size, default=None)
         is_shown = bool(wrong) or any(fit.deviation.has_evidence and not fit.is_open for fit in chosen.values())
         if not checked.on_any(is_shown) or worst is None:
             raise UnsuitableRowsError("the first rows have no gradient, or do not show whether the loss is a mean or a sum")

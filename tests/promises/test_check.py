@@ -328,6 +328,17 @@ def test_weights_and_masks_that_begin_later_are_no_false_alarm(policy: dict[str,
     assert window_that_is_told_of(module, data, **policy) is None
 
 
+def test_a_term_that_is_always_0_costs_one_window_at_most() -> None:  # every second before
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        chosen = (net(batch[0]).square().mean(1) * batch[2]).sum() / batch[2].sum().clamp(min=1)
+        return (net(batch[0]) - batch[0]).square().mean(1).mean() + chosen
+
+    module = Toy(loss)
+    with pytest.warns(AccumulationWarning, match="That window is left out"):
+        fit(module, of_weights(*[[0] * 8, [0] * 9] * 6), GradientAccumulation(2))
+    assert module.trainer.global_step == 5
+
+
 def test_a_hand_written_loop_is_told_of_a_later_break_too() -> None:
     module = Toy(LATER["the mean of all where the mask is empty"])
     step: Callable[..., Tensor] = lambda m, batch: m.training_step(batch, 0)  # noqa: E731
