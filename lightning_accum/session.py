@@ -87,8 +87,7 @@ class Session:
             outcome = run(step, batch, seen, ends_window)
         if self._has_doubts:
             self.look_at_doubted()
-        is_in_place = accumulation.sums is None and not self.sync.is_waited_for_in_forward  # shards reduce theirs for a checkpoint
-        if not ends_window and accumulation.policy.check and is_in_place:
+        if not ends_window and accumulation.changes.is_under_way and accumulation.sums is None:  # in the first windows
             self._note_gradient()
         return outcome
 

@@ -23,8 +23,8 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 14_801,
-    "lines of the package": 21_986,
+    "lines of code": 14_800,
+    "lines of the package": 21_985,
     "files of the package": 120,
     "width of the package": 152,
     "lines of its largest file": 430,
