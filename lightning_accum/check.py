@@ -60,8 +60,8 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         batches: the loader batch; empty where this rank has none.
 
     Raises:
-        DoesNotAddUpError: the parts of the batch, weighed, are not the batch. On all ranks.
-        DoesNotAddUpError: the loss takes the rows of all ranks, in a window of several loader batches.
+        DoesNotAddUpError: the parts of the batch, weighed, are not the batch; or the loss takes the rows of all ranks, in a window
+            of several loader batches. On all ranks.
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
     accumulation.may_count_first = checked.may_count_first
@@ -174,7 +174,7 @@ class Check:
         checked, accumulation, rows = self._checked, self._accumulation, self._rows
         weigher, own = accumulation.weigher, found.weigher
         has_begun = accumulation.window.has_weight
-        weigher.learn(own, found.fitting, {key: [default_mode(term)] for key, term in found.terms.items() if has_begun})
+        weigher.learn(own, found.fitting, {key: default_mode(term) for key, term in found.terms.items() if has_begun})
         if own.tells_heads:
             weigher.know(checked.module.parameters())
         is_one, before_this = not own.counts_first and len(found.terms) == 1, accumulation.window.constant

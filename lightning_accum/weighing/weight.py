@@ -148,7 +148,7 @@ class Weigher:
         other.hides_values = False
         return other
 
-    def learn(self, other: Weigher, fitting: Mapping[int, Mapping[Mode, float]], begun: Mapping[int, Sequence[Mode]]) -> None:
+    def learn(self, other: Weigher, fitting: Mapping[int, Mapping[Mode, float]], begun: Mapping[int, Mode]) -> None:
         """Weigh as ``other``, which was found to add up.
 
         Args:
@@ -160,7 +160,7 @@ class Weigher:
             DoesNotAddUpError: a term goes by another mode in them, and nobody knows its unit.
         """
         for key, mode in other.modes.items():
-            known, fits = self.units.get(key) or dict.fromkeys(begun.get(key, ()), 1.0), fitting.get(key, {})
+            known, fits = self.units.get(key) or ({begun[key]: 1.0} if key in begun else {}), fitting.get(key, {})
             is_adopted = isinstance(mode, Adopted) and any(isinstance(one, Adopted) for one in known)  # in the unit of before
             if begun and known and mode not in known and not is_adopted:
                 raise DoesNotAddUpError(OF_ANOTHER_MODE)
