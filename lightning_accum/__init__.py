@@ -4,7 +4,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lightning_accum import package
+from lightning_accum.trainer import package
 
 if TYPE_CHECKING:
     from lightning_accum.names import *  # noqa: F403

@@ -82,7 +82,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     data = None if arguments.data is None else _made(arguments.data)
 
     from lightning_accum import AccumulationError, verify
-    from lightning_accum.from_lightning import MisconfigurationException
+    from lightning_accum.trainer.from_lightning import MisconfigurationException
 
     how = {name: getattr(arguments, name) for name in ("window", "micro_batch", "devices", "strategy", "precision")}
     try:

@@ -1,7 +1,6 @@
 """The public names of the package, each where it is defined. Loaded when the first is used, see ``package.py``."""
 
 from lightning_accum.balanced_sampler import BalancedBatchSampler
-from lightning_accum.callback import GradientAccumulation
 from lightning_accum.errors import (
     AccumulationError,
     DoesNotAddUpError,
@@ -10,14 +9,15 @@ from lightning_accum.errors import (
     UnreadableLossError,
     UnsplittableBatchError,
 )
-from lightning_accum.noise import GradientNoiseScale
 from lightning_accum.samplers import SameOrderSampler
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.rows import split_lists
-from lightning_accum.strategies.ddp import DDPAccumulationStrategy
-from lightning_accum.strategies.fsdp import FSDPAccumulationStrategy
-from lightning_accum.strategies.model_parallel import ModelParallelAccumulationStrategy
-from lightning_accum.strategies.one_device import AccumulationStrategy
+from lightning_accum.trainer.callback import GradientAccumulation
+from lightning_accum.trainer.ddp import DDPAccumulationStrategy
+from lightning_accum.trainer.fsdp import FSDPAccumulationStrategy
+from lightning_accum.trainer.model_parallel import ModelParallelAccumulationStrategy
+from lightning_accum.trainer.noise import GradientNoiseScale
+from lightning_accum.trainer.one_device import AccumulationStrategy
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification.run import verify
 from lightning_accum.weighing.counts import SampleCount, TokenCount

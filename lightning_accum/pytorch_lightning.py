@@ -1,6 +1,6 @@
 """``lightning_accum`` for ``import pytorch_lightning as pl``: importing this takes that package for the process."""
 
-from lightning_accum.package import take
+from lightning_accum.trainer.package import take
 
 take("pytorch_lightning")
 

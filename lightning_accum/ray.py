@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_accum.from_lightning import DDPStrategy
-from lightning_accum.strategies.ddp import DDPAccumulationStrategy
-from lightning_accum.strategies.fsdp import FSDPAccumulationStrategy
+from lightning_accum.trainer.ddp import DDPAccumulationStrategy
+from lightning_accum.trainer.from_lightning import DDPStrategy
+from lightning_accum.trainer.fsdp import FSDPAccumulationStrategy
 
 try:
     from ray.train.lightning import RayDDPStrategy, RayFSDPStrategy

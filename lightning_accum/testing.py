@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from typing_extensions import override
 
-from lightning_accum.callback import GradientAccumulation
 from lightning_accum.errors import ArgumentError
-from lightning_accum.from_lightning import Callback, DoublePrecision, Strategy, pl
+from lightning_accum.trainer.callback import GradientAccumulation
+from lightning_accum.trainer.from_lightning import Callback, DoublePrecision, Strategy, pl
 
 Rows = Sequence[Any]
 """What a collate function makes a batch of."""

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_accum import SameOrderSampler
 from lightning_accum.errors import UsageError
-from lightning_accum.from_lightning import pl
+from lightning_accum.trainer.from_lightning import pl
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 """Not the standard library, or not meant to be read by its users."""

@@ -21,8 +21,8 @@ from typing_extensions import override
 from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
 from lightning_accum.demo.model import count_targets, loader_of, new_model, sample_corpus
 from lightning_accum.errors import UsageError
-from lightning_accum.from_lightning import Callback, LightningEnvironment, pl
 from lightning_accum.testing import EXACT, QUIET, distance, whole_parameters
+from lightning_accum.trainer.from_lightning import Callback, LightningEnvironment, pl
 from lightning_accum.verification.processes import RanksFailedError, run_on_ranks
 
 GLOBAL_BATCH = 32

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_accum.from_lightning import ModelParallelStrategy, Strategy, TorchElasticEnvironment
-from lightning_accum.strategies.model_parallel import ModelParallelAccumulationStrategy
+from lightning_accum.trainer.from_lightning import ModelParallelStrategy, Strategy, TorchElasticEnvironment
+from lightning_accum.trainer.model_parallel import ModelParallelAccumulationStrategy
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.examination import Comparison, Diagnosis, Difference, difference
 from lightning_accum.verification.processes import RanksFailedError, run_on_ranks

@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 
 from lightning_accum import check
-from lightning_accum.engine import Engine
-from lightning_accum.from_lightning import DummyLogger, HalfPrecision, MixedPrecision, call, pl, rank_zero_info
 from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked, have_one_loss
-from lightning_accum.loops.results import collecting_logs
+from lightning_accum.trainer.engine import Engine
+from lightning_accum.trainer.from_lightning import DummyLogger, HalfPrecision, MixedPrecision, call, pl, rank_zero_info
+from lightning_accum.trainer.results import collecting_logs
 from lightning_accum.trial_mode import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.whole.row_proof import prove_row_wise

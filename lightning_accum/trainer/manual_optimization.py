@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
-from lightning_accum.from_lightning import _ManualOptimization
+from lightning_accum.trainer.from_lightning import _ManualOptimization
 from lightning_accum.window_totals import ClosedWindow, EndedWindow
 
 if TYPE_CHECKING:
-    from lightning_accum.engine import Engine
-from lightning_accum.loops.epochs import AccumulatingEpochLoop
-from lightning_accum.loops.first_batch import check_manual_batch
-from lightning_accum.loops.hooks import call_window_hooks
+    from lightning_accum.trainer.engine import Engine
+from lightning_accum.trainer.epochs import AccumulatingEpochLoop
+from lightning_accum.trainer.first_batch import check_manual_batch
+from lightning_accum.trainer.hooks import call_window_hooks
 
 
 class WindowManualOptimization(_ManualOptimization):

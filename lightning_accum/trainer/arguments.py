@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from lightning_accum.errors import AccumulationError, ArgumentError
-from lightning_accum.from_lightning import (
+from lightning_accum.policy import check_is_one_of
+from lightning_accum.trainer.from_lightning import (
     DeepSpeedStrategy,
     FSDPStrategy,
     MisconfigurationException,
@@ -17,7 +18,6 @@ from lightning_accum.from_lightning import (
     XLAStrategy,
     pl,
 )
-from lightning_accum.policy import check_is_one_of
 
 
 class MisconfiguredError(AccumulationError, MisconfigurationException):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 from typing_extensions import override
 
 from lightning_accum.boundary import ValidationClock
-from lightning_accum.from_lightning import _DataFetcher, _TrainingEpochLoop
+from lightning_accum.trainer.from_lightning import _DataFetcher, _TrainingEpochLoop
 
 if TYPE_CHECKING:
-    from lightning_accum.loops.trainer import AccumulatingTrainer
+    from lightning_accum.trainer.estimate import AccumulatingTrainer
 
 
 class ValidatingEpochLoop(_TrainingEpochLoop):

@@ -9,21 +9,21 @@ from typing import Any, Literal
 import torch
 from typing_extensions import override
 
-from lightning_accum import seams
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.arguments import MisconfiguredError, check_validation_is_left_to, misconfigured, what_to_use_instead_of
 from lightning_accum.boundary import SchedulerCounts, Tail
 from lightning_accum.checkpoint import PartialWindow
-from lightning_accum.engine import Engine
 from lightning_accum.exclusions import Asked, refuse
-from lightning_accum.from_lightning import Callback, SIGTERMException, pl
-from lightning_accum.loops.hooks import callbacks_of
-from lightning_accum.manual import ManualWindows
-from lightning_accum.metrics import WindowMetrics
-from lightning_accum.package import check_package
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize, checked_policy, row_wise_fields
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
+from lightning_accum.trainer import seams
+from lightning_accum.trainer.arguments import MisconfiguredError, check_validation_is_left_to, misconfigured, what_to_use_instead_of
+from lightning_accum.trainer.engine import Engine
+from lightning_accum.trainer.from_lightning import Callback, SIGTERMException, pl
+from lightning_accum.trainer.hooks import callbacks_of
+from lightning_accum.trainer.manual import ManualWindows
+from lightning_accum.trainer.metrics import WindowMetrics
+from lightning_accum.trainer.package import check_package
 from lightning_accum.weighing.counts import Weight
 from lightning_accum.windows import Windows
 

@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_accum.from_lightning import LightningOptimizer
 from lightning_accum.step import Trained
+from lightning_accum.trainer.from_lightning import LightningOptimizer
 
 
 class DeferredSteps:

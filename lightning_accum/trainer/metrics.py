@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.from_lightning import pl
-from lightning_accum.manual import ManualWindows
+from lightning_accum.trainer.from_lightning import pl
+from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 

@@ -16,10 +16,6 @@ from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.from_lightning import Strategy, pl, rank_zero_info
-from lightning_accum.loops.hooks import is_lightnings
-from lightning_accum.loops.watch import Watch
-from lightning_accum.manual import ManualWindows
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
@@ -28,6 +24,10 @@ from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
+from lightning_accum.trainer.from_lightning import Strategy, pl, rank_zero_info
+from lightning_accum.trainer.hooks import is_lightnings
+from lightning_accum.trainer.manual import ManualWindows
+from lightning_accum.trainer.watch import Watch
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise

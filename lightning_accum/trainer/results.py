@@ -16,11 +16,11 @@ from torchmetrics.wrappers import ClasswiseWrapper, MultitaskWrapper
 from torchmetrics.wrappers.abstract import WrapperMetric
 from typing_extensions import override
 
-from lightning_accum.engine import Engine
 from lightning_accum.exact import exact
-from lightning_accum.from_lightning import _LoggerConnector, _ResultCollection, _ResultMetric, pl
-from lightning_accum.loops.hooks import replacing
 from lightning_accum.splitting.logs import Arguments, BatchLog, name_of_reduction
+from lightning_accum.trainer.engine import Engine
+from lightning_accum.trainer.from_lightning import _LoggerConnector, _ResultCollection, _ResultMetric, pl
+from lightning_accum.trainer.hooks import replacing
 
 
 class BatchResults(_ResultCollection):

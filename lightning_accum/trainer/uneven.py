@@ -10,9 +10,11 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from typing_extensions import override
 
 from lightning_accum.balanced_sampler import BalancedBatchSampler
-from lightning_accum.engine import Engine
 from lightning_accum.errors import ArgumentError
-from lightning_accum.from_lightning import (
+from lightning_accum.ranks import LoaderBatch, of_all_ranks
+from lightning_accum.samplers import SameOrderSampler, leave_out_repeats
+from lightning_accum.trainer.engine import Engine
+from lightning_accum.trainer.from_lightning import (
     RunningStage,
     SIGTERMException,
     _DataConnector,
@@ -21,8 +23,6 @@ from lightning_accum.from_lightning import (
     _SignalConnector,
     pl,
 )
-from lightning_accum.ranks import LoaderBatch, of_all_ranks
-from lightning_accum.samplers import SameOrderSampler, leave_out_repeats
 
 
 class UnevenDataFetcher(_PrefetchDataFetcher):

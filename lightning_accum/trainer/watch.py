@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_accum import seams
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.from_lightning import pl
-from lightning_accum.loops.hooks import is_lightnings, replacing
+from lightning_accum.trainer import seams
+from lightning_accum.trainer.from_lightning import pl
+from lightning_accum.trainer.hooks import is_lightnings, replacing
 
 CLOSE_WINDOWS = 3
 """The windows in which the watch is close where all of Lightning's methods are those that were read."""

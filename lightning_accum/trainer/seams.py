@@ -1,7 +1,7 @@
 """Where Lightning is held: the methods that are replaced or relied on, and whether they are as they were read.
 
 What is missing is an error when a strategy is made. A method that differs from those that were read is named before training, no
-call of Lightning's is then left out to save time, and ``loops/watch.py`` looks at every step.
+call of Lightning's is then left out to save time, and ``trainer/watch.py`` looks at every step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from lightning_accum.errors import SeamError
-from lightning_accum.from_lightning import pl
+from lightning_accum.trainer.from_lightning import pl
 
 READ = "Lightning 2.6.0 to 2.6.6"
 """The versions that fingerprints are of."""

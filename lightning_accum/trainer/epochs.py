@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
-from lightning_accum import seams
 from lightning_accum.boundary import Boundary
-from lightning_accum.engine import Engine
-from lightning_accum.from_lightning import (
+from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.trainer import seams
+from lightning_accum.trainer.engine import Engine
+from lightning_accum.trainer.first_batch import check_first_batch, check_manual_batch, prove_row_wise_step
+from lightning_accum.trainer.from_lightning import (
     LRSchedulerConfig,
     ModelCheckpoint,
     WeightAveraging,
     _DataFetcher,
     rank_zero_info,
 )
-from lightning_accum.loops.first_batch import check_first_batch, check_manual_batch, prove_row_wise_step
-from lightning_accum.loops.hooks import call_batch_end
-from lightning_accum.loops.optimization import WindowOptimization
-from lightning_accum.loops.uneven import is_agreeing
-from lightning_accum.loops.validation import ValidatingEpochLoop
-from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.trainer.hooks import call_batch_end
+from lightning_accum.trainer.optimization import WindowOptimization
+from lightning_accum.trainer.uneven import is_agreeing
+from lightning_accum.trainer.validation import ValidatingEpochLoop
 from lightning_accum.user_warnings import rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
-    from lightning_accum.loops.results import WindowRows
-    from lightning_accum.manual import ManualWindows
+    from lightning_accum.trainer.manual import ManualWindows
+    from lightning_accum.trainer.results import WindowRows
 
 
 class AccumulatingEpochLoop(ValidatingEpochLoop):

@@ -15,16 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from typing_extensions import override
 
-from lightning_accum import seams
-from lightning_accum.arguments import MisconfiguredError, checked_sync
-from lightning_accum.from_lightning import ModelParallelStrategy
 from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.ranks import Ranks
-from lightning_accum.strategies.fsdp import ShardedMixin
 from lightning_accum.sync.base import ShardedSyncPolicy
 from lightning_accum.sync.fsdp2 import FSDP2Sync, groups_of, has_replicas
 from lightning_accum.sync.sharded import SharedRows
+from lightning_accum.trainer import seams
+from lightning_accum.trainer.arguments import MisconfiguredError, checked_sync
+from lightning_accum.trainer.from_lightning import ModelParallelStrategy
+from lightning_accum.trainer.fsdp import ShardedMixin
 from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.counts import count_samples
 

@@ -21,16 +21,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.checkpoint import PartialWindow
-from lightning_accum.deferred_steps import DeferredSteps
 from lightning_accum.errors import UsageError
 from lightning_accum.failures import have_all_left
-from lightning_accum.from_lightning import LightningModule, rank_zero_info
 from lightning_accum.main_gradients import as_number
 from lightning_accum.manual_calls import SAME_CALLS, Call, CheckedCall, ManualMicroBatch, listed_steps, times_called
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import window_in_words
 from lightning_accum.step import Trained
+from lightning_accum.trainer.deferred_steps import DeferredSteps
+from lightning_accum.trainer.from_lightning import LightningModule, rank_zero_info
 from lightning_accum.user_warnings import users_line
 from lightning_accum.weighing.advice import OF_UNSEEN_TERMS
 from lightning_accum.weighing.safeguards import gradients_of_zero

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from lightning_accum.arguments import MisconfiguredError
-from lightning_accum.from_lightning import SingleDeviceStrategy
-from lightning_accum.strategies.mixin import AccumulationMixin
+from lightning_accum.trainer.arguments import MisconfiguredError
+from lightning_accum.trainer.from_lightning import SingleDeviceStrategy
+from lightning_accum.trainer.strategy import AccumulationMixin
 
 
 class AccumulationStrategy(AccumulationMixin, SingleDeviceStrategy):

@@ -12,9 +12,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
-from lightning_accum.engine import Engine
 from lightning_accum.failures import reraise_first_rank_error
-from lightning_accum.from_lightning import (
+from lightning_accum.trainer.engine import Engine
+from lightning_accum.trainer.epochs import AccumulatingEpochLoop
+from lightning_accum.trainer.estimate import AccumulatingTrainer
+from lightning_accum.trainer.fit import AccumulatingFitLoop
+from lightning_accum.trainer.from_lightning import (
     SIGTERMException,
     Strategy,
     TrainerFn,
@@ -24,14 +27,11 @@ from lightning_accum.from_lightning import (
     _SubprocessScriptLauncher,
     pl,
 )
-from lightning_accum.loops.epochs import AccumulatingEpochLoop
-from lightning_accum.loops.fit import AccumulatingFitLoop
-from lightning_accum.loops.manual import WindowManualOptimization
-from lightning_accum.loops.optimization import WindowOptimization
-from lightning_accum.loops.results import BatchResults, WindowRows
-from lightning_accum.loops.specialised import specialised
-from lightning_accum.loops.trainer import AccumulatingTrainer
-from lightning_accum.loops.uneven import DeferredSigterm, NonPaddingSampling
+from lightning_accum.trainer.manual_optimization import WindowManualOptimization
+from lightning_accum.trainer.optimization import WindowOptimization
+from lightning_accum.trainer.results import BatchResults, WindowRows
+from lightning_accum.trainer.specialised import specialised
+from lightning_accum.trainer.uneven import DeferredSigterm, NonPaddingSampling
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_accum.from_lightning import PassThroughProfiler, Precision, Strategy, pl
+from lightning_accum.trainer.from_lightning import PassThroughProfiler, Precision, Strategy, pl
 from lightning_accum.window_totals import EndedWindow
 
 # --- what nobody listens to -------------------------------------------------------------------------------------------

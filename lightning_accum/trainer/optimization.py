@@ -13,9 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum.engine import Engine
 from lightning_accum.errors import UsageError
-from lightning_accum.from_lightning import (
+from lightning_accum.splitting.logs import BatchLog
+from lightning_accum.splitting.trimming import difference_by_padding
+from lightning_accum.step import Outcome
+from lightning_accum.trainer.engine import Engine
+from lightning_accum.trainer.first_batch import check_first_batch, prove_row_wise_step, unlogged_step
+from lightning_accum.trainer.from_lightning import (
     AbstractClosure,
     Closure,
     ClosureResult,
@@ -26,12 +30,8 @@ from lightning_accum.from_lightning import (
     call,
     pl,
 )
-from lightning_accum.loops.first_batch import check_first_batch, prove_row_wise_step, unlogged_step
-from lightning_accum.loops.hooks import call_window_hooks, is_lightnings, is_unheard, replacing
-from lightning_accum.loops.results import collecting_logs, show_logs
-from lightning_accum.splitting.logs import BatchLog
-from lightning_accum.splitting.trimming import difference_by_padding
-from lightning_accum.step import Outcome
+from lightning_accum.trainer.hooks import call_window_hooks, is_lightnings, is_unheard, replacing
+from lightning_accum.trainer.results import collecting_logs, show_logs
 from lightning_accum.window_totals import EndedWindow
 
 if TYPE_CHECKING:

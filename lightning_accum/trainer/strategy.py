@@ -11,26 +11,26 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_accum import seams
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.arguments import MisconfiguredError, misconfigured
-from lightning_accum.callback import GradientAccumulation
 from lightning_accum.check import MOST_BATCHES
 from lightning_accum.checkpoint import PartialWindow
-from lightning_accum.engine import Engine
 from lightning_accum.exclusions import Asked, refuse
-from lightning_accum.from_lightning import TrainerFn, pl, rank_zero_info
-from lightning_accum.loops.hooks import callbacks_of, gradient_reads
-from lightning_accum.loops.installation import installed, naming_launcher
-from lightning_accum.loops.specialised import own_attributes
-from lightning_accum.loops.watch import Watch
 from lightning_accum.main_gradients import MainGradients, main_gradients
-from lightning_accum.manual import ManualWindows
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.session import Session
 from lightning_accum.splitting.auto import RetriedSplitting
 from lightning_accum.splitting.plan import Splitting
+from lightning_accum.trainer import seams
+from lightning_accum.trainer.arguments import MisconfiguredError, misconfigured
+from lightning_accum.trainer.callback import GradientAccumulation
+from lightning_accum.trainer.engine import Engine
+from lightning_accum.trainer.from_lightning import TrainerFn, pl, rank_zero_info
+from lightning_accum.trainer.hooks import callbacks_of, gradient_reads
+from lightning_accum.trainer.installation import installed, naming_launcher
+from lightning_accum.trainer.manual import ManualWindows
+from lightning_accum.trainer.specialised import own_attributes
+from lightning_accum.trainer.watch import Watch
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import Verdict

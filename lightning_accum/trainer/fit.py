@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from typing_extensions import override
 
-from lightning_accum.engine import Engine
-from lightning_accum.from_lightning import _DataFetcher, _FitLoop, _PrefetchDataFetcher
-from lightning_accum.loops.epochs import AccumulatingEpochLoop
-from lightning_accum.loops.specialised import specialised
-from lightning_accum.loops.uneven import UnevenDataFetcher
+from lightning_accum.trainer.engine import Engine
+from lightning_accum.trainer.epochs import AccumulatingEpochLoop
+from lightning_accum.trainer.from_lightning import _DataFetcher, _FitLoop, _PrefetchDataFetcher
+from lightning_accum.trainer.specialised import specialised
+from lightning_accum.trainer.uneven import UnevenDataFetcher
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_accum.arguments import checked_sync
-from lightning_accum.from_lightning import DDPStrategy, ParallelStrategy
-from lightning_accum.strategies.mixin import AccumulationMixin
 from lightning_accum.sync.base import GradientSync, SyncPolicy
 from lightning_accum.sync.ddp import DDPSync, WideDDPSync, sync_buffers
+from lightning_accum.trainer.arguments import checked_sync
+from lightning_accum.trainer.from_lightning import DDPStrategy, ParallelStrategy
+from lightning_accum.trainer.strategy import AccumulationMixin
 
 
 class ParallelMixin(AccumulationMixin, ParallelStrategy):

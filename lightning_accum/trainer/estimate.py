@@ -10,17 +10,17 @@ from typing import Any, cast
 from typing_extensions import override
 
 from lightning_accum.boundary import count_windows
-from lightning_accum.engine import Engine
-from lightning_accum.from_lightning import (
+from lightning_accum.policy import Policy
+from lightning_accum.randomness import generators_kept
+from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.trainer.engine import Engine
+from lightning_accum.trainer.from_lightning import (
     GradientAccumulationScheduler,
     has_iterable_dataset,
     isolate_rng,
     pl,
 )
-from lightning_accum.loops.hooks import callbacks_of
-from lightning_accum.policy import Policy
-from lightning_accum.randomness import generators_kept
-from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.trainer.hooks import callbacks_of
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.counts import expected_weight
 

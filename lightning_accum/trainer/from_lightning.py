@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_accum.package import take
+from lightning_accum.trainer.package import take
 
 if TYPE_CHECKING:
     import lightning.fabric as _fabric
