@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from copy import copy
 from heapq import heapreplace
-from itertools import islice
+from itertools import pairwise
 from typing import Any
 
 from torch.utils.data import Sampler
 from typing_extensions import override
 
 from lightning_accum.errors import ArgumentError, WrongTypeError
+from lightning_accum.policy import is_natural
 from lightning_accum.samplers import Resumable, SameOrderSampler
 
 
@@ -23,8 +24,8 @@ class BalancedBatchSampler(Resumable, Sampler[list[int]]):
 
     A window is ``window`` loader batches of every rank, ``window * ranks * batch_size`` samples. It holds the same samples as it
     does with a :class:`SameOrderSampler` of the same seed, in every epoch, so a training that is exact in its windows goes the
-    same way. Which rank gets which of them is chosen so that the sums of their costs are about even: longest first, each to the
-    rank with the least. Inside a rank the longest samples come first, in batches of about equal size when padded.
+    same way. Which rank gets which of them is chosen so that the sums of their lengths are about even: longest first, each to the
+    rank with the least. Inside a rank the longest samples come first, in batches of as many samples.
 
     Ranks and batches have different numbers of samples, so gradients need weights: use it with the strategies of this package,
     and a ``GradientAccumulation`` of as many loader batches as ``window``. Every rank has the same number of loader batches,
@@ -36,17 +37,15 @@ class BalancedBatchSampler(Resumable, Sampler[list[int]]):
 
     Args:
         lengths: of the samples of the dataset, in its order, the same on all ranks: a list, an array or a tensor. This package's
-            strategies compare those of all ranks.
+            strategies compare those of all ranks. Or what each costs: ``n + n**2 / 1024`` for a length n where attention counts.
         batch_size: samples in a loader batch, in the mean.
         window: loader batches of a rank in a window. Windows begin anew with every epoch.
-        cost: a function of a length that returns what such a sample costs, such as ``lambda n: n + n**2 / 1024`` where
-            attention counts; None for the length.
         shuffle: whether every epoch (see :meth:`set_epoch`) has an order of its own, or all have the dataset's.
         seed: seed of the shuffling, the same on all ranks.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: a length or a cost is negative or not finite, or there are none; or a size is less than 1.
+        TypeError: the lengths are no numbers.
+        ValueError: a length is negative or not finite, or there are none; or a size is no whole number from 1.
 
     Example:
         >>> lengths = [90, 10, 20, 80, 40, 60, 50, 50]
@@ -65,15 +64,13 @@ class BalancedBatchSampler(Resumable, Sampler[list[int]]):
         batch_size: int,
         *,
         window: int = 1,
-        cost: Callable[[Any], float] | None = None,
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        self.batch_size, self.window = _natural("batch_size", batch_size), _natural("window", window)
-        if cost is not None and not callable(cost):
-            raise WrongTypeError(f"BalancedBatchSampler(cost={cost!r}): expected a function of a length, or None")
-        self._lengths = _read_lengths(lengths)
-        self._costs = self._lengths if cost is None else _costs_of(self._lengths, cost)
+        for name, value in (("batch_size", batch_size), ("window", window)):
+            if not is_natural(value):
+                raise ArgumentError(f"BalancedBatchSampler({name}={value!r}): expected a whole number from 1")
+        self.batch_size, self.window, self._lengths = batch_size, window, _read_lengths(lengths)
         self.sampler = SameOrderSampler(range(len(self._lengths)), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
         """Has the order of the samples, the ranks, and the epoch, for which Lightning looks here."""
 
@@ -106,12 +103,11 @@ class BalancedBatchSampler(Resumable, Sampler[list[int]]):
         """The loader batches that this rank has of a window."""
         batches = self._batches_of(len(indices))
         at_least = batches if len(indices) >= self.sampler.num_replicas else 0
-        costs = [self._costs[index] for index in indices]
-        own = share_evenly(costs, self.sampler.num_replicas, at_least)[self.sampler.rank]
-        by_length = sorted((indices[place] for place in own), key=self._lengths.__getitem__, reverse=True)
-        sizes = batch_sizes([self._lengths[index] for index in by_length], batches)
-        rest = iter(by_length)
-        return [list(islice(rest, size)) for size in sizes]
+        lengths = [self._lengths[index] for index in indices]
+        own = share_evenly(lengths, self.sampler.num_replicas, at_least)[self.sampler.rank]
+        by_length = [indices[place] for place in sorted(own, key=lengths.__getitem__, reverse=True)]
+        ends = [len(own) * number // batches for number in range(batches + 1)]
+        return [by_length[start:end] for start, end in pairwise(ends) if end > start]
 
     def __len__(self) -> int:
         """How many loader batches this rank gets in an epoch."""
@@ -134,7 +130,7 @@ class BalancedBatchSampler(Resumable, Sampler[list[int]]):
     @property
     def digest(self) -> int:
         """A number that is the same on two ranks only if they share out the same samples alike."""
-        numbers = array("d", [*self._lengths, *self._costs, self.batch_size, self.window, self.sampler.shuffle, self.sampler.seed])
+        numbers = array("d", [*self._lengths, self.batch_size, self.window, self.sampler.shuffle, self.sampler.seed])
         return zlib.crc32(numbers.tobytes())
 
     @property
@@ -147,40 +143,21 @@ class BalancedBatchSampler(Resumable, Sampler[list[int]]):
         return min(math.ceil(samples / (ranks * self.batch_size)), max(1, samples // ranks))
 
 
-def _natural(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise WrongTypeError(f"BalancedBatchSampler({name}={value!r}): expected a whole number, found {type(value).__name__}")
-    if value < 1:
-        raise ArgumentError(f"BalancedBatchSampler({name}={value}): expected 1 or more")
-    return value
-
-
 def _read_lengths(lengths: Any) -> list[float]:
     read = lengths.tolist() if hasattr(lengths, "tolist") else lengths
-    if not isinstance(read, Iterable) or isinstance(read, (str, bytes, Mapping)):
-        raise WrongTypeError(
-            "BalancedBatchSampler(lengths=...): expected a list, an array or a tensor of the lengths of all samples, found"
-            f" {type(lengths).__name__}"
-        )
-    numbers = [_number(f"lengths[{index}]", value) for index, value in enumerate(read)]
-    if not numbers:
-        raise ArgumentError("BalancedBatchSampler(lengths=...): expected one length for each sample, found none")
-    return numbers
-
-
-def _costs_of(lengths: Sequence[float], cost: Callable[[Any], float]) -> list[float]:
-    known = {length: _number(f"cost({length})", cost(length)) for length in set(lengths)}
-    return [known[length] for length in lengths]
-
-
-def _number(name: str, value: Any) -> float:
     try:
-        number: float = value if isinstance(value, int) else float(value)
+        numbers = [] if isinstance(read, (str, Mapping)) else [float(length) for length in read]
     except (TypeError, ValueError, RuntimeError):  # the last of a tensor with several elements
-        raise WrongTypeError(f"BalancedBatchSampler: expected one number, found {name} = {value!r}") from None
-    if not 0 <= number < math.inf:
-        raise ArgumentError(f"BalancedBatchSampler: expected a finite number from 0, found {name} = {number}")
-    return number
+        numbers = []
+    if not numbers:
+        raise WrongTypeError(
+            "BalancedBatchSampler(lengths=...): expected a list, an array or a tensor of the lengths of all samples, one number for"
+            f" each, found {lengths!r:.200}"
+        )
+    for index, number in enumerate(numbers):
+        if not 0 <= number < math.inf:
+            raise ArgumentError(f"BalancedBatchSampler: expected a finite number from 0, found lengths[{index}] = {number}")
+    return numbers
 
 
 def share_evenly(costs: Sequence[float], shares: int, at_least: int = 0) -> list[list[int]]:
@@ -203,43 +180,3 @@ def share_evenly(costs: Sequence[float], shares: int, at_least: int = 0) -> list
         while len(group) < at_least:  # the cheapest of the share that has the most
             group.append(max(groups, key=len).pop())
     return groups
-
-
-def batch_sizes(lengths: Sequence[float], batches: int) -> list[int]:
-    """How many samples each batch gets, so that the largest batch, padded to its longest sample, is as small as possible.
-
-    Args:
-        lengths: the longest first.
-        batches: how many; none is empty, where there are as many samples.
-
-    Example:
-        >>> batch_sizes([8, 2, 2, 2, 2], 2)
-        [1, 4]
-        >>> batch_sizes([5, 5, 5, 5], 3)
-        [2, 1, 1]
-    """
-    low, high = 0.0, (lengths[0] if lengths else 0) * float(len(lengths))
-    sizes = _sizes_below(lengths, batches, high) or []
-    while high - low > 1e-3 * high:
-        middle = (low + high) / 2
-        found = _sizes_below(lengths, batches, middle)
-        if found is None:
-            low = middle
-        else:
-            sizes, high = found, middle
-    return sizes
-
-
-def _sizes_below(lengths: Sequence[float], batches: int, largest: float) -> list[int] | None:
-    """Sizes of batches that are no larger when padded; None where that takes more batches."""
-    sizes: list[int] = []
-    start = 0
-    while start < len(lengths):
-        others = batches - len(sizes) - 1
-        if others < 0 or lengths[start] > largest:
-            return None
-        room = len(lengths) - start - others  # the others have one each
-        size = room if lengths[start] * room <= largest else max(1, int(largest / lengths[start]))
-        sizes.append(size)
-        start += size
-    return sizes

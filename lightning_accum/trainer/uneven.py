@@ -108,7 +108,7 @@ class NonPaddingSampling(_DataConnector):
         largest, smallest = ranks.largest(batch_sampler.digest, -batch_sampler.digest)
         if largest != -smallest:
             raise ArgumentError(
-                "BalancedBatchSampler has other lengths, costs or arguments on one rank than on another, so some samples would be"
+                "BalancedBatchSampler has other lengths or arguments on one rank than on another, so some samples would be"
                 " in no window and some in several: pass the lengths of the whole dataset, the same on all ranks"
             )
 

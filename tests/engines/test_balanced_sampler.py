@@ -76,25 +76,19 @@ def test_ranks_have_as_many_loader_batches_unless_fewer_samples_than_ranks_are_l
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
-@pytest.mark.parametrize("cost", [None, lambda length: length**2, lambda length: length + length**2 / 64])
-def test_slowest_rank_is_within_a_two_hundredth_of_the_mean(ranks: int, cost: Callable[[int], float] | None) -> None:
-    lengths = log_normal(16 * ranks)
-    costs = lengths if cost is None else list(map(cost, lengths))
-    sums = [sum(costs[i] for batch in own for i in batch) for own in by_rank(lengths, 4, ranks, window=4, cost=cost)]
+@pytest.mark.parametrize("cost", [lambda length: length, lambda length: length**2, lambda length: length + length**2 / 64])
+def test_slowest_rank_is_within_a_two_hundredth_of_the_mean(ranks: int, cost: Callable[[int], float]) -> None:
+    costs = [cost(length) for length in log_normal(16 * ranks)]
+    sums = [sum(costs[i] for batch in own for i in batch) for own in by_rank(costs, 4, ranks, window=4)]
     assert max(sums) <= 1.005 * sum(costs) / ranks
 
 
-def test_inside_a_rank_batches_are_by_length_and_the_largest_padded_one_is_the_smallest_possible() -> None:
+def test_inside_a_rank_batches_are_by_length_and_of_as_many_samples() -> None:
     lengths = log_normal(48)
     for batches in by_rank(lengths, 4, 2, window=6):
         found = [lengths[index] for batch in batches for index in batch]
         assert found == sorted(found, reverse=True)
-    for seed in range(10):
-        lengths = sorted(log_normal(8, seed), reverse=True)
-        cuts_of_four = ([0, *cuts, 8] for cuts in itertools.combinations(range(1, 8), 3))
-        best = min(max(lengths[a] * (b - a) for a, b in itertools.pairwise(cuts)) for cuts in cuts_of_four)
-        (batches,) = by_rank(lengths, 2, 1, window=4)
-        assert max(len(batch) * max(lengths[index] for index in batch) for batch in batches) <= best * 1.002
+        assert max(map(len, batches)) - min(map(len, batches)) <= 1
 
 
 @pytest.mark.parametrize(
@@ -155,23 +149,17 @@ def test_what_cannot_be_shared_out_is_refused_before_training(module: Any, data:
     ("lengths", "arguments", "error", "named"),
     [
         ([1, 2], {"batch_size": 0}, ValueError, "batch_size=0"),
-        ([1, 2], {"batch_size": 2.0}, TypeError, "batch_size=2.0"),
-        ([1, 2], {"window": True}, TypeError, "window=True"),
-        ([1, 2], {"window": Tokens(8)}, TypeError, "window="),
+        ([1, 2], {"batch_size": 2.0}, ValueError, "batch_size=2.0"),
+        ([1, 2], {"window": Tokens(8)}, ValueError, "window="),
         ([1, -2], {}, ValueError, r"lengths\[1\]"),
         ([1, math.nan], {}, ValueError, r"lengths\[1\]"),
-        ([1, None], {}, TypeError, r"lengths\[1\]"),
-        ([[1, 2], [3, 4]], {}, TypeError, r"lengths\[0\]"),
-        (torch.ones(2, 2), {}, TypeError, r"lengths\[0\]"),
-        (torch.tensor(3), {}, TypeError, "length"),
-        ([], {}, ValueError, "length"),
-        ("abc", {}, TypeError, "length"),
+        ([1, None], {}, TypeError, "length"),
+        ([[1, 2], [3, 4]], {}, TypeError, "length"),
+        (torch.ones(2, 2), {}, TypeError, "length"),
+        ([], {}, TypeError, "length"),
+        ("123", {}, TypeError, "length"),
         (7, {}, TypeError, "length"),
         ({0: 1}, {}, TypeError, "length"),
-        (len, {}, TypeError, "length"),
-        ([1, 2], {"cost": lambda length: 1 - length}, ValueError, r"cost\(2\)"),
-        ([1, 2], {"cost": lambda length: None}, TypeError, r"cost\([12]\)"),
-        ([1, 2], {"cost": 3}, TypeError, "cost=3"),
     ],
 )
 def test_bad_argument_is_named(lengths: Any, arguments: dict[str, Any], error: type[Exception], named: str) -> None:
