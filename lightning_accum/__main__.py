@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -69,7 +68,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     add("--data", metavar="DATA", help="a LightningDataModule, a loader or a batch (default: the module's own train_dataloader)")
     add("--window", type=_natural, metavar="N", help="loader batches in a window")
     add("--micro-batch", type=_natural, metavar="N", help="samples in the micro-batches that each loader batch is split into")
-    add("--devices", type=_natural, default=1, metavar="N", help="ranks that share the window; under torchrun, its processes")
+    add("--devices", type=_natural, default=1, metavar="N", help="ranks that share the window")
     add("--strategy", default="accum_ddp", metavar="NAME", help="of the Trainer, over several devices (default: %(default)s)")
     add("--precision", default="64-true", help="of the Trainer (default: %(default)s)")
     parser.set_defaults(command=_verify)
@@ -90,8 +89,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     except (MisconfigurationException, AccumulationError) as error:
         print(f"{error}\n(micro_batch= is --micro-batch here, and so on.)", file=sys.stderr)
         return 1
-    if os.environ.get("RANK", "0") == "0" or arguments.devices == 1:  # under torchrun all processes have the same report
-        print(report)
+    print(report)
     return 0 if report else 1
 
 

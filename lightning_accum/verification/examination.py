@@ -87,9 +87,9 @@ class Diagnosis:
         self.breaks: list[Break] = []
         self.notes: list[str] = []
         self.full = runner.full(comparison.full)
-        if not all(bool(gradient.isfinite().all()) for gradient in self.full.gradients.values()):
+        if not all(bool(gradient.isfinite().all()) for gradient in self.full.gradient.values()):
             raise MisconfiguredError("The gradient of the full batch is not finite: there is nothing to compare. Pass other data.")
-        if not any(bool(gradient.any()) for gradient in self.full.gradients.values()):
+        if not any(bool(gradient.any()) for gradient in self.full.gradient.values()):
             raise MisconfiguredError(
                 "The full batch has no gradient: training_step returned no loss, or a loss that changes with none of the parameters"
                 " that the Trainer's optimizers step on. Pass other data, or look for optimizers that step elsewhere."
@@ -97,12 +97,12 @@ class Diagnosis:
         self.tolerance = tolerance(self.full.dtype, self._measure_noise())
         refusal: Exception | None = None
         try:
-            self.window = runner.accumulated(comparison.batches, self.change)
+            self.window = runner.accumulated(comparison.batches, self.change, self.full.gradients)
         except DoesNotAddUpError as error:  # the check refuses it: run without, it is measured
             refusal = error
             self._runner = replace(runner, policy={**runner.policy, "check": False})
-            self.window = self._runner.accumulated(comparison.batches, self.change)
-        self.loss, self.gradient = self.window.loss, Difference.between(self.window.gradients, self.full.gradients)
+            self.window = self._runner.accumulated(comparison.batches, self.change, self.full.gradients)
+        self.loss, self.gradient = self.window.loss, Difference.between(self.window.gradient, self.full.gradient)
         if self.gradient.largest <= self.tolerance:
             self._check_step(self.window)
         if not self.breaks and (refusal is not None or self.gradient.largest > self.tolerance):
@@ -186,18 +186,11 @@ class Diagnosis:
 
     # --- what comes after the gradients -------------------------------------------------------------------------------
 
-    def moved_elsewhere(self, step: Step) -> list[str]:
-        """The parameters that a step has not moved to where the full batch's step moves them, given the same gradients."""
-        if Difference.between(step.way, self.full.way).largest <= self.tolerance:
-            return []
-        replay = self._runner.full(self._comparison.full, self.change, gradients=step.gradients)
-        return elsewhere(step.after, replay.after, replay.before)
-
     def _check_step(self, window: Step) -> None:
-        if self.moved_elsewhere(window):
+        if elsewhere(window, self.full):
             found = "The gradients are equal, but move the parameters elsewhere: the learning rate, the optimizer or a hook around"
             self._add("optimizer step", f"{found} the step differs.", self.gradient.largest)
-        if not any(bool(way.any()) for way in self.full.way.values()):
+        if all(torch.equal(after, self.full.before[name]) for name, after in self.full.after.items()):
             self.notes.append("The step moved no parameter, as with a learning rate that begins at 0: gradients were compared.")
 
     def _check_buffers(self, window: Step) -> None:
@@ -214,7 +207,7 @@ class Diagnosis:
 
 
 def _difference(step: Step, full: Step) -> float:
-    return Difference.between(step.gradients, full.gradients).largest
+    return Difference.between(step.gradient, full.gradient).largest
 
 
 # --- how far two steps are apart --------------------------------------------------------------------------------------
@@ -251,15 +244,15 @@ def difference(found: Tensor | None, expected: Tensor) -> float:
     return Difference.between({"": found}, {"": expected}).largest
 
 
-def elsewhere(found: Tensors, expected: Tensors, before: Tensors) -> list[str]:
-    """The parameters that are not where the same gradient has taken others, up to the optimizer's rounding."""
+def elsewhere(step: Step, full: Step) -> list[str]:
+    """The parameters that are not where the same gradient has taken those of the full batch, up to the optimizer's rounding."""
 
     def rounding(name: str, tensor: Tensor) -> float:
         eps = torch.finfo(tensor.dtype).eps
-        return 1024 * eps * _distance(tensor, before[name]) + 4 * eps * _norm(tensor)
+        return 1024 * eps * _distance(tensor, full.before[name]) + 4 * eps * _norm(tensor)
 
-    floats = {name: tensor for name, tensor in expected.items() if tensor.is_floating_point()}
-    return [name for name, tensor in floats.items() if not _distance(found[name], tensor) <= rounding(name, tensor)]
+    floats = {name: tensor for name, tensor in full.after.items() if tensor.is_floating_point()}
+    return [name for name, tensor in floats.items() if not _distance(step.after[name], tensor) <= rounding(name, tensor)]
 
 
 def tolerance(dtype: torch.dtype, noise: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,10 +18,10 @@ from torch import Tensor
 from lightning_accum.trainer.from_lightning import ModelParallelStrategy, Strategy, TorchElasticEnvironment
 from lightning_accum.trainer.model_parallel import ModelParallelAccumulationStrategy
 from lightning_accum.user_warnings import listed
-from lightning_accum.verification.examination import Comparison, Diagnosis, Difference, difference
+from lightning_accum.verification.examination import Comparison, Diagnosis, Difference, difference, elsewhere
 from lightning_accum.verification.processes import RanksFailedError, run_on_ranks
 from lightning_accum.verification.report import Break
-from lightning_accum.verification.step import Change, Step, StepRecorder, StepRunner
+from lightning_accum.verification.step import Change, Step, StepRecorder, StepRunner, Tensors
 
 _Found = tuple[str, str, str]
 """The name of a break, what was seen, and what mends it."""
@@ -33,11 +32,11 @@ class OverRanks:
 
     def __init__(self, runner: StepRunner, comparison: Comparison, alone: Diagnosis, ranks: int, strategy: str | Strategy) -> None:
         self.ranks = ranks
-        self._alone, self._full, self._tolerance = alone, alone.full, alone.tolerance
+        self._full, self._tolerance = alone.full, alone.tolerance
         shares = [list(comparison.batches[rank::ranks]) for rank in range(ranks)]  # the ranks take turns
-        self._steps = _steps(runner, shares, strategy, alone.change)
+        self._steps = _steps(runner, shares, strategy, alone.change, self._full.gradients)
         self._parts = [runner.accumulated(share, alone.change) for share in shares]
-        differences = [Difference.between(step.gradients, self._full.gradients) for step in self._steps]
+        differences = [Difference.between(step.gradient, self._full.gradient) for step in self._steps]
         worst = max(range(ranks), key=lambda rank: differences[rank].largest)
         self.gradient = differences[worst]
         self.loss = self._steps[worst].loss
@@ -70,16 +69,9 @@ class OverRanks:
 
     def _of_gradients(self) -> Iterator[_Found]:
         """The losses are right, so what becomes of their gradients is not."""
-        full = self._full.of_backward
-        views = [Difference.between(step.of_backward, full).by_name for step in self._steps]
-        bad = [name for name in full if any(not view[name] <= self._tolerance for view in views)]
-        if not bad:
-            yield (
-                "after the reduction",
-                "The gradients are the full batch's when they have been reduced, and others when the optimizer gets them.",
-                "Look for hooks around the step that go by the rank or the number of ranks.",
-            )
-            return
+        full = self._full.gradient
+        views = [Difference.between(step.gradient, full).by_name for step in self._steps]
+        bad = [name for name in full if any(not view[name] <= self._tolerance for view in views)] or list(full)
         mend = "Look for what multiplies losses or gradients by the rank or the number of ranks, for communication hooks, and for"
         mend += " parameters that no group reduces."
         counts = self._counts(bad)
@@ -97,22 +89,23 @@ class OverRanks:
     def _counts(self, names: Sequence[str]) -> list[list[float]] | None:
         """How often each rank's rows count in the gradients that each rank has; None where they are no multiples of them."""
         limit = max(100 * self._tolerance, 1e-9)
-        parts = torch.stack([_flat(part.of_backward, names) for part in self._parts], 1)
-        weights = _multiples(parts, _flat(self._full.of_backward, names), limit)
+        parts = torch.stack([_flat(part.gradient, names) for part in self._parts], 1)
+        weights = _multiples(parts, _flat(self._full.gradient, names), limit)
         counts = [
-            None if weights is None else _multiples(parts * weights, _flat(step.of_backward, names), limit) for step in self._steps
+            None if weights is None else _multiples(parts * weights, _flat(step.gradient, names), limit) for step in self._steps
         ]
         found = [count.where(count.abs() > limit, 0.0).tolist() for count in counts if count is not None]
         return found if len(found) == self.ranks else None
 
     def _of_step(self) -> Iterator[_Found]:
-        """Given the gradients of the ranks, does the full batch's step end where theirs did?"""
+        """Does the step of each rank end where the full batch's did, from the same gradients?"""
         for rank, step in enumerate(self._steps):
-            if off := self._alone.moved_elsewhere(step):
+            if off := elsewhere(step, self._full):
                 yield (
                     f"optimizer step of rank {rank}",
                     f"Rank {rank} has the gradient of the full batch, and its step moves {listed(off)} elsewhere.",
-                    "Compare what configure_optimizers and the hooks around the step do on each rank.",
+                    "Compare what configure_optimizers and the hooks around the step do on each rank: they may go by the rank or by"
+                    " the number of ranks.",
                 )
 
 
@@ -126,10 +119,16 @@ def _flat(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     return torch.cat([tensors[name].to(torch.float64).flatten() for name in names])
 
 
-def _steps(runner: StepRunner, shares: Sequence[Sequence[Any]], strategy: str | Strategy, change: Change) -> list[Step]:
+def _steps(
+    runner: StepRunner,
+    shares: Sequence[Sequence[Any]],
+    strategy: str | Strategy,
+    change: Change,
+    gradients: Sequence[Tensors],
+) -> list[Step]:
     """The step of a window over ranks, of whose loader batches these are the ``shares``, as each rank saw it."""
     runner_there = replace(runner, state=None)  # type: ignore[arg-type]  # nothing is restored there
-    parts = (runner_there, shares, strategy, change, torch.get_default_dtype())
+    parts = (runner_there, shares, strategy, change, gradients, torch.get_default_dtype())
     with runner.state.restored_afterwards():
         try:
             sent = pickle.dumps(parts)
@@ -144,11 +143,10 @@ def _steps(runner: StepRunner, shares: Sequence[Sequence[Any]], strategy: str | 
 
 def _run_rank(sent: bytes, hand_over: Callable[[list[Step]], None]) -> None:
     """In the process of a rank."""
-    runner, shares, strategy, change, dtype = pickle.loads(sent)
+    runner, shares, strategy, change, gradients, dtype = pickle.loads(sent)
     torch.set_default_dtype(dtype)
     ranks, batches = len(shares), shares[int(os.environ["RANK"])]
-    local = int(os.environ["LOCAL_WORLD_SIZE"])
-    trainer: dict[str, Any] = {"devices": local, "num_nodes": ranks // local, "plugins": [TorchElasticEnvironment()]}
+    trainer: dict[str, Any] = {"devices": ranks, "plugins": [TorchElasticEnvironment()]}
     if strategy == "accum_model_parallel":
         strategy = ModelParallelAccumulationStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     if isinstance(strategy, ModelParallelStrategy) and runner.trainer["precision"] == "64-true":  # Lightning has it in no other
@@ -156,8 +154,6 @@ def _run_rank(sent: bytes, hand_over: Callable[[list[Step]], None]) -> None:
         runner.module.double()
         trainer["precision"] = "32-true"
         batches = [apply_to_collection(batch, Tensor, lambda t: t.double() if t.is_floating_point() else t) for batch in batches]
-    if isinstance(strategy, str):
-        strategy = re.sub("_(spawn|fork|notebook)$", "", strategy)  # the processes are there
 
     def finish(step: Step) -> None:
         steps: list[Any] = [None] * ranks
@@ -166,5 +162,5 @@ def _run_rank(sent: bytes, hand_over: Callable[[list[Step]], None]) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        recorder = StepRecorder(ranks=ranks, finish=finish)
+        recorder = StepRecorder(gradients=gradients, ranks=ranks, finish=finish)
         runner.fit(batches, change, recorder, [runner.policy_for(batches)], strategy=strategy, **trainer)

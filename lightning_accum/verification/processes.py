@@ -1,4 +1,4 @@
-"""The processes that the ranks of a verification, or of the demo, run in: started here, or one beside each of torchrun's."""
+"""The processes that the ranks of a verification, or of the demo, run in."""
 
 from __future__ import annotations
 
@@ -31,16 +31,11 @@ class RanksFailedError(MisconfiguredError):
     """There is nothing to compare: a rank could not start, failed before its optimizer step, or the ranks wait for each other."""
 
 
-def is_under_torchrun() -> bool:
-    """Whether this is one of several processes that torchrun has started."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
-
-
 def run_on_ranks(job: Job, devices: int, seconds: float = MOST_SECONDS) -> Any:
     """Run a job on every rank, each in a fresh process: one that was forked after torch has used its threads can hang.
 
     Returns:
-        The result of the first rank that was started here.
+        The result of the first rank.
 
     Raises:
         RanksFailedError: a rank failed, or handed over nothing in so many seconds.
@@ -49,18 +44,15 @@ def run_on_ranks(job: Job, devices: int, seconds: float = MOST_SECONDS) -> Any:
     if sys.platform != "win32":  # what takes seconds to import is imported once, by a server that the ranks are forked from
         method = "forkserver"
         multiprocessing.set_forkserver_preload([pl.__name__, __name__, "lightning_accum.names"])
-    ranks, environment = [int(os.environ.get("RANK", "0"))], {}
-    if not is_under_torchrun():
-        ranks, environment = list(range(devices)), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
-        environment |= {"WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices)}
-        environment |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "verify"}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "TORCHELASTIC_RUN_ID": "verify"}
+    environment |= {"WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         path, end = Path(folder) / "result", time.monotonic() + seconds
         start: Any = start_processes  # it has no types
-        running = start(_run, (job, environment, path), len(ranks), join=False, daemon=True, start_method=method)
+        running = start(_run, (job, environment, path), devices, join=False, daemon=True, start_method=method)
         try:
             while not running.join(max(0.0, end - time.monotonic()), _GRACE):
-                late = [str(rank) for rank, process in zip(ranks, running.processes, strict=True) if process.is_alive()]
+                late = [str(rank) for rank, process in enumerate(running.processes) if process.is_alive()]
                 if late and time.monotonic() > end:
                     raise RanksFailedError(
                         f"Rank{'s' * (len(late) > 1)} {', '.join(late)} took no optimizer step within {seconds:g} seconds: the"
@@ -68,7 +60,7 @@ def run_on_ranks(job: Job, devices: int, seconds: float = MOST_SECONDS) -> Any:
                     )
         except ProcessException as error:  # with the traceback of the rank, or its exit code
             raise RanksFailedError(
-                f"Training failed on rank {ranks[error.error_index]}: {error}\nWas it killed as memory ran out? A script has to"
+                f"Training failed on rank {error.error_index}: {error}\nWas it killed as memory ran out? A script has to"
                 ' call this below `if __name__ == "__main__":`, as the process of each rank imports it.'
             ) from error
         finally:
@@ -80,7 +72,7 @@ def run_on_ranks(job: Job, devices: int, seconds: float = MOST_SECONDS) -> Any:
 
 def _run(index: int, job: Job, environment: dict[str, str], path: Path) -> None:
     """In the process of a rank."""
-    os.environ.update(environment | ({"RANK": str(index), "LOCAL_RANK": str(index)} if environment else {}))
+    os.environ.update(environment, RANK=str(index), LOCAL_RANK=str(index))
     torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
 
     def hand_over(result: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
@@ -28,7 +27,6 @@ from lightning_accum.trainer.package import check_package
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.examination import Comparison, Diagnosis
 from lightning_accum.verification.over_ranks import OverRanks
-from lightning_accum.verification.processes import is_under_torchrun
 from lightning_accum.verification.report import Report
 from lightning_accum.verification.step import ModuleState, StepRunner, uncompiled
 
@@ -76,8 +74,8 @@ def verify(
         join: a function ``join(batches)`` that returns one batch, for batches that are no nested containers of tensors.
         devices: ranks of a window. With more than one, the batches of the data go to the ranks in turn, ``window`` to each (a
             single batch is cut into as many), and if one process takes the step of the full batch, so must the ranks: fresh
-            processes on the CPU, beside those of torchrun if it has started this one. What is sent to them has to be picklable, and
-            a script calls ``verify`` below ``if __name__ == "__main__":``. The report names the rank, the parameter and the factor.
+            processes on the CPU. What is sent to them has to be picklable, and a script calls ``verify`` below
+            ``if __name__ == "__main__":``. The report names the rank, the parameter and the factor.
         strategy: what trains over these ranks: the name of a strategy of this package, or an object of one.
         policy: further arguments of :class:`GradientAccumulation`: ``weight``, ``split``, ``trim_padding``, ...
 
@@ -212,8 +210,6 @@ def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, acceler
         return f'verify(devices={devices}, accelerator="{accelerator}"): ranks run with accelerator="cpu" only.'
     if not (isinstance(strategy, Engine) or str(strategy).startswith("accum")):
         return f'verify(strategy={strategy!r}): only those of this package weight micro-batches, as "accum_ddp" does.'
-    if devices > 1 and is_under_torchrun() and int(os.environ["WORLD_SIZE"]) != devices:
-        return f"verify(devices={devices}) runs under torchrun with {os.environ['WORLD_SIZE']} processes: pass as many."
     if micro_batch == "auto":
         return 'verify(micro_batch="auto") would run a batch that fits into memory whole. Pass a number of samples or Tokens(...).'
     if (window or 1) * devices == 1 and micro_batch in (None, "offload"):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -47,8 +47,7 @@ class Step:
 
     before: dict[str, Tensor] = field(default_factory=dict)  # the trained parameters
     after: dict[str, Tensor] = field(default_factory=dict)
-    of_backward: dict[str, Tensor] = field(default_factory=dict)  # gradients, before clipping and hooks around the step
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # that the optimizer saw; zeros where there is none
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each call of the closure, as backward has left them
     buffers: dict[str, Tensor] = field(default_factory=dict)  # after the step
     loss: float = float("nan")  # of the batch or of the window
     losses: list[float] = field(default_factory=list)  # of all backwards
@@ -61,9 +60,9 @@ class Step:
     batch_norm: list[str] = field(default_factory=list)  # layers that normalise by statistics of the batch they see
 
     @property
-    def way(self) -> dict[str, Tensor]:
-        """How far each parameter moved."""
-        return {n: after.to(torch.float64) - self.before[n].to(torch.float64) for n, after in self.after.items()}
+    def gradient(self) -> dict[str, Tensor]:
+        """Of the first call of the closure; zeros where there is none."""
+        return self.gradients[0]
 
 
 class StepTakenError(Exception):
@@ -71,15 +70,21 @@ class StepTakenError(Exception):
 
 
 class StepRecorder(Callback):
-    """Copies what backward leaves, what the optimizer steps on (``gradients``, if given), and where it goes.
+    """Copies what backward leaves, and where the step goes from there.
 
-    There have to be as many data-parallel ``ranks``; ``finish`` is called with the step, before the fit ends.
+    ``gradients`` are what it goes from instead, before clipping and hooks around the step: those of another step, so that what
+    comes after the backward can be compared. There have to be as many data-parallel ``ranks``; ``finish`` is called with the step,
+    before the fit ends.
     """
 
     def __init__(
-        self, seed: int = 0, gradients: Tensors | None = None, ranks: int = 1, finish: Callable[[Step], None] = lambda step: None
+        self,
+        seed: int = 0,
+        gradients: Sequence[Tensors] = (),
+        ranks: int = 1,
+        finish: Callable[[Step], None] = lambda step: None,
     ) -> None:
-        self.step, self.gradients = Step(), gradients
+        self.step, self._gradients = Step(), gradients
         self._seed, self._ranks, self._finish = seed, ranks, finish
         self._trained: dict[str, nn.Parameter] = {}
 
@@ -95,8 +100,6 @@ class StepRecorder(Callback):
         self.step.dropout = switch_off_dropout(pl_module)
         self.step.batch_norm = batch_norm_layers(pl_module)
         seed_everything(self._seed)
-        for optimizer in trainer.optimizers:  # one that wraps another may have no hooks
-            optimizer.step = self._recorded(optimizer.step)  # type: ignore[method-assign]
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -112,34 +115,21 @@ class StepRecorder(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        self.step.of_backward = self._gradients()
-        for name, gradient in (self.gradients or {}).items():
-            parameter = self._trained[name]
-            if parameter.grad is not None:
-                gradient = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
-                parameter.grad = gradient.to(parameter.device, parameter.dtype)
-
-    def _recorded(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = step(*args, **kwargs)
-            self.step.after, self.step.gradients = _copies(self._trained.items()), self._gradients()
-            return result
-
-        return run
-
-    def _gradients(self) -> dict[str, Tensor]:
         found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._trained.items()}
-        return _copies((n, g if g.layout is torch.strided else g.to_dense()) for n, g in found.items())
+        self.step.gradients.append(_copies((n, g if g.layout is torch.strided else g.to_dense()) for n, g in found.items()))
+        for gradients in self._gradients[len(self.step.gradients) - 1 :][:1]:
+            for name, gradient in gradients.items():
+                if (own := self._trained[name].grad) is not None:
+                    _write(own, torch.view_as_complex(gradient) if own.is_complex() else gradient)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step, strategy = self.step, trainer.strategy
-        if not step.after and batch_idx + 1 < trainer.accumulate_grad_batches:
+        if not step.gradients and batch_idx + 1 < trainer.accumulate_grad_batches:
             return
-        step.buffers = _copies(pl_module.named_buffers())
+        step.after, step.buffers = _copies(self._trained.items()), _copies(pl_module.named_buffers())
         step.loss = step.losses[0] if step.losses else step.loss
         accumulation = strategy.accumulation if isinstance(strategy, Engine) else None
         if accumulation is not None and accumulation.closed is not None:
@@ -163,6 +153,14 @@ def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """In host memory; sharded tensors are gathered from all ranks."""
     wholes = ((name, (t.full_tensor() if isinstance(t, DTensor) else t).detach()) for name, t in tensors)
     return {name: (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).cpu().clone() for name, t in wholes}
+
+
+def _write(tensor: Tensor, values: Tensor) -> None:
+    """Write whole values from the host into a tensor of any device, type and layout."""
+    values = values.to(tensor.device, tensor.dtype)
+    if isinstance(tensor, DTensor):
+        values = distribute_tensor(values, tensor.device_mesh, tensor.placements)
+    tensor.copy_(values if tensor.layout is torch.strided else values.sparse_mask(tensor.coalesce()))
 
 
 # --- the module that takes it -------------------------------------------------------------------------------------------
@@ -233,17 +231,20 @@ class StepRunner:
     trainer: Mapping[str, Any]
     hooks: pl.LightningDataModule | None = None
 
-    def full(self, batch: Any, change: Change = _UNCHANGED, seed: int = 0, gradients: Mapping[str, Tensor] | None = None) -> Step:
-        """The step of plain Lightning on one batch; its optimizer may be given other ``gradients``."""
-        return self._run([batch], change, StepRecorder(seed, gradients), [], strategy="auto")
+    def full(self, batch: Any, change: Change = _UNCHANGED, seed: int = 0) -> Step:
+        """The step of plain Lightning on one batch."""
+        return self._run([batch], change, StepRecorder(seed), [], strategy="auto")
 
     def twice(self, batch: Any, change: Change = _UNCHANGED) -> Step:
         """The step of plain Lightning on the mean of one batch with itself."""
         return self._run([batch] * 2, change, StepRecorder(), [], strategy="auto", accumulate_grad_batches=2)
 
-    def accumulated(self, batches: Sequence[Any], change: Change = _UNCHANGED, **policy: Any) -> Step:
-        """The step of this package on a window of these loader batches, after its check of the first."""
-        return self._run(batches, change, StepRecorder(), [self.policy_for(batches, **policy)], strategy="accum")
+    def accumulated(
+        self, batches: Sequence[Any], change: Change = _UNCHANGED, gradients: Sequence[Tensors] = (), **policy: Any
+    ) -> Step:
+        """The step of this package on a window of these loader batches, after its check of the first; from other ``gradients``."""
+        recorder = StepRecorder(gradients=gradients)
+        return self._run(batches, change, recorder, [self.policy_for(batches, **policy)], strategy="accum")
 
     def policy_for(self, batches: Sequence[Any], **policy: Any) -> GradientAccumulation:
         """The callback for a window of these loader batches."""
@@ -253,7 +254,7 @@ class StepRunner:
         with self.state.restored_afterwards(), warnings.catch_warnings(record=True) as caught, torch.enable_grad():
             warnings.simplefilter("always")
             self.fit(batches, change, recorder, callbacks, **arguments)
-        if not recorder.step.after:
+        if not recorder.step.gradients:
             raise MisconfiguredError(
                 f"{type(uncompiled(self.module)).__name__} took no optimizer step on {len(batches)}"
                 f" batch{'es' * (len(batches) > 1)}: training_step returned no loss, the loss had no weight, or its"
@@ -268,8 +269,6 @@ class StepRunner:
         inner, noise = uncompiled(self.module), NoiseOfRows()
         recorder.step.noise = noise.found
         inner.prepare_data, inner.configure_callbacks = lambda: None, list
-        if recorder.gradients is not None:  # they have been clipped
-            inner.configure_gradient_clipping = lambda *args, **kwargs: None
         for hook in _TRANSFER_HOOKS:  # the data module's take precedence over the module's own
             if self.hooks is not None and is_overridden(hook, self.hooks):
                 setattr(inner, hook, getattr(self.hooks, hook))
