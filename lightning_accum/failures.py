@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -93,18 +94,15 @@ def _is_of_communication(error: BaseException) -> bool:
 
 def _first(own: _Failure | None = None, patience: float = 0.0) -> _Failure | None:
     """What was noted first, ``own`` if nothing was. None if the store is gone or slow: an error must not wait for it."""
-    key, end, found = f"lightning_accum/first_failure/{_run}", time.monotonic() + patience, []
+    key, found = f"lightning_accum/first_failure/{_run}", list[_Failure]()
 
     def ask() -> None:
         with suppress(Exception):
             store = _store()
-            while own is None and not store.check([key]):  # get alone would wait for as long as a collective does
-                if time.monotonic() >= end:
-                    return
-                time.sleep(0.05)
+            if own is None:
+                store.wait([key], timedelta(seconds=patience))  # get alone would wait for as long as a collective does
             # compare_set is atomic: it sets what was not there, and returns what is there now
-            note = store.get(key) if own is None else store.compare_set(key, "", json.dumps(own))
-            found.append(_Failure(*json.loads(note)))
+            found.append(_Failure(*json.loads(store.compare_set(key, "", json.dumps(own)))))
 
     with suppress(RuntimeError):  # the interpreter ends, and starts no thread
         asking = threading.Thread(target=ask, daemon=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,6 @@ from lightning_accum.check import MOST_BATCHES
 from lightning_accum.errors import ArgumentError
 from lightning_accum.exclusions import refuse
 from lightning_accum.fabric.loop import Loop
-from lightning_accum.fabric.passes import Passes
 from lightning_accum.fabric.training import Fabric, Training
 from lightning_accum.fabric.words import Words
 from lightning_accum.nonfinite import Guard
@@ -108,7 +108,7 @@ class Accumulator(Loop):
     ) -> None:
         if isinstance(micro_batch, str) and micro_batch in _NOT_IN_A_LOOP:
             raise ArgumentError(_NOT_IN_A_LOOP[micro_batch])
-        words = Words("the loss function" if loss_of is None else "loss_of")
+        self._words = words = Words("the loss function" if loss_of is None else "loss_of")
         with words:
             self.policy = policy = checked_policy(
                 Policy(
@@ -125,31 +125,29 @@ class Accumulator(Loop):
                     **row_wise_fields(row_wise, micro_batch),
                 )
             )
-            training = Training(fabric, model, optimizer, self._refuse_step)
+            self._training = training = Training(fabric, model, optimizer, self._refuse_step)
             refuse(training.asked(policy))
-            loss = None if loss_of is None else training.loss_without_wrapper(loss_of)
-            passes = Passes(training, policy, loss, words)
-            sums = training.main_gradients(accumulate_dtype)
-            training.make_sync(policy.finishes_after_backward, sums, loss)
-            accumulation = Accumulation(policy, training.ranks, words.rank_zero_warn, passes.splitting(), sums)
+            self._loss_of = None if loss_of is None else training.loss_without_wrapper(loss_of)
+            splitting, sums = self._splitting(), training.main_gradients(accumulate_dtype)
+            training.make_sync(policy.finishes_after_backward, sums, self._loss_of)
+            accumulation = Accumulation(policy, training.ranks, words.rank_zero_warn, splitting, sums)
             accumulation.row_wise = row_wise_of(policy, training.module, training.ranks, training.is_sharded)
-        if loss is None and accumulation.row_wise is not None and accumulation.row_wise.proofs_left:
+        if loss_of is None and accumulation.row_wise is not None and accumulation.row_wise.proofs_left:
             words.rank_zero_warn(unproven(accumulation.row_wise, "pass loss_of="))
         guard = None
         if on_nonfinite != "propagate":
-            where = lambda: f"Loader batch {passes.seen} of rank {training.ranks.rank}, counted from 1,"  # noqa: E731
+            where = lambda: f"Loader batch {self._seen + 1} of rank {training.ranks.rank}, counted from 1,"  # noqa: E731
             guard = Guard(training, sums or training.sync, on_nonfinite == "skip", where, _log.info, words.warn)
-        session = Session(training, accumulation, guard, passes.announce)
-        passes.begin(accumulation, session)
+        self._accumulation, self._session = accumulation, Session(training, accumulation, guard, self._announce)
         is_long, is_split = policy.may_be_longer_than_one(1), policy.micro_batch is not None  # row-wise it is not
         if is_long or is_split or training.ranks.size > 1:
-            if policy.check and weight != "equal" and loss is not None:
+            if policy.check and weight != "equal" and loss_of is not None:
                 accumulation.checks_left = MOST_BATCHES
             elif policy.check:
-                accumulation.verdict = Verdict(None, seen="pass loss_of=" if loss is None else "a mean of means was asked for")
+                accumulation.verdict = Verdict(None, seen="pass loss_of=" if loss_of is None else "a mean of means was asked for")
             warn_of_hooks(training.module, words.rank_zero_warn, is_checked=accumulation.checks_left > 0)
         warn_of_batch_norm(training.module, is_split, is_long, words.rank_zero_warn)
-        super().__init__(training, accumulation, session, passes, words)
+        self._around = ExitStack()
 
     # --- what a window was ------------------------------------------------------------------------------------------
 
@@ -180,16 +178,6 @@ class Accumulator(Loop):
         """With ``on_nonfinite="skip"``, those of all windows so far that were not finite, over all ranks."""
         return self._accumulation.total_left_out
 
-    @property
-    def passes(self) -> int:
-        """Passes over the data that are done."""
-        return self._passes.done
-
-    @property
-    def loader_batches(self) -> int:
-        """Loader batches of the pass under way that are done; 0 between passes."""
-        return self._passes.number if self._has_ended_loader_batch else self._passes.loader_batches
-
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,9 +188,8 @@ class Accumulator(Loop):
         """
         self._refuse_unfinished()
         self._refuse_changes()
-        self._end_loader_batch()
         own = self._accumulation.state_dict()
-        window = self._accumulation.partial_window(self._training, self._passes.window_size)
+        window = self._accumulation.partial_window(self._training, self._window_size)
         if window is not None:
             own["window"] = window.state_dict()
         return {"passes": self.passes, "loader_batches": self.loader_batches, "accumulation": own}
@@ -220,13 +207,14 @@ class Accumulator(Loop):
             self._pass.close()
         if missing := {"passes", "loader_batches", "accumulation"} - set(state_dict):
             raise ArgumentError(f"This is no state of an Accumulator: it lacks {', '.join(sorted(missing))}")
-        accumulation, seen = self._accumulation, self._passes.seen
+        accumulation, seen = self._accumulation, self._seen
         self._is_backward_done = self._has_failed = False
-        self._kept = []
-        self._passes.go_on(state_dict["passes"], state_dict["loader_batches"])
+        self._kept = ()
+        self.passes, self.loader_batches = state_dict["passes"], state_dict["loader_batches"]
+        accumulation.epoch = self.passes
         with self._words:
             accumulation.resume(state_dict["accumulation"])
-            window = accumulation.restart(seen, 0, 0, 0, self._passes.window_size)
+            window = accumulation.restart(seen, 0, 0, 0, self._window_size)
             self._training.zero_grad()
             if window is not None and any(loss.weighed and not loss.gradients for loss in window.losses):
                 raise ArgumentError(

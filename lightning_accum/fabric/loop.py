@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_accum.accumulation import Accumulation
 from lightning_accum.errors import ArgumentError, UsageError, WrongTypeError
 from lightning_accum.fabric.passes import Passes
-from lightning_accum.fabric.training import Training
-from lightning_accum.fabric.words import Words, warn_of_factors
+from lightning_accum.fabric.words import warn_of_factors
 from lightning_accum.micro_batch import MicroBatch
-from lightning_accum.session import Session
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.counts import count_samples
 
 
-class Loop:
+class Loop(Passes):
     """Begins and ends the micro-batches of a loop, and refuses calls that are missing or out of order."""
 
     _micro_batch: MicroBatch | None = None
     """The one that was yielded last; None outside of the loop."""
-
-    def __init__(self, training: Training, accumulation: Accumulation, session: Session, passes: Passes, words: Words) -> None:
-        self._training, self._accumulation, self._session = training, accumulation, session
-        self._passes, self._words = passes, words
-        are_in_grad = accumulation.sums is None and not training.sync.is_waited_for_in_forward
-        self._watch: Callable[[], Sequence[nn.Parameter]] = training.trained if are_in_grad else tuple
-        self._watched: Sequence[nn.Parameter] = self._watch()
-        self._kept: list[tuple[Tensor | None, int]] = []
-        self._is_between_windows = self._has_warned = False
-        self._pass: Generator[Any, None, None] | None = None
-        self._ends_window = self._is_backward_done = self._is_step_done = self._has_failed = False
-        self._around = ExitStack()
-        """What forward and backward run in."""
-        self._may_be_divided = True
-        self.gradient_norm: Tensor | None = None
-        """Of the last window, if ``step`` was called with ``clip_norm``; before clipping."""
+    _pass: Generator[Any, None, None] | None = None
+    _around: ExitStack
+    """What forward and backward run in."""
+    _watched: Sequence[nn.Parameter] = ()
+    _kept: Sequence[tuple[Tensor | None, int]] = ()
+    _is_between_windows = _has_warned = False
+    _ends_window = _is_backward_done = _is_step_done = _has_failed = False
+    _may_be_divided = True
+    gradient_norm: Tensor | None = None
+    """Of the last window, if ``step`` was called with ``clip_norm``; before clipping."""
 
     def __call__(self, loader: Iterable[Any], *, skip: int = 0, is_last: bool = False) -> Iterator[Any]:
         """Pass over the data once: yields its micro-batches. On all ranks; they end together, the longest loader decides.
@@ -69,18 +60,14 @@ class Loop:
     def _run(self, loader: Iterable[Any], skip: int, is_last: bool) -> Generator[Any, None, None]:
         try:
             with self._words:
-                for micro_batch, ends_window in self._passes.micro_batches(loader, skip, is_last):
+                for micro_batch, ends_window in self._micro_batches(loader, skip, is_last):
                     self._begin(micro_batch, ends_window)
                     yield micro_batch.batch
                     self._end()
-            if self._accumulation.policy.tail == "drop" and self._accumulation.boundary.position(self._passes.seen):
+            if self._accumulation.policy.tail == "drop" and self._accumulation.boundary.position(self._seen):
                 self.discard()
         finally:
             self._around.close()
-            own = self._micro_batch
-            if own is not None and not (own.position or self._is_backward_done or self._has_failed):
-                self._passes.leave_loader_batch()
-            self._end_loader_batch()
             self._micro_batch = None
 
     def _begin(self, micro_batch: MicroBatch, ends_window: bool) -> None:
@@ -101,14 +88,6 @@ class Loop:
             )
         self._refuse_unfinished()
         self._micro_batch = None
-
-    @property
-    def _has_ended_loader_batch(self) -> bool:
-        return self._micro_batch is not None and self._is_backward_done and self._micro_batch.ends_loader_batch
-
-    def _end_loader_batch(self) -> None:
-        if self._has_ended_loader_batch:
-            self._passes.end_loader_batch()
 
     def _inside(self, call: str) -> MicroBatch:
         if self._micro_batch is None:
@@ -152,6 +131,8 @@ class Loop:
         self._is_backward_done = True
         self._around.close()
         self._keep_gradients()
+        if micro_batch.ends_loader_batch:
+            self._end_loader_batch()
 
     def step(self, clip_norm: float | None = None, clip_value: float | None = None) -> bool:
         """Where a window ends: normalise its gradients, clip them, step the optimizer, and clear them. Elsewhere do nothing.
@@ -197,14 +178,12 @@ class Loop:
 
     def _end_window(self, micro_batch: MicroBatch) -> bool:
         """End the window, if it ends with this micro-batch. Returns whether it did."""
-        session, seen = self._session, self._passes.seen
+        session, seen = self._session, self._seen
         if not (self._ends_window or (self._accumulation.policy.ends_by_tokens and micro_batch.ends_loader_batch)):
             return False
         self._refuse_changes()
-        if not self._ends_window:
-            self._accumulation.end_loader_batch(seen)
-            if not self._accumulation.is_full():
-                return False
+        if not self._ends_window and not self._accumulation.is_full():
+            return False
         if micro_batch.is_boundary:
             session.close_window(seen)
             session.look_at_doubted()
@@ -214,11 +193,11 @@ class Loop:
 
     def discard(self) -> None:
         """Drop what the unfinished window has accumulated. On all ranks."""
-        self._accumulation.discard(self._passes.seen)
+        self._accumulation.discard(self._seen)
         self._training.sync.drop_accumulated()
         self._training.zero_grad()
         self._has_failed = False
-        self._kept = []
+        self._kept = ()
 
     @property
     def is_shadow_batch(self) -> bool:
@@ -249,8 +228,9 @@ class Loop:
 
     def _keep_gradients(self, is_between_windows: bool = False) -> None:
         """Keep the gradients as they are now, each with the number of its changes, to see whether others change one."""
-        if is_between_windows:
-            self._watched = self._watch()
+        if is_between_windows or not self._watched:
+            are_in_grad = self._accumulation.sums is None and not self._training.sync.is_waited_for_in_forward
+            self._watched = self._training.trained() if are_in_grad else ()
         self._kept = [(found := own.grad, 0 if found is None else found._version) for own in self._watched]
         self._is_between_windows = is_between_windows
 

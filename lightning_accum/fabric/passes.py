@@ -34,36 +34,32 @@ Part = tuple[MicroBatch, bool]
 
 
 class Passes:
-    """Draws loader batches, splits them, and has the first of them checked.
+    """Draws loader batches, splits them, and has the first of them checked."""
 
-    Args:
-        training: that runs them.
-        policy: what was asked for.
-        loss_of: the loss of a batch, by which it is checked, and its padding tried out; None if it is not known.
-        words: for what is printed.
-    """
+    policy: Policy
+    _training: Training
+    _accumulation: Accumulation
+    _session: Session
+    _words: Words
+    _loss_of: LossOfBatch | None
+    """The loss of a batch, by which it is checked, and its padding tried out; None if it is not known."""
+    _samples: frozenset[int] = frozenset()
+    """How many the loader puts into a batch; empty if it does not say so."""
+    _length = math.inf
+    _seen = 0
+    """Loader batches that are done, over all passes."""
+    passes = 0
+    """Passes over the data that are done."""
+    loader_batches = 0
+    """Loader batches of the pass under way that are done; 0 between passes."""
 
-    def __init__(self, training: Training, policy: Policy, loss_of: LossOfBatch | None, words: Words) -> None:
-        self._training, self._policy, self._loss_of, self._words = training, policy, loss_of, words
-        self._samples: frozenset[int] = frozenset()
-        """How many the loader puts into a batch; empty if it does not say so."""
-        self._length = math.inf
-        self.seen = 0
-        """Loader batches that were drawn, over all passes."""
-        self.done = 0
-        """Passes that are."""
-        self.loader_batches = 0
-        """Those of the pass under way that are done; 0 between passes."""
-        self.number = 0
-        """Of the loader batch under way, counted from 1."""
-
-    def splitting(self) -> Splitting | None:
+    def _splitting(self) -> Splitting | None:
         """How loader batches are split; None if each is a micro-batch.
 
         Raises:
             ValueError: lengths are named, and cannot be tried out.
         """
-        policy, ranks = self._policy, self._training.ranks
+        policy, ranks = self.policy, self._training.ranks
         if policy.micro_batch is None:
             return None
         may_trim = self._loss_of is not None and not self._training.is_sharded
@@ -75,11 +71,7 @@ class Passes:
         trim, warn = policy.trim_padding and may_trim, self._words.rank_zero_warn
         return Splitting(policy.micro_batch, ranks.world_size > 1, trim, policy.split, warn, lambda: self._samples)
 
-    def begin(self, accumulation: Accumulation, session: Session) -> None:
-        """Have windows, and a session that runs them."""
-        self._accumulation, self._session = accumulation, session
-
-    def micro_batches(self, loader: Iterable[Any], skip: int, is_last: bool) -> Iterator[Part]:
+    def _micro_batches(self, loader: Iterable[Any], skip: int, is_last: bool) -> Iterator[Part]:
         """One pass.
 
         Args:
@@ -91,41 +83,30 @@ class Passes:
         size = getattr(loader, "batch_size", None)
         self._samples = frozenset((size,)) if isinstance(size, int) else frozenset()
         self.loader_batches, ends_data = skip, False
-        accumulation.begin_epoch(self.done)
+        accumulation.begin_epoch(self.passes)
         batches = LoaderBatches(loader, self._training.ranks)
         self._length = batches.length
-        accumulation.rest_of_window = lambda: batches.rest(boundary.left(self.seen, self._size))
+        accumulation.rest_of_window = lambda: batches.rest(boundary.left(self._seen + 1, self._size))
         for number, (batch, ends_data, is_shadow, _) in enumerate(batches, 1):
             if number <= skip:
                 continue
-            self.seen += 1
-            self.number, accumulation.is_shadow_batch = number, is_shadow
+            accumulation.is_shadow_batch = is_shadow
             boundary.begin(self._size())
-            ends_window = self.seen >= boundary.ends_at or (ends_data and boundary.is_cut_by_the_end(is_last))
+            ends_window = self._seen + 1 >= boundary.ends_at or (ends_data and boundary.is_cut_by_the_end(is_last))
             self._begin_loader_batch(batch)
             yield from self._parts(batch, ends_window, is_shadow)
-            self.end_loader_batch()
-        self.done, self.loader_batches = self.done + 1, 0
-        lost = boundary.position(self.seen)
+        self.passes, self.loader_batches = self.passes + 1, 0
+        lost = boundary.position(self._seen)
         if lost > 0 and not ends_data and boundary.is_cut_by_the_end(is_last):
             raise UsageError(
                 f"The loader gave fewer batches than its length of {self._length}, so the last {lost} of them are in a window that"
                 " never ended. Have len(loader) tell the truth, or pass iter(loader), whose length nobody asks for."
             )
 
-    def end_loader_batch(self) -> None:
-        """The last micro-batch of the loader batch is done. It may be said again."""
-        self._accumulation.end_loader_batch(self.seen)
-        self.loader_batches = self.number
-
-    def leave_loader_batch(self) -> None:
-        """The loop has left before anything of the loader batch was accumulated: it is in no window."""
-        self.seen -= 1
-
-    def go_on(self, done: int, loader_batches: int) -> None:
-        """Be where a checkpoint was taken."""
-        self.done, self.loader_batches = done, loader_batches
-        self._accumulation.epoch = done
+    def _end_loader_batch(self) -> None:
+        """The backward of its last micro-batch is done."""
+        self._seen, self.loader_batches = self._seen + 1, self.loader_batches + 1
+        self._accumulation.end_loader_batch(self._seen)
 
     # --- one loader batch -------------------------------------------------------------------------------------------
 
@@ -140,8 +121,8 @@ class Passes:
         if row_wise is not None and row_wise.proofs_left and self._loss_of is not None:
             prove_row_wise(training, row_wise, self._loss_of, batches, self._samples, self._words.rank_zero_warn)
         if accumulation.checks_left and self._loss_of is not None:
-            is_long = self._policy.may_be_longer_than_one(1)
-            may_count = self._policy.may_count_first(is_long)
+            is_long = self.policy.may_be_longer_than_one(1)
+            may_count = self.policy.may_count_first(is_long)
             checked = Checked(training, self._loss_of, accumulation, self._samples, is_long, self._say, may_count)
             check_first_batch(checked, batches)
             accumulation.look_at_doubted = partial(check_doubted, checked)
@@ -150,7 +131,7 @@ class Passes:
 
     def _parts(self, batch: Any, ends_window: bool, is_shadow: bool) -> Iterator[Part]:
         """The micro-batches of a loader batch."""
-        splitting, overlaps = self._accumulation.splitting, not self._policy.finishes_after_backward
+        splitting, overlaps = self._accumulation.splitting, not self.policy.finishes_after_backward
         plan = None if splitting is None else splitting.plan
         own, parts = (1, [batch]) if plan is None else (len(plan.pieces), plan)
         rounds, part = self._session.rounds(own), None
@@ -170,7 +151,7 @@ class Passes:
         splitting, training = self._accumulation.splitting, self._training
         assert splitting is not None
         step = cast("LossOfBatch", self._loss_of)  # without it nothing is trimmed
-        proof = partial(difference_by_padding, trained=training, training_step=step, weight=self._policy.weight)
+        proof = partial(difference_by_padding, trained=training, training_step=step, weight=self.policy.weight)
         splitting.begin(batch, proof)
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
@@ -181,24 +162,24 @@ class Passes:
     # --- what is said of them ---------------------------------------------------------------------------------------
 
     @property
-    def window_size(self) -> int:
+    def _window_size(self) -> int:
         """Loader batches in a window that begins now; 1 if it ends by its tokens."""
         size = self._size()
         return 1 if size == math.inf else int(size)
 
     def _size(self) -> float:
-        size = self._policy.size_at(self._accumulation.epoch, self._accumulation.clock.optimizer_steps)
+        size = self.policy.size_at(self._accumulation.epoch, self._accumulation.clock.optimizer_steps)
         return math.inf if size is None else size
 
-    def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
+    def _announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
         """Print what was understood of the first loss."""
         accumulation = self._accumulation
         batch = micro_batch.batch if accumulation.plan is None else accumulation.plan.batch
-        self._say(start_line(accumulation, micro_batch, weighed, samples_of(batch, self._samples), self.window_size))
+        self._say(start_line(accumulation, micro_batch, weighed, samples_of(batch, self._samples), self._window_size))
         warn_of_windows_never_full(accumulation, micro_batch, weighed, batch, self._length)
 
     def _say(self, line: str) -> None:
-        if self._policy.log and self._training.ranks.rank == 0:
+        if self.policy.log and self._training.ranks.rank == 0:
             print(self._words(line), flush=True)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ from lightning_accum.trainer.from_lightning import find_free_network_port, pl
 
 MOST_SECONDS = 300.0
 """The ranks of a step may take this long, all together."""
-_GRACE = 5.0
-"""Once a rank has failed, the others have these seconds to end by themselves."""
 
 Job = Callable[[Callable[[Any], None]], None]
 """Gets a function that hands over its result and ends the process. It can be pickled."""
@@ -46,32 +44,24 @@ def run_on_ranks(job: Job, devices: int, seconds: float = MOST_SECONDS) -> Any:
         multiprocessing.set_forkserver_preload([pl.__name__, __name__, "lightning_accum.names"])
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "TORCHELASTIC_RUN_ID": "verify"}
     environment |= {"WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    start: Any = start_processes  # it has no types
     with tempfile.TemporaryDirectory() as folder:
-        path, end = Path(folder) / "result", time.monotonic() + seconds
-        start: Any = start_processes  # it has no types
-        running = start(_run, (job, environment, path), devices, join=False, daemon=True, start_method=method)
+        path = Path(folder) / "result"
         try:
-            while not running.join(max(0.0, end - time.monotonic()), _GRACE):
-                late = [str(rank) for rank, process in enumerate(running.processes) if process.is_alive()]
-                if late and time.monotonic() > end:
-                    raise RanksFailedError(
-                        f"Rank{'s' * (len(late) > 1)} {', '.join(late)} took no optimizer step within {seconds:g} seconds: the"
-                        " ranks wait for each other. Does a rank enter a collective that others do not, or return no loss?"
-                    )
+            start(_run, (job, environment, path, seconds), devices, daemon=True, start_method=method)
         except ProcessException as error:  # with the traceback of the rank, or its exit code
             raise RanksFailedError(
-                f"Training failed on rank {error.error_index}: {error}\nWas it killed as memory ran out? A script has to"
-                ' call this below `if __name__ == "__main__":`, as the process of each rank imports it.'
+                f"Training failed on rank {error.error_index}: {error}\nA rank without a traceback was killed, as if memory runs"
+                f" out; or the ranks waited for each other for {seconds:g} seconds, and standard error shows where: does a rank"
+                " enter a collective that others do not, or return no loss? A script has to call this below"
+                ' `if __name__ == "__main__":`, as the process of each rank imports it.'
             ) from error
-        finally:
-            for process in running.processes:
-                process.kill()
-                process.join()
         return pickle.loads(path.read_bytes())
 
 
-def _run(index: int, job: Job, environment: dict[str, str], path: Path) -> None:
+def _run(index: int, job: Job, environment: dict[str, str], path: Path, seconds: float) -> None:
     """In the process of a rank."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
     os.environ.update(environment, RANK=str(index), LOCAL_RANK=str(index))
     torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
 
