@@ -116,7 +116,6 @@ def compare_window_with_batch(
     collate: Callable[[Any], Any] = default_collate,
     strategy: str | Callable[[], Strategy] = "accum",
     devices: int = 1,
-    ranks: int | None = None,
     epochs: int = 1,
     ckpt_path: str | None = None,
     trainer: Mapping[str, Any] | None = None,
@@ -133,14 +132,12 @@ def compare_window_with_batch(
         collate: makes a batch of rows.
         strategy: of this package; a function that makes one if it is an object.
         devices: processes.
-        ranks: how many of them have data of their own; by default all.
         epochs: how often ``batches`` are seen. The full batches are one epoch in any case.
         ckpt_path: a checkpoint of an earlier training, from which the one in windows goes on.
         trainer: more arguments of both Trainers. ``precision`` and ``plugins`` replace float64.
         reference: arguments of the Trainer on full batches that differ.
     """
     make = partial(copy.deepcopy, module) if isinstance(module, nn.Module) else module
-    ranks = devices if ranks is None else ranks
     trainer = {"accelerator": "cpu", "use_distributed_sampler": False, "max_epochs": 1, **QUIET, **(trainer or {})}
     size: Any
     if isinstance(policy, int):
@@ -150,7 +147,7 @@ def compare_window_with_batch(
         size, tail = policy.policy.window or trainer.get("accumulate_grad_batches", 1), policy.policy.tail
     data = batches
     if isinstance(batches, Sequence):
-        each = [list(own) for own in batches] if by_rank else [list(batches[rank::ranks]) for rank in range(ranks)]
+        each = [list(own) for own in batches] if by_rank else [list(batches[rank::devices]) for rank in range(devices)]
         data = _Dealt([[None if rows is None else collate(rows) for rows in own] for own in each])
         windows = windows_of(each, size, epochs, tail) if windows is None and isinstance(size, int) else windows
     if windows is None:

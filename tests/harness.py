@@ -100,7 +100,6 @@ def assert_one_window_one_batch(
         collate=collate,
         strategy=lambda: of.strategy(**(options or {})),
         devices=of.ranks * of.tensor,
-        ranks=of.ranks,
         epochs=max_epochs,
         ckpt_path=ckpt_path,
         trainer={"plugins": of.plugins() or [DoublePrecisionPlugin()], **arguments},

@@ -29,7 +29,7 @@ CEILINGS = {
     "width of the package": 152,
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 0,
-    "assignments to an attribute of another object": 245,
+    "assignments to an attribute of another object": 240,
     "lines of tests": 28_400,
     "lines of tests in files that import private modules": 720,
 }
