@@ -189,12 +189,13 @@ class Accumulation(Windows):
             if (self.world_size == 1 or self.policy.on_nonfinite != "propagate") and not self._is_one_micro_batch():
                 raise
             contribution = Contribution(math.nan if self.world_size > 1 else None)  # one alone depends on no weight
-        if not self.checks_left:
-            is_new = bool(contribution.structure) and self.weigher.is_new(contribution.structure)
-            is_checked = self.verdict is not None and self.verdict.deviation is not None
-            is_time = is_checked and is_time_to_look(self.clock.optimizer_steps + 1)
-            self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_new, is_time))
         again = self._again
+        if not self.checks_left:
+            structure = None if again is not None and contribution is again[0] else contribution.structure
+            is_new = bool(structure) and self.weigher.is_new(contribution.structure)
+            is_checked = self.verdict is not None and self.verdict.deviation is not None
+            is_time = is_checked and not self.window.micro_batches and is_time_to_look(self.clock.optimizer_steps + 1)
+            self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_new, is_time))
         if again is not None and contribution is again[0] and loss.dtype is again[1] and not again[2].is_written_to:
             self.window.add_again(loss, contribution)
             if micro_batch.is_boundary:

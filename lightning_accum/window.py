@@ -32,6 +32,7 @@ from lightning_accum.window_totals import (
     has_weight,
     number_with_weight,
     summed,
+    summed_on_host,
     tensor_of,
 )
 
@@ -84,7 +85,7 @@ class Window:
         """Micro-batches so far, on this rank, that were not finite, see :meth:`skip_nonfinite`."""
         self.has_doubts: Denominator = False
         """A micro-batch of this rank was read in a way that the check has not seen, or its weight may be none."""
-        self._totals: Tensor | None = None
+        self._totals: Tensor | list[float] | None = None
         self._reduction: dist.Work | None = None
         if self.counted is not None:
             self.counted.discard()
@@ -216,15 +217,20 @@ class Window:
 
         Called once the last weight is known, before its backward: so it does not wait in line behind the gradients.
         """
-        totals = summed(self._losses, self._contributions, self._flags(), self._tensor_of)
         more = [number_with_weight(self._contributions, self._tensor_of)] if self.constant else []
         if self.counted is not None:
             more += [self.counted.missed(), *self.counted.of_factors()]
-        self._totals = torch.cat((totals, self._tensor_of(more))) if more else totals
+        if self._is_on_host:
+            numbers = [*summed_on_host(self._losses, self._contributions), *self._flags(), *more]
+            self._totals = [float(number) for number in numbers]
+        else:
+            totals = summed(self._losses, self._contributions, self._flags(), self._tensor_of)
+            self._totals = torch.cat((totals, self._tensor_of(more))) if more else totals
         if self._world_size > 1:
+            self._totals = torch.as_tensor(self._totals, dtype=self.dtype)
             self._reduction = dist.all_reduce(self._totals, group=self._group, async_op=True)
 
-    def _total(self, totals: Sequence[float] | Tensor) -> Any:
+    def _total(self, totals: Sequence[float]) -> float:
         """What the full batch divides by."""
         place = NUMBERS + self._counts_left_out
         return totals[0] - (totals[place] - 1) * self.constant if self.constant else totals[0]
@@ -244,7 +250,8 @@ class Window:
         assert self._totals is not None
         if self._reduction is not None:
             self._reduction.wait()
-        numbers = self._totals.tolist()  # the one copy to the host
+        # the one copy to the host
+        numbers = self._totals if isinstance(self._totals, list) else self._totals.tolist()
         totals = Totals(*numbers[:NUMBERS])
         left_out = int(numbers[NUMBERS]) if self._counts_left_out else 0
         counted = numbers[NUMBERS + self._counts_left_out + bool(self.constant) :]

@@ -1,7 +1,8 @@
-"""On an accelerator, a micro-batch inside a window copies nothing to the host, and a window copies once."""
+"""On an accelerator, which trains as the host does, a micro-batch copies nothing to the host, and a window copies once."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -67,18 +68,25 @@ FACTORS = {  # on the device, of types that Python's numbers might have
 @pytest.mark.parametrize("name", [*NAMES, *FACTORS])
 def test_a_micro_batch_copies_nothing_to_the_host_and_a_window_at_most_once(name: str) -> None:
     (_, loss, _, weight), net, found = {**BY_NAME, **FACTORS}[name], Net().double(), []
+    policy = {"window": 4, "weight": weight, "check": False, "log": False}
+    on_host, batches = deepcopy(net), [default_collate(make(rows)) for rows in (5, 3, 4, 7)] * 3
+    accumulator = Accumulator(None, on_host, torch.optim.SGD(on_host.parameters(), lr=0.1), **policy)
+    for micro_batch in accumulator(batches):
+        accumulator.backward(loss(on_host, micro_batch))
+        accumulator.step()
     with Device() as device, Lists():
         for module in list(net.modules()):
             for key, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, key, nn.Parameter(OnDevice(parameter.detach())))
-        batch = {key: OnDevice(value) for key, value in default_collate(make(5)).items()}
-        assert (batch["y"].sum().item(), device.copies) == (batch["y"].value.sum().item(), 1)  # it counts
-        policy = {"window": 4, "weight": weight, "check": False, "log": False}
+        there = [{key: OnDevice(value) for key, value in batch.items()} for batch in batches]
+        assert (there[0]["y"].sum().item(), device.copies) == (batches[0]["y"].sum().item(), 1)  # it counts
         accumulator = Accumulator(None, net, torch.optim.SGD(net.parameters(), lr=0.1, foreach=False), **policy)
-        for micro_batch in accumulator([batch] * 12):
+        for micro_batch in accumulator(there):
             before = device.copies
             accumulator.backward(loss(net, micro_batch))
             accumulator.step()
             found.append(device.copies - before)
     assert found[4:7] == found[8:11] == [0, 0, 0]  # what is agreed on once in a training is in the first window
     assert max(found[7], found[11]) <= 1
+    for own, expected in zip(net.parameters(), on_host.parameters(), strict=True):
+        torch.testing.assert_close(own.value, expected.data, rtol=1e-12, atol=1e-12)
