@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.counting import count_window
@@ -285,12 +284,8 @@ class Session:
 
     # --- a rank without a batch -----------------------------------------------------------------------------------
 
-    def run_without_batch(self, ahead: CountsAhead, seen: int, ends_window: bool) -> Tensor | None:
-        """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0.
-
-        Returns:
-            The loss of the window, if it ends one.
-        """
+    def run_without_batch(self, ahead: CountsAhead, seen: int, ends_window: bool) -> Outcome:
+        """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0."""
         has_boundary = ends_window and not self.finishes_after_backward
         if self._accumulation.window.counted is not None:
             count_window(self._accumulation, ahead, None, self.sync, self._snapshotter)
@@ -299,7 +294,7 @@ class Session:
             window_loss = self.finish_window(seen)
         if self._has_doubts:
             self.look_at_doubted()
-        return window_loss
+        return Outcome(lambda: (None, {}), window_loss)
 
     def _run_shadow_batches(self, done: int, rounds: int, seen: int, has_boundary: bool) -> Tensor | None:
         """Other ranks have more micro-batches in a loader batch: this one takes part in them, with weight 0.
@@ -376,23 +371,3 @@ def _output_of(loss: Tensor | None, extra: dict[str, Any], weighed: Weighed, row
     """What is kept of a micro-batch: a part of the graph would keep what it saved for a backward that never comes."""
     extra = apply_to_collection(extra, Tensor, Tensor.detach) if extra else extra
     return Output(None if loss is None else loss.detach(), extra, weighed, rows)
-
-
-def already_run(closure: Callable[[], Any], result: Any, optimizer: Optimizer) -> Callable[[], Any]:
-    """A closure that ends a window, and has: its first call returns the ``result`` of that, others run it again, as LBFGS does.
-
-    The first does too where the optimizer has changed its parameters before, as one that looks ahead.
-    """
-    is_first, before = True, _versions(optimizer)
-
-    def run() -> Any:
-        nonlocal is_first
-        was_first, is_first = is_first, False
-        return result if was_first and _versions(optimizer) == before else closure()
-
-    return run
-
-
-def _versions(optimizer: Optimizer) -> list[int]:
-    """The changes that the first parameter of each group has seen."""
-    return [parameter._version for group in optimizer.param_groups for parameter in group["params"][:1]]

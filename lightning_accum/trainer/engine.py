@@ -5,7 +5,7 @@ hooks of a micro-batch and of an optimizer step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
-from lightning_accum.session import Session, already_run
+from lightning_accum.session import Session
 from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.step import Trained
@@ -186,31 +186,7 @@ class Engine(Strategy, Trained):
         if self.manual is not None:
             run = super().optimizer_step
             return self.manual.steps.on_step(optimizer, lambda closure: run(optimizer, closure, model, **kwargs), closure)
-        if self.accumulation is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.accumulation.is_passthrough():
-            with suppress(_EmptyWindowError):
-                return super().optimizer_step(optimizer, self._raising_where_empty(closure), model, **kwargs)
-            return None
-        loss = closure()
-        if self.accumulation.is_closed_empty:  # nothing had any weight: optimizer and hooks see no step
-            return loss
-        return super().optimizer_step(optimizer, already_run(closure, loss, optimizer), model, **kwargs)
-
-    def _raising_where_empty(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that Lightning calls inside of the optimizer's step, and that ends this step if the window has no weight."""
-        is_first = True
-
-        def run() -> Any:
-            nonlocal is_first
-            result = closure()
-            assert self.accumulation is not None
-            if is_first and self.accumulation.is_closed_empty:
-                raise _EmptyWindowError
-            is_first = False
-            return result
-
-        return run
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
 
 def _batch_size(loader: Any) -> int | None:
@@ -219,7 +195,3 @@ def _batch_size(loader: Any) -> int | None:
     sampler = loader.batch_sampler
     size = sampler.batch_size if type(sampler) is BatchSampler else loader.batch_size
     return size if isinstance(size, int) else None
-
-
-class _EmptyWindowError(Exception):
-    """Ends the step of an optimizer before it changes anything."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
 from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.step import Outcome
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import check_first_batch, check_manual_batch, prove_row_wise_step
@@ -271,18 +271,18 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             check_first_batch(self.trainer, strategy, OrderedDict())
         ends_window = self.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
         strategy.session.zero_grad(optimization, is_after_forward=False)
-        run = partial(strategy.session.run_without_batch, optimization, seen, ends_window)
         if accumulation.is_passthrough():
             accumulation.discard(seen)
             accumulation.after_optimizer_step(has_stepped=False)
-        elif ends_window:
-            optimization.step(run)
         else:
-            run()
+            outcome = strategy.session.run_without_batch(optimization, seen, ends_window)
+            if ends_window:
+                optimization.step(outcome, None)
         self.end_loader_batch(accumulation, seen)
 
     def _step_without_batch(self) -> None:
-        self.optimization.step(partial(self.strategy.session.finish_window, self.batch_progress.total.ready))
+        window_loss = self.strategy.session.finish_window(self.batch_progress.total.ready)
+        self.optimization.step(Outcome(lambda: (None, {}), window_loss), None)
 
     @override
     def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:

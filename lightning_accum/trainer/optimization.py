@@ -36,7 +36,6 @@ from lightning_accum.window_totals import EndedWindow
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
-    from lightning_accum.boundary import Boundary
 
 _NOTHING: dict[str, Any] = {}
 _LIGHTNINGS_BACKWARD = Strategy.backward
@@ -65,14 +64,13 @@ class WindowOptimization(_AutomaticOptimization):
                 return super().run(optimizer, batch_idx, kwargs)
             ends_window, seen = self._begin(kwargs, accumulation), self.epoch_loop.begun
             batch, *self._others = kwargs.values()
-            closure = WindowClosure(partial(self._run, batch, seen, ends_window), accumulation.boundary)
+            run = partial(self._run, batch, seen, ends_window)
+            outcome = run()
             if ends_window:
-                self.step(closure)
-            else:
-                closure()
-            outputs = closure.outputs()
+                outcome = self.step(outcome, run if accumulation.boundary.size == 1 else None)
+            loss, extra = outcome.returned()
         self.epoch_loop.end_loader_batch(accumulation, seen)
-        return outputs
+        return {} if loss is None else {"loss": loss.detach().clone(), **extra}
 
     def _begin(self, kwargs: OrderedDict[str, Any], accumulation: Accumulation) -> bool:
         """A loader batch begins. Returns whether the window ends with it."""
@@ -121,16 +119,27 @@ class WindowOptimization(_AutomaticOptimization):
 
     # --- the optimizer step -------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Tensor | None]) -> None:
-        """Make the optimizer step of a window that ``closure`` ends, and count it if it really happened."""
+    def step(self, outcome: Outcome, again: Callable[[], Outcome] | None) -> Outcome:
+        """Make the optimizer step of a window that has ended, if it has weight, and count it if it really happened.
+
+        Args:
+            outcome: what came of its last loader batch.
+            again: runs all of it again; None where its data is gone.
+
+        Returns:
+            What came of it last.
+        """
         strategy, trainer, accumulation = self.strategy, self.trainer, self.strategy.accumulation
         assert accumulation is not None
         optimizer, watch = strategy._lightning_optimizers[0], strategy.watch
         watch.begin_step(optimizer._optimizer, accumulation)
-        accumulation.closed = None
-        with _noting_gradient_norm(trainer, strategy):
-            arguments = (trainer.current_epoch, self.epoch_loop.batch_idx, optimizer, closure)
-            call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
+        accumulation.gradient_norm = None
+        if not accumulation.is_closed_empty:  # else optimizer and hooks see no step
+            closure = WindowClosure(outcome, again, optimizer._optimizer)
+            with _noting_gradient_norm(trainer, strategy):
+                arguments = (trainer.current_epoch, self.epoch_loop.batch_idx, optimizer, closure)
+                call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
+            outcome = closure.outcome()
         closed, ranks = accumulation.closed, accumulation.ranks
         is_empty = accumulation.is_closed_empty
         is_changed = watch.end_step(is_empty)
@@ -148,6 +157,7 @@ class WindowOptimization(_AutomaticOptimization):
         if accumulation.is_step and closed is not None:
             numbers = accumulation.closed_loader_batches, accumulation.gradient_norm, is_changed
             call_window_hooks(trainer, lambda: EndedWindow.of(closed, *numbers))
+        return outcome
 
     # --- one micro-batch ----------------------------------------------------------------------------------------------
 
@@ -212,22 +222,27 @@ class WindowOptimization(_AutomaticOptimization):
 
 
 class WindowClosure(Closure):
-    """Runs a loader batch, up to the end of its window where it is the last."""
+    """A window that has run, for the optimizer: the first call gives its loss; others run it again, as LBFGS does.
 
-    def __init__(self, run: Callable[[], Outcome], boundary: Boundary) -> None:
+    The first does too where the optimizer has changed its parameters before, as one that looks ahead.
+    """
+
+    def __init__(self, outcome: Outcome, again: Callable[[], Outcome] | None, optimizer: Optimizer) -> None:
         AbstractClosure.__init__(self)  # what runs here are not the three functions that Closure would call
-        self._run, self._boundary = run, boundary
-        self._outcome: Outcome | None = None
+        self._outcome, self._again, self._optimizer = outcome, again, optimizer
+        self._is_called, self._before = False, _versions(optimizer)
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        if self._outcome is not None and self._boundary.size != 1:
-            raise UsageError(
-                "The optimizer calls its closure more than once in a step, as LBFGS does, or after it has changed parameters. A"
-                " window of several loader batches cannot be run again: their data is gone. Use a window of 1, or another"
-                " optimizer."
-            )
-        self._outcome = self._run()
+        if self._is_called or _versions(self._optimizer) != self._before:
+            if self._again is None:
+                raise UsageError(
+                    "The optimizer calls its closure more than once in a step, as LBFGS does, or after it has changed parameters. A"
+                    " window of several loader batches cannot be run again: their data is gone. Use a window of 1, or another"
+                    " optimizer."
+                )
+            self._outcome = self._again()
+        self._is_called = True
         loss = self._outcome.window_loss
         return None if loss is None else loss.detach()  # as Lightning's closure
 
@@ -235,13 +250,16 @@ class WindowClosure(Closure):
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         return ClosureResult(self(*args, **kwargs))
 
-    def outputs(self) -> dict[str, Any]:
-        """What ``on_train_batch_end`` gets."""
-        if self._outcome is None:
+    def outcome(self) -> Outcome:
+        """What came of its loader batch last."""
+        if not self._is_called:
             self.consume_result()  # raises that the closure was not called
-            return {}
-        loss, extra = self._outcome.returned()
-        return {} if loss is None else {"loss": loss.detach().clone(), **extra}
+        return self._outcome
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    """The changes that the first parameter of each group has seen."""
+    return [parameter._version for group in optimizer.param_groups for parameter in group["params"][:1]]
 
 
 @contextmanager
@@ -249,7 +267,6 @@ def _noting_gradient_norm(trainer: pl.Trainer, strategy: Engine) -> Iterator[Non
     """Clip as the strategy does, and keep the norm: Lightning's precision plugin throws it away."""
     plugin, accumulation = trainer.precision_plugin, strategy.accumulation
     assert accumulation is not None
-    accumulation.gradient_norm = None
     clips_by_itself = not is_lightnings(trainer.lightning_module, "configure_gradient_clipping")
     if not (trainer.gradient_clip_val or clips_by_itself):
         yield

@@ -170,7 +170,7 @@ strategies.strategy.Strategy
     training_step | runs the module's training_step once, and returns what it returned | 022c774d
     post_training_step | does nothing | fa7ddeab
     backward | runs the backward of a micro-batch once, with gradient= | 910f9f26
-    optimizer_step | the window ends before the optimizer's step | f2e3a488
+    optimizer_step | steps of a module that optimizes by itself wait | f2e3a488
 strategies.parallel.ParallelStrategy
     block_backward_sync | reduces once a window | 1aa2cbd7
 strategies.ddp.DDPStrategy

@@ -42,7 +42,6 @@ OTHERS = {
     "SIGTERMException": "Lightning's, for a signal",
     "StepTakenError": "caught: ends a fit of verify after its step",
     "UnsuitableRowsError": "caught, as CannotCheckError is",
-    "_EmptyWindowError": "caught: ends the step of an optimizer",
 }
 """What is raised, and no error about a user's program."""
 ROOT = Path(lightning_accum.__file__).parent
