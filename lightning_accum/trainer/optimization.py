@@ -132,7 +132,7 @@ class WindowOptimization(_AutomaticOptimization):
         strategy, trainer, accumulation = self.strategy, self.trainer, self.strategy.accumulation
         assert accumulation is not None
         optimizer, watch = strategy._lightning_optimizers[0], strategy.watch
-        watch.begin_step(optimizer._optimizer, accumulation)
+        watch.begin_step(optimizer._optimizer)
         accumulation.gradient_norm = None
         if not accumulation.is_closed_empty:  # else optimizer and hooks see no step
             closure = WindowClosure(outcome, again, optimizer._optimizer)
@@ -140,11 +140,11 @@ class WindowOptimization(_AutomaticOptimization):
                 arguments = (trainer.current_epoch, self.epoch_loop.batch_idx, optimizer, closure)
                 call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
             outcome = closure.outcome()
-        closed, ranks = accumulation.closed, accumulation.ranks
-        is_empty = accumulation.is_closed_empty
+        closed, ranks, is_empty = accumulation.closed, accumulation.ranks, accumulation.is_closed_empty
+        assert closed is not None
         is_changed = watch.end_step(is_empty)
         has_stepped = is_changed or is_empty
-        if closed is not None and closed.is_last and ranks.size == ranks.world_size:
+        if closed.is_last and ranks.size == ranks.world_size:
             trainer._signal_connector.received_sigterm = True  # a rank got SIGTERM: all end, after the loader batch under way
         accumulation.after_optimizer_step(has_stepped and accumulation.is_step)
         if accumulation.is_step:
@@ -154,7 +154,7 @@ class WindowOptimization(_AutomaticOptimization):
                 watch.schedulers_due()
         if strategy.listener is not None:
             strategy.listener.end_window(trainer)
-        if accumulation.is_step and closed is not None:
+        if accumulation.is_step:
             numbers = accumulation.closed_loader_batches, accumulation.gradient_norm, is_changed
             call_window_hooks(trainer, lambda: EndedWindow.of(closed, *numbers))
         return outcome

@@ -1,4 +1,4 @@
-"""Where Lightning is held: the methods that are replaced or relied on, and whether they are as they were read.
+"""Where Lightning is held: the methods that are replaced, and whether they are as they were read.
 
 What is missing is an error when a strategy is made. A method that differs from those that were read is named before training, no
 call of Lightning's is then left out to save time, and ``trainer/watch.py`` looks at every step.
@@ -28,7 +28,7 @@ class Seam(NamedTuple):
     Attributes:
         owner: the class or module that has it, by its whole name.
         name: its own.
-        why: what its replacement here does otherwise, or what is relied on.
+        why: what its replacement here does otherwise.
         read: fingerprints of those that were read; none of an attribute that only has to be there.
     """
 
@@ -151,13 +151,7 @@ LIGHTNING = tuple(
         f"{pl.__name__}.",
         """
 trainer.trainer.Trainer
-    _run | connects the strategy, sets it up, trains, takes it down, in this order | 4156b686
-    _teardown | ends the fit, also one that failed | c4b98fdd
     estimated_stepping_batches | is the number of windows | 781d79c6
-trainer.call
-    _call_and_handle_interrupt | launches the fit, and tears it down where it failed | bdd3ea3c
-    _call_callback_hooks | calls a hook of every callback | b74f68cd
-    _call_lightning_module_hook _call_strategy_hook | calls a hook, once, and returns what it returned | 71767112 967314ae
 strategies.strategy.Strategy
     connect | the fit begins: the loops are specialised | 1e0e2ace
     launcher | all ranks raise what the first failed with | af63ddd0
@@ -167,17 +161,14 @@ strategies.strategy.Strategy
     teardown | the fit ends | 99b4981d
     __getstate__ | a copy is in no fit | cb0f97d9
     batch_to_device | sees batches on the host, where their lengths are read | f914efb7
-    training_step | runs the module's training_step once, and returns what it returned | 022c774d
-    post_training_step | does nothing | fa7ddeab
+    training_step | gathers shards where a step is tried out | 022c774d
     backward | runs the backward of a micro-batch once, with gradient= | 910f9f26
     optimizer_step | steps of a module that optimizes by itself wait | f2e3a488
 strategies.parallel.ParallelStrategy
     block_backward_sync | reduces once a window | 1aa2cbd7
 strategies.ddp.DDPStrategy
-    setup | wraps the module, and calls Strategy.setup | 86bfe418
     pre_backward | prepares DistributedDataParallel's reduction | b2401dc8
     post_backward | reduces what manual optimization delayed | 46a7c777
-    optimizer_step | calls Strategy.optimizer_step | 4760d0d5
 strategies.model_parallel.ModelParallelStrategy
     setup_environment | makes the mesh of mesh= | da2b608a
     distributed_sampler_kwargs | ranks that have parts of the same rows get the same | d29a04ee
@@ -188,37 +179,25 @@ strategies.launchers.subprocess_script._SubprocessScriptLauncher
 loops.fit_loop._FitLoop
     setup_data | ranks of different lengths end together | f0180ab3 f09c9a94
     reset | a checkpoint of an epoch's end begins the next | 75843e08
-    run | sets up the data, trains epoch by epoch, ends the run | e4c8eaeb
-    on_run_start | calls the hooks on_train_start | 993d7d3c
-    advance | runs the epoch loop | 289c0111
     on_save_checkpoint | loaders are where training is, not where it has drawn ahead to | 3266f8a1
     on_run_end | the last window ends with the training | b5d1b621
-    _should_accumulate | asks the epoch loop whether a loader batch ends its window | 76e16d73
 loops.training_epoch_loop._TrainingEpochLoop
     done | a window that was counted before it ran is not left inside | 20215631
     run | an unfinished window ends with its epoch | ad885a6e
     on_run_start | a checkpoint of an epoch's end begins the next | 085e5587
-    reset | where the epoch goes on | dbe637c4
     advance | trains on a loader batch | 9b9b8410
     on_advance_end | validates, steps plateau schedulers, stops at SIGTERM | e66f9489
     _broadcast_sigterm_tensor | ranks learn of SIGTERM with the weights | f63f4808
     _build_kwargs | the signature of training_step is inspected once | 909b6965
-    _num_ready_batches_reached | a loader batch is the last of its epoch | 20f625b9
     _should_accumulate | a window ends where the boundary says | 75952ac1
-    _should_check_val_fx | validation may count optimizer steps | 0ae30d22
     on_save_checkpoint on_load_checkpoint | validation goes on counting them | 18155a51 af6d3a59
     _should_check_val_epoch | a window that was counted before it ran is not stopped to validate | 91a9a650
     update_lr_schedulers | called twice a loader batch, the last time when it is over | 3d41394b
     _update_learning_rates | schedulers step when their clock says | 27370be6
 loops.optimization.automatic._AutomaticOptimization
     run | runs a loader batch, and steps at a boundary | 4097f294
-    _on_before_zero_grad | calls the hooks before | 041f75f4
-    _optimizer_zero_grad | clears the gradients | 213c7f67
 loops.optimization.closure.AbstractClosure
     __call__ closure | runs a loader batch, whole or in micro-batches | c8773f8b 5b5cc404
-loops.optimization.automatic.ClosureResult
-    __post_init__ | keeps the loss to be shown | 7c5c55a5
-    from_training_step_output | takes the loss out of what training_step returned | c01d3519
 loops.optimization.manual._ManualOptimization
     run | a loader batch begins and ends, and a window with it | bde82f8c
     _on_before_step _on_after_step | counts the steps that do not wait | 158c1bd3 44da92f0
@@ -232,37 +211,13 @@ trainer.connectors.data_connector._DataConnector
 trainer.connectors.logger_connector.logger_connector._LoggerConnector
     progress_bar_metrics | shows the loss of the last window | f49f5874
     on_batch_end | takes in what was logged in a loader batch | 328cf288
-    should_update_logs | loggers get metrics at this step, or at one of its loader batch | a446a83e
-    log_metrics update_train_step_metrics | a window's metrics are in the row of its step | e81ba200 577833c6
+    log_metrics | a window's metrics are in the row of its step | e81ba200
 trainer.connectors.logger_connector.result._ResultCollection
     update_metrics | what a shadow batch logs has no weight | 0120c270
 trainer.connectors.signal_connector._SignalConnector
     _sigterm_notifier_fn | SIGTERM waits until all ranks know | b1525db4
 plugins.precision.precision.Precision
-    pre_backward | returns the loss, scaled where there is a GradScaler | 1ca40e35
-    backward | calls the module's backward, with gradient= | d82f461a
-    post_backward | calls the hooks after | 7282ba6b
-    train_step_context | is the context of training_step: nothing, or autocast | f477fb2a
-    optimizer_step | calls the optimizer's step with the closure | a9aa8b03
-    _wrap_closure | runs the closure, then _after_closure | 776a039b
-    _after_closure | calls on_before_optimizer_step, and clips | 99c4eda0
-    _clip_gradients | calls configure_gradient_clipping | 5984b808
-    clip_gradients | clips where the Trainer was asked to | 3b57638f
     clip_grad_by_norm | its norm is shown | 67e0f6be
-plugins.precision.amp.MixedPrecision
-    pre_backward | scales the loss | 672be8f5
-    optimizer_step | runs the closure, unscales, steps unless a gradient overflowed | fcca8f8e
-core.optimizer.LightningOptimizer
-    step | calls the strategy's optimizer_step | 6047b6f4
-core.module.LightningModule
-    backward | calls the loss's backward, with gradient= | a2e90fe7
-    manual_backward | calls the strategy's backward | 424b5073
-    optimizer_step | calls the optimizer's step with the closure | 235652a3
-    optimizer_zero_grad | calls the optimizer's zero_grad | 38492e78
-    configure_gradient_clipping | calls clip_gradients | 9c6cad26
-    clip_gradients | clips where the Trainer was asked to | a53993a4
-    lr_scheduler_step | steps a scheduler once | 0ae03eb1
-    log | what micro-batches log is put together | 74202ade
 """,
     )
 )

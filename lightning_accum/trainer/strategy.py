@@ -167,7 +167,7 @@ class AccumulationMixin(Engine):
         self.listener = callback
         self.sync = self._make_sync()
         self.session = Session(self, self.accumulation, self._guard(sums), self.announce)
-        self.watch.attend(self.optimizers[0], self.accumulation)
+        self.watch.attend(self.optimizers[0])
         self.watch.may_skip_steps = self._may_skip_steps
         self._fit.callback(self.watch.forget_optimizer)
         if callback is not None:

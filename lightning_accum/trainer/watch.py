@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_accum.accumulation import Accumulation
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.from_lightning import pl
 from lightning_accum.trainer.hooks import is_lightnings, replacing
@@ -48,7 +47,6 @@ class Watch:
         self.may_skip_steps = False
         self.called: set[str] = set()
         self._epoch: int | None = None
-        self._accumulation: Accumulation | None = None
         self._optimizer: Optimizer | None = None
         self._hooks: list[RemovableHandle] = []
         self._depth = self._steps = 0
@@ -133,13 +131,13 @@ class Watch:
 
     # --- the step -------------------------------------------------------------------------------------------------------
 
-    def attend(self, optimizer: Optimizer, accumulation: Accumulation) -> None:
-        """See the steps of an optimizer, the only one, that are to end windows."""
+    def attend(self, optimizer: Optimizer) -> None:
+        """See the steps of an optimizer, the only one, that come after windows."""
         if optimizer is self._optimizer:
             return
         self.forget_optimizer()
-        self._optimizer, self._accumulation = optimizer, accumulation
-        with suppress(AttributeError):  # some that wrap another optimizer leave out Optimizer.__init__
+        self._optimizer = optimizer
+        if getattr(type(optimizer).step, "hooked", False):  # some that wrap another optimizer leave out Optimizer.__init__
             self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer))
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer))
 
@@ -147,25 +145,24 @@ class Watch:
         """See no steps any more."""
         for hook in self._hooks:
             hook.remove()
-        self._optimizer, self._accumulation, self._hooks = None, None, []
+        self._optimizer, self._hooks = None, []
 
-    def begin_step(self, optimizer: Optimizer, accumulation: Accumulation) -> None:
-        """A window is about to end, and its step to be made."""
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """A window has ended, and its step is about to be made."""
         self.expect_schedulers()
-        self.attend(optimizer, accumulation)
+        self.attend(optimizer)
         self._depth, self._steps, self._is_stepping = 0, 0, True
         self._has_stepped = not self._hooks  # no hook can be registered
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth += 1
-        progress, accumulation = self._progress.current, self._accumulation
+        progress = self._progress.current
         is_running = progress.started == progress.ready > progress.processed
-        if self._depth > 1 or accumulation is None or not (is_running or self._is_stepping):
+        if self._depth > 1 or not (is_running or self._is_stepping):
             return  # a step that calls that of the class it extends is one; and between loader batches it is the user who steps
         self._steps += 1
-        has_ended = self._is_stepping and (accumulation.closed is not None or accumulation.is_passthrough())
-        if (self._steps > 1 or not has_ended) and self._is_lightnings("optimizer_step"):
-            seen = "for the second time in a window" if has_ended else "no window has ended"
+        if (self._steps > 1 or not self._is_stepping) and self._is_lightnings("optimizer_step"):
+            seen = "for the second time in a window" if self._is_stepping else "no window has ended"
             raise seams.broken(f"The optimizer steps, {seen} ({_OF_A_STEP}).")
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -175,11 +172,10 @@ class Watch:
 
     def end_step(self, is_empty: bool) -> bool:
         """The step of a window is over. Returns whether the optimizer has stepped: a GradScaler that found an inf calls none."""
-        closed = None if self._accumulation is None else self._accumulation.closed
-        self._close_windows -= closed is not None
+        self._close_windows -= 1
         self.is_close = self._close_windows > 0
-        may_be_skipped = self.is_read or is_empty or self.may_skip_steps or self._has_stepped or bool(self._steps)
-        if closed is not None and not may_be_skipped and self._is_lightnings("optimizer_step"):
+        may_be_skipped = is_empty or self.may_skip_steps or self._has_stepped or bool(self._steps)
+        if not may_be_skipped and self._is_lightnings("optimizer_step"):
             raise seams.broken(f"A window ended, and the optimizer did not step ({_OF_A_STEP}).")
         self._is_stepping, self._steps = False, 0
         return self._has_stepped

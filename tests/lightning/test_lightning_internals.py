@@ -57,13 +57,13 @@ def test_a_method_that_was_not_read_is_named_and_nothing_is_done_in_its_place(
         heard.append(self)
         return original(self, *args, **kwargs)
 
-    original, other = Strategy.backward, _AutomaticOptimization._on_before_zero_grad
+    original, other = Strategy.backward, _AutomaticOptimization.run
     monkeypatch.setattr(Strategy, "backward", backward)
-    monkeypatch.setattr(_AutomaticOptimization, "_on_before_zero_grad", lambda self, optimizer: other(self, optimizer))
+    monkeypatch.setattr(_AutomaticOptimization, "run", lambda self, *arguments: other(self, *arguments))
     module = Scalar([x(1), x(2, 3)])
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         fit(module, accumulate_grad_batches=2)
-    assert "Strategy.backward, _AutomaticOptimization._on_before_zero_grad" in caplog.text
+    assert "Strategy.backward, _AutomaticOptimization.run" in caplog.text
     assert len(heard) == 2
     assert module.total == 2.0
 
