@@ -264,12 +264,14 @@ def fit(module: pl.LightningModule, data: Any = None, *callbacks: Callback, stra
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """The messages of this package's warnings, filled in at the end; warnings of others pass unseen."""
+    """The messages of this package's warnings, filled in at the end, after an error too; warnings of others pass unseen."""
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield messages
-    messages += [str(warning.message) for warning in caught if issubclass(warning.category, AccumulationWarning)]
+        try:
+            yield messages
+        finally:
+            messages += [str(warning.message) for warning in caught if issubclass(warning.category, AccumulationWarning)]
 
 
 def seeds_of_a_search(seeds: range, in_every_run: int, engine: str | None = None, marks: Sequence[Any] = ()) -> list[Any]:

@@ -107,12 +107,12 @@ def call_batch_end(kind: type[pl.Callback], trainer: pl.Trainer, outputs: Any, b
 
 
 def gradient_reads(trainer: pl.Trainer, warn: Callable[[str], None]) -> TorchFunctionMode | None:
-    """Notices an ``on_after_backward``, or the module's ``backward``, that looks at gradients, which are not those of a window yet.
+    """Notices a hook around a backward, or the module's own, that looks at gradients, which are not those of a window yet.
 
     None where nobody has one.
     """
     hooks: dict[CodeType, str] = {}
-    owners = [(owner, "on_after_backward") for owner in (*callbacks_of(trainer), trainer.lightning_module)]
+    owners = [(owner, name) for owner in (*callbacks_of(trainer), trainer.lightning_module) for name in _TELL]
     for owner, name in (*owners, (trainer.lightning_module, "backward")):
         hook: Any = getattr(owner, name, None)
         hook = inspect.unwrap(getattr(hook, "func", hook)) if callable(hook) else None
@@ -137,7 +137,7 @@ class _GradientReads(TorchFunctionMode):
                 frame = None if frame.f_code.co_name == "_engine_run_backward" else frame.f_back
             if frame is not None:
                 self._warn(
-                    f"{self._left.pop(frame.f_code)} looks at gradients. It runs after every micro-batch, on what the window has"
+                    f"{self._left.pop(frame.f_code)} looks at gradients. It runs at every micro-batch, on what the window has"
                     " accumulated so far, and not on the full batch's gradients. Do it in on_before_optimizer_step, which sees"
                     " these, once a window."
                 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_accum.errors import UsageError
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.from_lightning import pl
 from lightning_accum.trainer.hooks import is_lightnings, replacing
@@ -118,12 +119,16 @@ class Watch:
     @contextmanager
     def zero_grad(self, optimizer: Optimizer) -> Iterator[None]:
         """The gradients of an earlier window are cleared in here."""
-        with_gradient = (parameter for parameter in parameters_of(optimizer) if parameter.grad is not None)
-        parameter = next(with_gradient, None) if self._is_lightnings("optimizer_zero_grad") else None
+        parameter = next((parameter for parameter in parameters_of(optimizer) if parameter.grad is not None), None)
         gradient = None if parameter is None else parameter.grad
         before = None if gradient is None else gradient._version
         yield
         if gradient is not None and parameter is not None and parameter.grad is gradient and gradient._version == before:
+            if not self._is_lightnings("optimizer_zero_grad"):
+                raise UsageError(
+                    "The module's optimizer_zero_grad leaves the gradients of an earlier window there, to which this one would add."
+                    " Have it call optimizer.zero_grad()."
+                )
             raise seams.broken(
                 "zero_grad left a gradient of an earlier window (_AutomaticOptimization._optimizer_zero_grad,"
                 " LightningModule.optimizer_zero_grad)."

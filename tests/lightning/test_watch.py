@@ -254,23 +254,18 @@ USERS: dict[str, tuple[str, Any]] = {
     "no step in an epoch": ("optimizer_step", no_step),
     "gradients are never cleared": ("optimizer_zero_grad", nothing),
     "half of what is there after each backward": ("on_after_backward", divides_each),
+    "cleared before each backward": ("on_before_backward", clears),
     "half of it before a step": ("on_before_optimizer_step", lambda module, optimizer: divides_each(module)),
     "nothing before a step": ("on_before_optimizer_step", clears),
     "cleared before it is cleared": ("on_before_zero_grad", clears),
     "cleared at the start of a batch": ("on_train_batch_start", clears),
     "cleared at the end of a batch": ("on_train_batch_end", clears),
 }
-SILENT = {
-    (policy, name) for policy in ("windows of 2", "split") for name in USERS if name.startswith(("gradients are", "half of what"))
-}
-UNWATCHED = pytest.mark.xfail(strict=True, reason="issue 22: what hooks do to gradients in each backward, or do not, is not missed")
 
 
 @pytest.mark.some_cases(9)
-@pytest.mark.parametrize(
-    ("policy", "name"),
-    [pytest.param(p, n, marks=UNWATCHED if (p, n) in SILENT else ()) for p in ("windows of 2", "split") for n in USERS],
-)
+@pytest.mark.parametrize("policy", ["windows of 2", "split"])
+@pytest.mark.parametrize("name", USERS)
 def test_a_hook_of_a_user_that_does_something_else_leaves_windows_exact_or_it_is_told(policy: str, name: str) -> None:
     hook, does = USERS[name]
 
