@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -26,11 +26,6 @@ _MESSAGES = ("Connection closed", "Connection reset", "Timed out waiting", "time
 """Of errors of communication that are RuntimeErrors. Not "timed out" alone: a DataLoader's time-out is a failure of its own."""
 _run = _left = 0
 """Runs, and what ranks did together, so far: alike on all ranks. Each run has a note of its own."""
-
-
-class _Failure(NamedTuple):
-    rank: int
-    error: str
 
 
 class RankFailedError(AccumulationError, RuntimeError):
@@ -51,15 +46,14 @@ def reraise_first_rank_error(passing: tuple[type[BaseException], ...] = ()) -> I
         if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, RankFailedError, *passing)):
             raise
         is_distributed = dist.is_available() and dist.is_initialized()
-        rank, message = dist.get_rank() if is_distributed else 0, "".join(traceback.format_exception_only(error)).strip()[:2000]
-        own = _Failure(rank, message)
-        first = _first(patience=_PATIENCE) if _is_of_communication(error) else _first(own)
-        if own.rank == 0 and is_distributed and dist.get_world_size() > 1:
+        own = dist.get_rank() if is_distributed else 0, "".join(traceback.format_exception_only(error)).strip()[:2000]
+        rank, message = (_first(patience=_PATIENCE) if _is_of_communication(error) else _first(own)) or own
+        if own[0] == 0 and is_distributed and dist.get_world_size() > 1:
             time.sleep(_FAREWELL)
-        if first is None or first.rank == own.rank or first.error == own.error:
+        if rank == own[0] or message == own[1]:
             raise
-        found = f"Rank {first.rank} failed first, with {first.error.rstrip('.')}. This rank could not go on without it"
-        raise RankFailedError(f"{found} ({own.error.splitlines()[0]}).") from error
+        found = f"Rank {rank} failed first, with {message.rstrip('.')}. This rank could not go on without it"
+        raise RankFailedError(f"{found} ({own[1].splitlines()[0]}).") from error
 
 
 def have_all_left(has_failed: bool, patience: float) -> bool:
@@ -92,9 +86,9 @@ def _is_of_communication(error: BaseException) -> bool:
     return error.__cause__ is not None and _is_of_communication(error.__cause__)
 
 
-def _first(own: _Failure | None = None, patience: float = 0.0) -> _Failure | None:
-    """What was noted first, ``own`` if nothing was. None if the store is gone or slow: an error must not wait for it."""
-    key, found = f"lightning_accum/first_failure/{_run}", list[_Failure]()
+def _first(own: tuple[int, str] | None = None, patience: float = 0.0) -> tuple[int, str] | None:
+    """The rank and the error noted first, ``own`` if none was. None if the store is gone or slow: an error must not wait for it."""
+    key, found = f"lightning_accum/first_failure/{_run}", list[tuple[int, str]]()
 
     def ask() -> None:
         with suppress(Exception):
@@ -102,7 +96,8 @@ def _first(own: _Failure | None = None, patience: float = 0.0) -> _Failure | Non
             if own is None:
                 store.wait([key], timedelta(seconds=patience))  # get alone would wait for as long as a collective does
             # compare_set is atomic: it sets what was not there, and returns what is there now
-            found.append(_Failure(*json.loads(store.compare_set(key, "", json.dumps(own)))))
+            rank, error = json.loads(store.compare_set(key, "", json.dumps(own)))
+            found.append((rank, error))
 
     with suppress(RuntimeError):  # the interpreter ends, and starts no thread
         asking = threading.Thread(target=ask, daemon=True)

@@ -230,7 +230,7 @@ class Loop(Passes):
         """Keep the gradients as they are now, each with the number of its changes, to see whether others change one."""
         if is_between_windows or not self._watched:
             are_in_grad = self._accumulation.sums is None and not self._training.sync.is_waited_for_in_forward
-            self._watched = self._training.trained() if are_in_grad else ()
+            self._watched = [own for own in self._training.parameters() if own.requires_grad and are_in_grad]
         self._kept = [(found := own.grad, 0 if found is None else found._version) for own in self._watched]
         self._is_between_windows = is_between_windows
 

@@ -133,14 +133,12 @@ class Passes:
         """The micro-batches of a loader batch."""
         splitting, overlaps = self._accumulation.splitting, not self.policy.finishes_after_backward
         plan = None if splitting is None else splitting.plan
-        own, parts = (1, [batch]) if plan is None else (len(plan.pieces), plan)
-        rounds, part = self._session.rounds(own), None
-        for position, part in enumerate(parts):
-            is_end, rows = ends_window and position == rounds - 1, None if splitting is None else splitting.rows
-            yield MicroBatch(part, rows, position, rounds, is_end and overlaps, is_shadow), is_end
-        for position in range(own, rounds):  # other ranks have more
-            is_end = ends_window and position == rounds - 1
-            yield MicroBatch(part, None, position, rounds, is_end and overlaps, True), is_end
+        own, parts, part = 1 if plan is None else len(plan.pieces), iter([batch] if plan is None else plan), None
+        rounds = self._session.rounds(own)
+        for position in range(rounds):
+            part, is_again = next(parts, part), position >= own  # other ranks have more
+            is_end, rows = ends_window and position == rounds - 1, None if splitting is None or is_again else splitting.rows
+            yield MicroBatch(part, rows, position, rounds, is_end and overlaps, is_shadow or is_again), is_end
 
     def transferred(self, batch: Any) -> Any:
         """A loader batch that was drawn ahead."""

@@ -66,8 +66,6 @@ class Training(Trained):
         self.precision_plugin = getattr(getattr(fabric, "strategy", None), "precision", None)
         self.ranks = self._ranks()
         self.snapshotter = Undo(self.module, self.ranks.device)
-        stepped = set(self._stepped())
-        self._not_stepped = [own for own in self.module.parameters() if own.requires_grad and own not in stepped]
         self._is_stepping, self._refuse_step = False, refuse_step
         if self.raw_optimizer in _hooks:  # of an Accumulator that this one takes the place of
             _hooks.pop(self.raw_optimizer).remove()
@@ -191,10 +189,6 @@ class Training(Trained):
 
     def _stepped(self) -> list[nn.Parameter]:
         return [parameter for group in self.raw_optimizer.param_groups for parameter in group["params"]]
-
-    def trained(self) -> list[nn.Parameter]:
-        """Those that get gradients: of the optimizer, as it is now, and others of the model, as it was."""
-        return [own for own in self._stepped() if own.requires_grad] + self._not_stepped
 
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
         """Add the gradients of ``loss``, times ``grad_output`` (None for 1)."""

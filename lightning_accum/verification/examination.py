@@ -35,7 +35,6 @@ _MENDS = {
     "batch_idx": "GradientAccumulation(micro_batch=...) splits each loader batch into micro-batches of the same batch_idx; or read"
     " self.global_step, which counts optimizer steps.",
     "padding": "Mask the padding in the module and in its loss; or let the loader pad all batches to one length.",
-    _DOES_NOT_ADD_UP: 'GradientAccumulation(micro_batch="offload"), which runs the batch as it is.',
     "state": "No argument does. Reset it in training_step, or update it once in on_train_batch_start.",
     "weight": 'weight="auto" reads that from the loss: so the step was the full batch\'s.',
     "gradient": 'GradientAccumulation(micro_batch="offload"), which runs the batch as it is. Look for a count that can be 0 in a'
