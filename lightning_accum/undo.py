@@ -97,11 +97,6 @@ class Snapshot:
     def __init__(self, module: nn.Module, random_state: RandomState, kept: list[_Kept], watched: list[_Watched]) -> None:
         self._module, self._random_state, self._kept, self._watched = module, random_state, kept, watched
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Those whose values are kept."""
-        return [target for _, target, _ in self._kept if isinstance(target, Tensor)]
-
     @torch.no_grad()
     def restore(self) -> None:
         """Restore everything, as often as needed. If a tensor that is watched was changed in place, it is an error after that."""

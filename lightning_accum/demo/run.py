@@ -121,8 +121,8 @@ class Trained(NamedTuple):
 
 def train(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
     """Train the model once, with a process for each rank. It is given up after some ten times what two slow cores take."""
-    trained: Trained = run_on_ranks(partial(_train_rank, mix, corpus, epochs), mix.ranks, 180.0 + 60.0 * epochs)
-    return trained
+    of_first: Trained = run_on_ranks(partial(_train_rank, mix, corpus, epochs), mix.ranks, 180.0 + 60.0 * epochs)[0]
+    return of_first
 
 
 def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int, hand_over: Callable[[Trained], None]) -> None:

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -138,10 +137,10 @@ def _steps(
                 f" cannot be pickled: {error}. Define classes and functions at the top level of a file, and make what cannot be"
                 " pickled in setup()."
             ) from error
-    return list(run_on_ranks(partial(_run_rank, sent), len(shares)))
+    return run_on_ranks(partial(_run_rank, sent), len(shares))
 
 
-def _run_rank(sent: bytes, hand_over: Callable[[list[Step]], None]) -> None:
+def _run_rank(sent: bytes, hand_over: Callable[[Step], None]) -> None:
     """In the process of a rank."""
     runner, shares, strategy, change, gradients, dtype = pickle.loads(sent)
     torch.set_default_dtype(dtype)
@@ -154,13 +153,7 @@ def _run_rank(sent: bytes, hand_over: Callable[[list[Step]], None]) -> None:
         runner.module.double()
         trainer["precision"] = "32-true"
         batches = [apply_to_collection(batch, Tensor, lambda t: t.double() if t.is_floating_point() else t) for batch in batches]
-
-    def finish(step: Step) -> None:
-        steps: list[Any] = [None] * ranks
-        dist.all_gather_object(steps, step)
-        hand_over(steps)
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        recorder = StepRecorder(gradients=gradients, ranks=ranks, finish=finish)
+        recorder = StepRecorder(gradients=gradients, ranks=ranks, finish=hand_over)
         runner.fit(batches, change, recorder, [runner.policy_for(batches)], strategy=strategy, **trainer)

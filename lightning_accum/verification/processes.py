@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,11 @@ class RanksFailedError(MisconfiguredError):
     """There is nothing to compare: a rank could not start, failed before its optimizer step, or the ranks wait for each other."""
 
 
-def run_on_ranks(job: Job, devices: int, seconds: float = MOST_SECONDS) -> Any:
+def run_on_ranks(job: Job, devices: int, seconds: float = MOST_SECONDS) -> list[Any]:
     """Run a job on every rank, each in a fresh process: one that was forked after torch has used its threads can hang.
 
     Returns:
-        The result of the first rank.
+        The result of each.
 
     Raises:
         RanksFailedError: a rank failed, or handed over nothing in so many seconds.
@@ -46,9 +46,9 @@ def run_on_ranks(job: Job, devices: int, seconds: float = MOST_SECONDS) -> Any:
     environment |= {"WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     start: Any = start_processes  # it has no types
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result"
+        paths = [Path(folder) / str(rank) for rank in range(devices)]
         try:
-            start(_run, (job, environment, path, seconds), devices, daemon=True, start_method=method)
+            start(_run, (job, environment, paths, seconds), devices, daemon=True, start_method=method)
         except ProcessException as error:  # with the traceback of the rank, or its exit code
             raise RanksFailedError(
                 f"Training failed on rank {error.error_index}: {error}\nA rank without a traceback was killed, as if memory runs"
@@ -56,18 +56,17 @@ def run_on_ranks(job: Job, devices: int, seconds: float = MOST_SECONDS) -> Any:
                 " enter a collective that others do not, or return no loss? A script has to call this below"
                 ' `if __name__ == "__main__":`, as the process of each rank imports it.'
             ) from error
-        return pickle.loads(path.read_bytes())
+        return [pickle.loads(path.read_bytes()) for path in paths]
 
 
-def _run(index: int, job: Job, environment: dict[str, str], path: Path, seconds: float) -> None:
+def _run(index: int, job: Job, environment: dict[str, str], paths: Sequence[Path], seconds: float) -> None:
     """In the process of a rank."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     os.environ.update(environment, RANK=str(index), LOCAL_RANK=str(index))
     torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
 
     def hand_over(result: Any) -> None:
-        if index == 0:
-            path.write_bytes(pickle.dumps(result))
+        paths[index].write_bytes(pickle.dumps(result))
         os._exit(0)  # nothing after the step is of interest, least of all the ends of epochs
 
     job(hand_over)

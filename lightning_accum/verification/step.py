@@ -191,9 +191,8 @@ class ModuleState:
         """In here the module has no Trainer and no gradients, and may be changed."""
         self._module._trainer = None
         try:
-            for tensor in self._before.tensors:
-                if tensor.is_leaf:
-                    tensor.grad = None
+            for parameter in self._module.parameters():
+                parameter.grad = None
             yield
         finally:
             try:
