@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from textwrap import fill
@@ -125,8 +125,8 @@ def train(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
     return of_first
 
 
-def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int, hand_over: Callable[[Trained], None]) -> None:
-    for stream in (sys.stdout, sys.stderr):  # an exception is handed over
+def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
+    for stream in (sys.stdout, sys.stderr):  # an exception is raised where the demo runs
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     logging.disable()
     warnings.simplefilter("ignore")
@@ -146,7 +146,7 @@ def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int, hand_over: Calla
     trainer.fit(model, loader_of(corpus, mix.batch))
     optimizer, scheduler = trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler
     steps = int(max(state["step"] for state in optimizer.state.values())), scheduler.last_epoch
-    hand_over(Trained(record.losses, *steps, whole_parameters(trainer, model)))
+    return Trained(record.losses, *steps, whole_parameters(trainer, model))
 
 
 class _Record(Callback):

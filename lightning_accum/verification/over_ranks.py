@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -140,7 +140,7 @@ def _steps(
     return run_on_ranks(partial(_run_rank, sent), len(shares))
 
 
-def _run_rank(sent: bytes, hand_over: Callable[[Step], None]) -> None:
+def _run_rank(sent: bytes) -> Step:
     """In the process of a rank."""
     runner, shares, strategy, change, gradients, dtype = pickle.loads(sent)
     torch.set_default_dtype(dtype)
@@ -155,5 +155,6 @@ def _run_rank(sent: bytes, hand_over: Callable[[Step], None]) -> None:
         batches = [apply_to_collection(batch, Tensor, lambda t: t.double() if t.is_floating_point() else t) for batch in batches]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        recorder = StepRecorder(gradients=gradients, ranks=ranks, finish=hand_over)
+        recorder = StepRecorder(gradients=gradients, ranks=ranks)
         runner.fit(batches, change, recorder, [runner.policy_for(batches)], strategy=strategy, **trainer)
+    return recorder.step

@@ -21,22 +21,21 @@ from lightning_accum.trainer.from_lightning import find_free_network_port, pl
 MOST_SECONDS = 300.0
 """The ranks of a step may take this long, all together."""
 
-Job = Callable[[Callable[[Any], None]], None]
-"""Gets a function that hands over its result and ends the process. It can be pickled."""
-
 
 class RanksFailedError(MisconfiguredError):
     """There is nothing to compare: a rank could not start, failed before its optimizer step, or the ranks wait for each other."""
 
 
-def run_on_ranks(job: Job, devices: int, seconds: float = MOST_SECONDS) -> list[Any]:
-    """Run a job on every rank, each in a fresh process: one that was forked after torch has used its threads can hang.
+def run_on_ranks(job: Callable[[], Any], devices: int, seconds: float = MOST_SECONDS) -> list[Any]:
+    """Run a job, which can be pickled, on every rank.
+
+    Each is in a fresh process: one that was forked after torch has used its threads can hang.
 
     Returns:
         The result of each.
 
     Raises:
-        RanksFailedError: a rank failed, or handed over nothing in so many seconds.
+        RanksFailedError: a rank failed, or has not ended in so many seconds.
     """
     method = "spawn"
     if sys.platform != "win32":  # what takes seconds to import is imported once, by a server that the ranks are forked from
@@ -59,15 +58,11 @@ def run_on_ranks(job: Job, devices: int, seconds: float = MOST_SECONDS) -> list[
         return [pickle.loads(path.read_bytes()) for path in paths]
 
 
-def _run(index: int, job: Job, environment: dict[str, str], paths: Sequence[Path], seconds: float) -> None:
+def _run(index: int, job: Callable[[], Any], environment: dict[str, str], paths: Sequence[Path], seconds: float) -> None:
     """In the process of a rank."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     os.environ.update(environment, RANK=str(index), LOCAL_RANK=str(index))
     torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
 
-    def hand_over(result: Any) -> None:
-        paths[index].write_bytes(pickle.dumps(result))
-        os._exit(0)  # nothing after the step is of interest, least of all the ends of epochs
-
-    job(hand_over)
-    raise RuntimeError("There was no optimizer step: training_step returned no loss, or the loss had no weight.")
+    paths[index].write_bytes(pickle.dumps(job()))
+    os._exit(0)  # gloo's threads now and then abort an interpreter that ends

@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -65,27 +65,20 @@ class Step:
         return self.gradients[0]
 
 
-class StepTakenError(Exception):
-    """Ends the fit after its first step."""
+class StepTakenError(SystemExit):
+    """Ends the fit after its first step. It is no failure: what looks for exceptions lets it pass."""
 
 
 class StepRecorder(Callback):
     """Copies what backward leaves, and where the step goes from there.
 
     ``gradients`` are what it goes from instead, before clipping and hooks around the step: those of another step, so that what
-    comes after the backward can be compared. There have to be as many data-parallel ``ranks``; ``finish`` is called with the step,
-    before the fit ends.
+    comes after the backward can be compared. There have to be as many data-parallel ``ranks``.
     """
 
-    def __init__(
-        self,
-        seed: int = 0,
-        gradients: Sequence[Tensors] = (),
-        ranks: int = 1,
-        finish: Callable[[Step], None] = lambda step: None,
-    ) -> None:
+    def __init__(self, seed: int = 0, gradients: Sequence[Tensors] = (), ranks: int = 1) -> None:
         self.step, self._gradients = Step(), gradients
-        self._seed, self._ranks, self._finish = seed, ranks, finish
+        self._seed, self._ranks = seed, ranks
         self._trained: dict[str, nn.Parameter] = {}
 
     @override
@@ -136,7 +129,6 @@ class StepRecorder(Callback):
             step.loss, step.weight = float(accumulation.closed.loss), accumulation.weigher.criterion
             if accumulation.splitting is not None and accumulation.splitting.plan is not None:
                 step.parts = len(accumulation.splitting.plan.pieces)
-        self._finish(step)
         raise StepTakenError
 
 
@@ -253,12 +245,6 @@ class StepRunner:
         with self.state.restored_afterwards(), warnings.catch_warnings(record=True) as caught, torch.enable_grad():
             warnings.simplefilter("always")
             self.fit(batches, change, recorder, callbacks, **arguments)
-        if not recorder.step.gradients:
-            raise MisconfiguredError(
-                f"{type(uncompiled(self.module)).__name__} took no optimizer step on {len(batches)}"
-                f" batch{'es' * (len(batches) > 1)}: training_step returned no loss, the loss had no weight, or its"
-                " gradient was not finite."
-            )
         messages = (str(warning.message) for warning in caught if warning.category in _REPORTED)
         recorder.step.warnings = list(dict.fromkeys(messages))
         return recorder.step
@@ -299,6 +285,12 @@ class StepRunner:
                     " name."
                 )
             made.fit(self.module, loader)
+        if not recorder.step.gradients:
+            raise MisconfiguredError(
+                f"{type(inner).__name__} took no optimizer step on {len(batches)}"
+                f" batch{'es' * (len(batches) > 1)}: training_step returned no loss, the loss had no weight, or its"
+                " gradient was not finite."
+            )
 
 
 def uncompiled(module: Any) -> Any:
