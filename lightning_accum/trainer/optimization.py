@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.errors import UsageError
+from lightning_accum.parameter_changes import elements_of
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.step import Outcome
@@ -32,6 +33,7 @@ from lightning_accum.trainer.from_lightning import (
 )
 from lightning_accum.trainer.hooks import call_window_hooks, is_lightnings, is_unheard, replacing
 from lightning_accum.trainer.results import collecting_logs, show_logs
+from lightning_accum.trainer.watch import parameters_of
 from lightning_accum.window_totals import EndedWindow
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ class WindowOptimization(_AutomaticOptimization):
     """What ``training_step`` gets beside the loader batch under way."""
     _is_silent: bool = False
     """``training_step`` and backward of the loader batch under way need nothing around them."""
+    _moves_first: bool = False
+    """The optimizer was seen to change parameters before it calls its closure."""
 
     @property
     def epoch_loop(self) -> Any:
@@ -135,11 +139,12 @@ class WindowOptimization(_AutomaticOptimization):
         watch.begin_step(optimizer._optimizer)
         accumulation.gradient_norm = None
         if not accumulation.is_closed_empty:  # else optimizer and hooks see no step
-            closure = WindowClosure(outcome, again, optimizer._optimizer)
+            has_moved = _changes_of(optimizer._optimizer, by_value=watch.is_close)
+            closure = WindowClosure(outcome, again, lambda: self._moves_first or has_moved())
             with _noting_gradient_norm(trainer, strategy):
                 arguments = (trainer.current_epoch, self.epoch_loop.batch_idx, optimizer, closure)
                 call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
-            outcome = closure.outcome()
+            outcome, self._moves_first = closure.outcome(), closure.has_moved
         closed, ranks, is_empty = accumulation.closed, accumulation.ranks, accumulation.is_closed_empty
         assert closed is not None
         is_changed = watch.end_step(is_empty)
@@ -227,14 +232,15 @@ class WindowClosure(Closure):
     The first does too where the optimizer has changed its parameters before, as one that looks ahead.
     """
 
-    def __init__(self, outcome: Outcome, again: Callable[[], Outcome] | None, optimizer: Optimizer) -> None:
+    def __init__(self, outcome: Outcome, again: Callable[[], Outcome] | None, moves: Callable[[], bool]) -> None:
         AbstractClosure.__init__(self)  # what runs here are not the three functions that Closure would call
-        self._outcome, self._again, self._optimizer = outcome, again, optimizer
-        self._is_called, self._before = False, _versions(optimizer)
+        self._outcome, self._again, self._moves = outcome, again, moves
+        self._is_called = self.has_moved = False
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        if self._is_called or _versions(self._optimizer) != self._before:
+        self.has_moved = self.has_moved or (not self._is_called and self._moves())
+        if self._is_called or self.has_moved:
             if self._again is None:
                 raise UsageError(
                     "The optimizer calls its closure more than once in a step, as LBFGS does, or after it has changed parameters. A"
@@ -257,9 +263,20 @@ class WindowClosure(Closure):
         return self._outcome
 
 
-def _versions(optimizer: Optimizer) -> list[int]:
-    """The changes that the first parameter of each group has seen."""
-    return [parameter._version for group in optimizer.param_groups for parameter in group["params"][:1]]
+def _changes_of(optimizer: Optimizer, by_value: bool) -> Callable[[], bool]:
+    """Tells whether parameters have changed from now on: by the changes that each has seen, or some values, as of ``p.data``."""
+    parameters = [*parameters_of(optimizer)]
+
+    def seen() -> tuple[list[int], list[Tensor]]:
+        return [p._version for p in parameters], [elements_of(p).nan_to_num() for p in parameters if by_value]
+
+    versions, values = seen()
+
+    def have_changed() -> bool:
+        versions_now, values_now = seen()
+        return versions_now != versions or not all(map(torch.equal, values_now, values))
+
+    return have_changed
 
 
 @contextmanager
