@@ -72,6 +72,8 @@ class WindowOptimization(_AutomaticOptimization):
             outcome = run()
             if ends_window:
                 outcome = self.step(outcome, run if accumulation.boundary.size == 1 else None)
+            elif strategy.watch.is_close:
+                strategy.watch.note_rates(strategy.optimizers[0])
             loss, extra = outcome.returned()
         self.epoch_loop.end_loader_batch(accumulation, seen)
         return {} if loss is None else {"loss": loss.detach().clone(), **extra}
@@ -82,6 +84,7 @@ class WindowOptimization(_AutomaticOptimization):
         if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
             accumulation.window.discard()
         ends_window: bool = epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
+        strategy.watch.find_other_rates(strategy.optimizers[0], accumulation.warn_once)
         epoch_loop.batch = batch = next(iter(kwargs.values()))
         if accumulation.splitting is not None:
             self.plan_ahead(batch)

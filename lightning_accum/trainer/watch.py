@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -53,6 +53,7 @@ class Watch:
         self._depth = self._steps = 0
         self._is_stepping = self._has_stepped = False
         self._own: Tensor | None = None
+        self._rates: list[float] | None = None
         self._left: set[bool] = set()
         self._is_lightnings = partial(is_lightnings, module)
 
@@ -135,6 +136,20 @@ class Watch:
             )
 
     # --- the step -------------------------------------------------------------------------------------------------------
+
+    def note_rates(self, optimizer: Optimizer) -> None:
+        """A loader batch has ended that does not end its window."""
+        self._rates = _rates_of(optimizer)
+
+    def find_other_rates(self, optimizer: Optimizer, warn: Callable[[str], None]) -> None:
+        """The next one begins: somebody may have stepped a scheduler in between."""
+        before, self._rates = self._rates, None
+        if before is not None and before != (now := _rates_of(optimizer)):
+            warn(
+                f"The learning rate was changed between two loader batches of a window, from {before} to {now}, as by a scheduler"
+                " that a callback steps at every batch: it goes as many steps a window as this has loader batches. Step it where"
+                " trainer.global_step has grown, or in on_window_end."
+            )
 
     def attend(self, optimizer: Optimizer) -> None:
         """See the steps of an optimizer, the only one, that come after windows."""
@@ -222,3 +237,8 @@ class Watch:
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """All of its groups, trained or not."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _rates_of(optimizer: Optimizer) -> list[float]:
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return [rate for rate in rates if isinstance(rate, float)]  # a tensor may be on a device
