@@ -241,7 +241,11 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         progress = self.batch_progress
         is_forgotten = progress.current.started < progress.current.ready  # type: ignore[attr-defined]  # the tracker has it
         # on_train_batch_start ends an epoch with a batch that Lightning then calls the last
-        if is_forgotten and not (progress.is_last_batch and progress.current.ready < self.trainer.num_training_batches):
+        ends_epoch = is_forgotten and progress.is_last_batch and progress.current.ready < self.trainer.num_training_batches
+        if ends_epoch and self._boundary is not None and not self._boundary.is_under_way:
+            self._boundary.close(progress.total.ready)
+            return
+        if is_forgotten and not ends_epoch:
             progress.increment_started()  # which it forgets for None, and then resumes one batch too early
         elif not is_forgotten and self._boundary is not None:
             runs = "_AutomaticOptimization" if self.strategy.manual is None else "_ManualOptimization"

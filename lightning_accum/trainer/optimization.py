@@ -127,7 +127,7 @@ class WindowOptimization(_AutomaticOptimization):
     # --- the optimizer step -------------------------------------------------------------------------------------------
 
     def step(self, outcome: Outcome, again: Callable[[], Outcome] | None) -> Outcome:
-        """Make the optimizer step of a window that has ended, if it has weight, and count it if it really happened.
+        """Make the optimizer step of a window that has ended, and count it if it really happened.
 
         Args:
             outcome: what came of its last loader batch.
@@ -141,7 +141,7 @@ class WindowOptimization(_AutomaticOptimization):
         optimizer, watch = strategy._lightning_optimizers[0], strategy.watch
         watch.begin_step(optimizer._optimizer)
         accumulation.gradient_norm = None
-        if not accumulation.is_closed_empty:  # else optimizer and hooks see no step
+        if not accumulation.is_closed_empty or (accumulation.is_step and accumulation.is_passthrough()):  # else hooks see none
             has_moved = _changes_of(optimizer._optimizer, by_value=watch.is_close)
             closure = WindowClosure(outcome, again, lambda: self._moves_first or has_moved())
             with _noting_gradient_norm(trainer, strategy):

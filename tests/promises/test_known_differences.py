@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from known import case, classified, noted, open_until
+from known import case, classified, noted
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from sharded import ShardedScalar, fsdp2, needs_sharding_on_cpu, total_of
@@ -69,7 +69,6 @@ def trained(kind: type[Toy], **arguments: Any) -> list[Any]:  # with this packag
     return modules
 
 
-@open_until(23, "where training_step returned None, hooks of the step and clipping are left out")
 @pytest.mark.parametrize("hook", ["on_before_optimizer_step", "configure_gradient_clipping"])
 def test_where_training_step_returns_none_hooks_of_the_step_are_called_as_by_lightning(hook: str, monkeypatch: Any) -> None:
     calls: list[Any] = []
@@ -77,17 +76,14 @@ def test_where_training_step_returns_none_hooks_of_the_step_are_called_as_by_lig
     assert [calls.count(module) for module in trained(NoLossInTheSecond)] == [4, 4]
 
 
-@open_until(23, "0.19 off: where training_step returned None, the optimizer takes no step with gradients of 0")
 def test_where_training_step_returns_none_momentum_goes_on_as_with_lightning() -> None:
     assert error_of_updates(*trained(NoLossInTheSecond), NoLossInTheSecond(classified)) <= EXACT
 
 
-@open_until(23, "gradients are cleared")
 def test_on_train_batch_start_that_ends_an_epoch_leaves_the_gradients_of_the_last_step() -> None:
     assert [module.has_gradients for module in trained(EndsItsEpoch, accumulate_grad_batches=2)] == [True, True]
 
 
-@open_until(23, "a window without any weight is warned of, where none began")
 def test_on_train_batch_start_that_ends_an_epoch_between_windows_is_not_warned_of() -> None:
     with warned() as messages:
         trained(EndsItsEpoch, accumulate_grad_batches=2)
