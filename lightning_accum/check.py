@@ -105,7 +105,7 @@ def _check(checked: Checked, batches: Sequence[Any]) -> None:
 def _end(checked: Checked) -> None:
     """Enough was looked at. What is known now, and was not when training began, is said."""
     if checked.accumulation.checks_left < MOST_BATCHES - 1 and checked.accumulation.verdict is not None:
-        checked.inform(f"GradientAccumulation: {checked.accumulation.verdict}.")
+        checked.inform(f"loss of the first window: {checked.accumulation.verdict}")
     checked.accumulation.checks_left = 0
 
 

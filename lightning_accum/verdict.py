@@ -64,4 +64,4 @@ class Verdict:
         if self.deviation is None:
             return f"not checked: {self.seen}"
         rows = f" on {self.looked_at} row{'s' * (self.looked_at > 1)}" if self.looked_at < MOST_ROWS else ""
-        return f"checked: relative error {self.deviation:.1g}{rows}"
+        return f"exact, checked to {self.deviation:.1g}{rows}"

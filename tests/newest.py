@@ -30,7 +30,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "notebooks" / "site" / "docs" / "versions.md"
+PAGE = ROOT / "notebooks" / "site" / "docs" / "how-it-works.md"
 BEGIN, END = "<!-- versions -->", "<!-- end of versions -->"
 COLUMNS = ["", "Python", "torch", "lightning", "torchmetrics", "tested on", "passed", "skipped", "failed"]
 TEST_TOOLS = ["pytest>=8.3", "pytest-rerunfailures>=15", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "rich>=13.7"]

@@ -144,7 +144,7 @@ class Accumulator(Loop):
             if policy.check and weight != "equal" and loss_of is not None:
                 accumulation.checks_left = MOST_BATCHES
             elif policy.check:
-                accumulation.verdict = Verdict(None, seen="pass loss_of=" if loss_of is None else "a mean of means was asked for")
+                accumulation.verdict = Verdict(None, seen="pass loss_of=" if loss_of is None else 'weight="equal"')
             warn_of_hooks(training.module, words.rank_zero_warn, is_checked=accumulation.checks_left > 0)
         warn_of_batch_norm(training.module, is_split, is_long, words.rank_zero_warn)
         self._around = ExitStack()

@@ -130,9 +130,9 @@ class Splitting:
     def describe(self) -> str:
         """What is done to a loader batch, in words."""
         if isinstance(self.size, Tokens):
-            size = f"in micro-batches of up to {self.size.count} tokens, padding included"
+            size = f"in micro-batches of up to {self.size.count} tokens"
         else:
-            size = "in micro-batches as large as memory allows" if self.size == "auto" else f"in micro-batches of {self.size}"
+            size = "in micro-batches that fit in memory" if self.size == "auto" else f"in micro-batches of {self.size}"
         return ", ".join(part for part in (size, self._description) if part)
 
     def look_at(self, batch: Any) -> None:
@@ -190,7 +190,7 @@ class Splitting:
         pieces, order = self._pack(layout, spans)
         if not self._description:
             shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in layout.shared_tensors.items())
-            order_of = ["longest rows first, trimmed to the longest of each"] if spans else []
+            order_of = ["sorted and trimmed"] if spans else []
             self._description = ", ".join([*order_of, f"all of them share {shared}"] if shared else order_of)
         # else in a container of its own each time: `batch.pop("labels")` must not be felt where the batch runs again
         is_whole = len(pieces) == 1 and not pieces[0].columns and self.size != "auto"

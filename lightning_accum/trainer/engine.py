@@ -176,7 +176,8 @@ class Engine(Strategy, Trained):
         assert accumulation is not None
         batch = micro_batch.batch if accumulation.plan is None else accumulation.plan.batch
         samples = samples_of(batch, self.samples_of_loader())
-        rank_zero_info(start_line(accumulation, micro_batch, weighed, samples, trainer.accumulate_grad_batches))
+        beside_a_bar = "\n" if trainer.progress_bar_callback is not None else ""
+        rank_zero_info(beside_a_bar + start_line(accumulation, micro_batch, weighed, samples, trainer.accumulate_grad_batches))
         warn_of_windows_never_full(accumulation, micro_batch, weighed, batch, trainer.num_training_batches)
 
     # --- the optimizer step -----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from lightning_accum.main_gradients import as_number
 from lightning_accum.manual_calls import SAME_CALLS, Call, CheckedCall, ManualMicroBatch, listed_steps, times_called
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import samples_of
-from lightning_accum.start_line import window_in_words
+from lightning_accum.start_line import in_lines, window_in_words
 from lightning_accum.step import Trained
 from lightning_accum.trainer.deferred_steps import DeferredSteps
 from lightning_accum.trainer.from_lightning import LightningModule, rank_zero_info
@@ -321,13 +321,13 @@ class ManualWindows(Windows):
         self._is_announced = True
         parts = [window_in_words(loader_batches, self.ranks.size, samples_of(batch, samples))]
         if self.policy.offload:
-            parts.append(offload_in_words(self.ranks.device))
-        parts.append("the module optimizes by itself")
+            parts[0] += f", {offload_in_words(self.ranks.device)}"
+        parts.append("manual optimization")
         for number, call in enumerate(self.calls, 1):
             name = "window/loss" if number == 1 else f"window/loss_{number}"
-            verdict = "" if call.check.verdict is None else f", {call.check.verdict}"
-            parts.append(f"{name} is that of manual_backward in {call.line}, weight: {call.weigher.criterion}{verdict}")
-        rank_zero_info(f"GradientAccumulation: {'; '.join(parts)}.")
+            verdict = "" if call.check.verdict is None else f" ({call.check.verdict})"
+            parts.append(f"{name}, of {call.line}: {call.weigher.criterion}{verdict}")
+        rank_zero_info(in_lines(parts))
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 

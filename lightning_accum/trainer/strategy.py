@@ -214,7 +214,7 @@ class AccumulationMixin(Engine):
     def _why_unchecked(self) -> str | None:
         """Why training_step cannot be tried out on a few rows; None where it can."""
         if self.policy.weight == "equal":
-            return "a mean of means was asked for"
+            return 'weight="equal"'
         if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
             return "training_step draws its batches by itself"
         found = self.snapshotter.iterators()
@@ -232,10 +232,8 @@ class AccumulationMixin(Engine):
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         assert self._fit is not None
         if ranks.size == 1 and not is_long:
-            how = f"; {offload_in_words(ranks.device)}" if self.policy.offload else ""
-            rank_zero_info(
-                f"GradientAccumulation: a window is 1 loader batch{how}; the module optimizes by itself, and is left to Lightning."
-            )
+            how = f", {offload_in_words(ranks.device)}" if self.policy.offload else ""
+            rank_zero_info(f"accumulating 1 loader batch a step{how}; manual optimization: Lightning runs it unchanged")
             return
         warn_of_batch_norm(module, is_split=False, is_window_long=is_long, warn=rank_zero_warn)
         reduces = self.reduces_every_backward_by_itself

@@ -107,10 +107,10 @@ def default_mode(term: Term) -> Mode:
 def words_of(term: Term, mode: Mode) -> str:
     """How a term is weighed, in words."""
     if mode == SUM:
-        return f"{term.words or 'a sum'}: added up, divided by nothing"
+        return f"{term.words or 'loss'}, summed, not averaged" if term.words != "sum" else "summed, not averaged"
     if callable(mode):
-        return f"adopted by the check: {name_of(mode)}"
-    return f"{term.words or 'a mean'}, each micro-batch weighed by what its loss was divided by"
+        return f"weighted by {name_of(mode)}, which the check has found"
+    return term.words if term.words.startswith("mean") else f"mean {term.words}".rstrip()
 
 
 class Contribution(NamedTuple):

@@ -112,7 +112,7 @@ class Weigher:
         if is_plain and node._saved_reduction == MEAN_REDUCTION:
             return self._read_plain(node)
         if self._weight == "equal":
-            self.criterion = "equal: a mean of the micro-batches' means"
+            self.criterion = "mean of the micro-batches' means"
             guard_against_zero(self.read(loss).terms)
             return Contribution(1.0)
         reading = self.read(loss)
@@ -129,7 +129,7 @@ class Weigher:
         if isinstance(self._weight, tuple):
             return self._listed(reading, batch, rows)
         weight = count_by(self._weight, batch, rows)
-        self.criterion = self.criterion or name_of(self._weight)
+        self.criterion = self.criterion or f"weighted by {name_of(self._weight)}"
         return Contribution(weight, of_mean=of_mean, doubt=is_lost(loss, weight, reading.terms))
 
     def know(self, parameters: Iterable[Tensor]) -> None:
@@ -215,7 +215,7 @@ class Weigher:
             self._terms = terms
             if self.criterion is None or not self.criterion.startswith("each"):
                 names = ", ".join(term.words or "a term" for term in terms if not term.is_penalty)
-                self.criterion = f"each term by its own ({names}), counted first by one more forward, which weight=[...] saves"
+                self.criterion = f"each term by its own count ({names}), with one more forward, which weight=[...] saves"
             of_terms = {term.key: weight for term, weight in zip(terms, weights, strict=True)}
             factors_of = {term.key: factor_of(term, mode) for term, mode in zip(terms, modes, strict=True)}
             return Contribution(None, structure=structure, of_terms=of_terms, of_factors=factors_of, doubt=doubt)
@@ -310,7 +310,7 @@ class Weigher:
         counts = [count_by(weight, batch, rows) for weight in self._weight]
         penalties = [term._replace(key=0) for term in reading.terms if term.is_penalty]  # which go with the first
         self._terms = [*(term._replace(key=place) for place, term in enumerate(varying)), *penalties]
-        self.criterion = "each term of the loss by its own, " + ", ".join(
+        self.criterion = "each term weighted by its own count, " + ", ".join(
             f"{term.words or 'a term'} by {name_of(weight)}" for term, weight in zip(varying, self._weight, strict=True)
         )
         return Contribution(

@@ -79,11 +79,11 @@ def offload_in_words(device: torch.device) -> str:
 
     Example:
         >>> offload_in_words(torch.device("cpu"))
-        'each runs whole (a CPU has no other memory to offload to)'
+        'nothing offloaded on a CPU'
     """
     if lane_for(device) is None:
-        return f"each runs whole (a {device.type.upper()} has no other memory to offload to)"
-    return "each runs whole, and what it saves for its backward waits in the memory of the host"
+        return f"nothing offloaded on a {device.type.upper()}"
+    return "activations on the host"
 
 
 class Offload:

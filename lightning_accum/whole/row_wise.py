@@ -94,7 +94,7 @@ class RowWise:
     def describe(self) -> str:
         """What runs in micro-batches, in words."""
         size = f"up to {self.size.count} tokens" if isinstance(self.size, Tokens) else self.size
-        return f"{', '.join(self.names)} in micro-batches of {size}, the loss sees all rows"
+        return f"{', '.join(self.names)} in micro-batches of {size}"
 
     @contextmanager
     def step(self, rows: int | None = None) -> Iterator[None]:

@@ -9,8 +9,8 @@ accumulation, Accelerate (``accumulate()``, and its recipe for counted tokens), 
   full batch, which a hand-written loop over batches of 32 trains in one process, over the norm of what that has changed by then.
 - steps: of the optimizer and of the scheduler in three epochs; the full batch takes 12.
 - collectives: all that one process takes part in during a window, by torch's profiler.
-- microseconds per micro-batch of 4 texts of 16 bytes, and thousands of tokens per second on texts of 1 to 256 bytes: float32,
-  medians over rounds in which all sides take turns in the same processes.
+- thousands of tokens per second on texts of 1 to 256 bytes, in micro-batches of 4 texts: float32, medians over
+  rounds in which all sides take turns in the same processes.
 
     python tests/benchmarks/compare.py --rounds 7
     python tests/benchmarks/compare.py --write     # also into the page of measurements, and notebooks/figures/comparison.png
@@ -43,13 +43,13 @@ from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).parents[2]
 FIGURE = Path("notebooks/figures/comparison.png")
-PAGE = ROOT / "notebooks" / "site" / "docs" / "measured.md"
+PAGE = ROOT / "notebooks" / "site" / "docs" / "how-it-works.md"
 MOMENTS = ("first step", "epoch 1", "epoch 3")
-EPOCHS, SAMPLES, SHORT, TIMED_WINDOWS = 3, 101, 14, 12
+EPOCHS, SAMPLES, TIMED_WINDOWS = 3, 101, 12
 BEGIN, END = "<!-- comparison -->", "<!-- end of comparison -->"
 
 Figures = dict[str, Any]
-"""What is known of a side: deviations by moment, steps, scheduler steps, collectives, microseconds, tokens per second."""
+"""What is known of a side: deviations by moment, steps, scheduler steps, collectives, tokens per second."""
 
 
 def deviations(training: Training, full: Training) -> dict[str, float]:
@@ -100,16 +100,13 @@ def seconds(side: Side, texts: Texts) -> float:
 
 
 def timed(sides: list[Side], rounds: int) -> dict[str, Figures]:
-    """Microseconds of a micro-batch, and tokens per second: medians."""
+    """Tokens per second: medians."""
     samples = GLOBAL_BATCH * TIMED_WINDOWS
     corpus = docstrings(samples)
-    short = [(text * SHORT)[:SHORT] for text in corpus]  # and a byte at each end
     (order,) = orders(samples, 1)
     tokens = sum(len(corpus[i]) + 1 for i in order[GLOBAL_BATCH:-GLOBAL_BATCH])
-    micro_batches = (TIMED_WINDOWS - 2) * window()
-    taken = interleaved({side.name: lambda side=side: [seconds(side, short), seconds(side, corpus)] for side in sides}, rounds)
-    medians = {name: [statistics.median(of) for of in zip(*found, strict=True)] for name, found in taken.items()}
-    return {n: {"microseconds": s / micro_batches * 1e6, "tokens per second": tokens / t} for n, (s, t) in medians.items()}
+    taken = interleaved({side.name: lambda side=side: seconds(side, corpus) for side in sides}, rounds)
+    return {name: {"tokens per second": tokens / statistics.median(found)} for name, found in taken.items()}
 
 
 def work(rounds: int, kind: str, out: Path) -> None:
@@ -150,18 +147,14 @@ def measured(processes: int, rounds: int, kind: str) -> dict[str, Figures]:
 
 def table(found: Mapping[int, Mapping[str, Figures]]) -> str:
     """Markdown; the two numbers of a cell are those of 1 process and of 2."""
-    titles = [
-        "", *(f"deviation after {moment}" for moment in ("the first step", "epoch 1", "epoch 3")), "optimizer steps",
-        "scheduler steps", "collectives a window", "µs a micro-batch", "1000 tokens/s",
-    ]  # fmt: skip
+    titles = ["", f"deviation after {EPOCHS} epochs", "scheduler steps", "collectives a window", "1000 tokens/s"]
     lines = ["| " + " | ".join(titles) + " |", "| --- |" + " --- |" * (len(titles) - 1)]
     for name in next(iter(found.values())):
         of_all = [figures[name] for figures in found.values()]
         columns = [
-            *([_short(figures["deviations"][moment]) for figures in of_all] for moment in MOMENTS),
-            *([str(figures[what]) for figures in of_all] for what in ("steps", "scheduler steps", "collectives")),
-            [f"{figures['microseconds']:.0f}" for figures in of_all if "microseconds" in figures],
-            [f"{figures['tokens per second'] / 1000:.1f}" for figures in of_all if "microseconds" in figures],
+            [_short(figures["deviations"][MOMENTS[-1]]) for figures in of_all],
+            *([str(figures[what]) for figures in of_all] for what in ("scheduler steps", "collectives")),
+            [f"{figures['tokens per second'] / 1000:.1f}" for figures in of_all if "tokens per second" in figures],
         ]
         lines.append("| " + " | ".join([name, *map(" / ".join, columns)]) + " |")
     return "\n".join([*lines, "", conditions()])
@@ -180,37 +173,27 @@ def conditions() -> str:
 
 
 def draw(found: Mapping[int, Mapping[str, Figures]], path: Path | str) -> None:
-    """Write the figure: the deviations of every side, one panel for each number of processes."""
+    """Write the figure: one bar a side, as long as its largest deviation after the last epoch, of all numbers of processes."""
     from matplotlib.figure import Figure
 
-    floor, ceiling = 1e-17, 10.0
-    names = list(next(iter(found.values())))
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    panels = figure.subplots(1, len(found), sharex=True, sharey=True, squeeze=False)[0]
-    styles = {"first step": ("o", "#56B4E9"), "epoch 1": ("s", "#0072B2"), "epoch 3": ("D", "#000000")}
-    for axes, (processes, figures) in zip(panels, found.items(), strict=True):
-        for row, name in enumerate(names):
-            axes.axhline(row, color="0.92", linewidth=1, zorder=0)
-            for shift, (moment, (marker, colour)) in zip((-0.22, 0.0, 0.22), styles.items(), strict=True):
-                value = max(figures[name]["deviations"][moment], floor)
-                axes.plot(value, row + shift, marker, color=colour, markersize=7, label=moment if row == 0 else None)
-        axes.axvspan(floor / 3, 1e-12, color="#009E73", alpha=0.12, linewidth=0)
-        axes.set_xscale("log")
-        axes.set_xlim(floor / 3, ceiling)
-        axes.set_xticks([1e-16, 1e-12, 1e-8, 1e-4, 1])
-        axes.set_title("one process" if processes == 1 else f"{processes} processes", loc="left", fontsize=11)
-        axes.set_xlabel("deviation of the parameters from the full batch's")
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-        axes.grid(axis="x", color="0.9")
-    panels[0].set_yticks(range(len(names)), [name.replace("**", "").replace("`", "") for name in names])
-    panels[0].set_ylim(len(names) - 0.4, -0.6)
-    panels[0].text(
-        1.3e-12, len(names) - 0.55, "equal to rounding: below 1e-12", color="#00694D", fontsize=9, ha="left", va="bottom"
-    )
-    figure.suptitle(f"Equal to the full batch throughout: {_exact(found)}", fontsize=14, fontweight="bold", x=0.01, ha="left")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    floor, names = 1e-16, list(next(iter(found.values())))
+    ours = {side.name for side in SIDES if side.is_ours}
+    largest = [max(floor, *(figures[name]["deviations"][MOMENTS[-1]] for figures in found.values())) for name in names]
+    figure = Figure(figsize=(9, 3.9), layout="constrained")
+    axes = figure.subplots()
+    colours = ["#009E73" if name in ours else "#D55E00" for name in names]
+    axes.barh(range(len(names)), [value - floor for value in largest], left=floor, height=0.66, color=colours)
+    for row, value in enumerate(largest):
+        axes.text(value * 1.6, row, _short(value), va="center", fontsize=10)
+    axes.set_xscale("log")
+    axes.set_xlim(floor, 30)
+    axes.set_xticks([1e-16, 1e-12, 1e-8, 1e-4, 1], ["1e-16", "1e-12", "1e-8", "1e-4", "1"])
+    axes.set_yticks(range(len(names)), [name.replace("**", "").replace("`", "") for name in names])
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlabel(f"distance of the parameters from one large batch after {EPOCHS} epochs, relative")
+    figure.suptitle(f"Equal to one large batch: {_exact(found)}", fontsize=14, fontweight="bold", x=0.01, ha="left")
     figure.savefig(path, dpi=130)
 
 

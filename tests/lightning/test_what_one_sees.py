@@ -212,8 +212,9 @@ CLASSES = [x(1, 2, 3)] * 4
 def test_one_line_says_what_a_window_is_in_what_unit(caplog: Any, module: Any, policy: Any, words: tuple[str, ...]) -> None:
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         fit(module(), None, GradientAccumulation(**policy), precision="64-true")
-    (line,) = [record.message for record in caplog.records if "a window is" in record.message]
+    (line,) = [record.message for record in caplog.records if record.message.startswith("accumulating ")]
     assert all(word in line for word in words), line
+    assert max(map(len, line.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_a_window_of_one_batch_on_one_rank_is_plain_lightning_to_the_bit() -> No
 def test_the_line_at_the_start_says_whether_a_fit_was_checked(arguments: dict[str, Any], is_checked: bool, caplog: Any) -> None:
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
         fit(Toy(adds_up), labelled(8, 8), GradientAccumulation(2, **arguments))
-    (line,) = [record.message for record in caplog.records if record.message.startswith("GradientAccumulation: ")]
+    (line,) = [record.message for record in caplog.records if record.message.startswith("accumulating ")]
     assert ("checked" in line and "not checked" not in line) == is_checked
 
 

@@ -540,6 +540,6 @@ def test_models_and_optimizers_that_do_not_belong_together_are_refused() -> None
 def test_the_start_line_says_what_was_understood_and_whether_it_was_checked(is_checked: bool, capsys: Any) -> None:
     loop(None, "sgd", in_batches(ROWS, 4), window=2, log=True, **({"loss_of": loss_of} if is_checked else {}))
     out = capsys.readouterr().out
-    assert out.startswith("Accumulator:")
+    assert out.startswith("accumulating ")
     assert "2 loader batches" in out
     assert ("loss_of=" in out) is not is_checked
