@@ -326,7 +326,7 @@ class ManualWindows(Windows):
         for number, call in enumerate(self.calls, 1):
             name = "window/loss" if number == 1 else f"window/loss_{number}"
             verdict = "" if call.check.verdict is None else f" ({call.check.verdict})"
-            parts.append(f"{name}, of {call.line}: {call.weigher.criterion}{verdict}")
+            parts.append(f"{name} of {call.line}: {call.weigher.criterion}{verdict}")
         rank_zero_info(in_lines(parts))
 
     # --- ranks ------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_the_callback_logs_each_loss_once_a_window() -> None:
 def test_the_start_line_says_which_backward_is_which_loss(caplog: Any) -> None:
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         fit(GAN(), batches_of(GAN), GradientAccumulation(3))
-    (line,) = [record.message for record in caplog.records if record.message.startswith("GradientAccumulation")]
+    (line,) = [record.message for record in caplog.records if record.message.startswith("accumulating ")]
     assert all(name in line for name in ("3 loader batches", "window/loss ", "window/loss_2", "window/loss_3", "manual_modules.py"))
 
 
