@@ -36,7 +36,7 @@ class GradientAccumulation(Callback):
     and Megatron-LM normalise like this.
 
     There are two ways to use it, which can be combined. ``window`` takes several loader batches together. ``micro_batch`` splits
-    each loader batch: the loader yields the batch that is wanted, and the package runs as much of it at a time as fits. Batch
+    each loader batch: the loader yields your effective batch, and the package runs as much of it at a time as fits. Batch
     indices, validation intervals, the progress bar and schedulers then count optimizer steps without further settings.
 
     Needs one of this package's strategies: ``Trainer(strategy="accum")`` on one device; ``"accum_ddp"`` on several, or

@@ -7,40 +7,40 @@ from typing import Any
 from lightning_accum.verdict import Verdict
 
 OF_SEVERAL_BATCHES = (
-    "The loss gathers the rows of all ranks, so it is one of all rows of its batch, and that of a window of several loader batches"
-    " is not their mean. Have the loader yield the batch that is wanted (a window of 1), of which row_wise= takes as much as"
-    " fits."
+    "The loss gathers the rows of all ranks, so it is one loss of all rows of a batch, and a window of several loader batches does"
+    " not take their mean. Have the loader yield your effective batch (a window of 1), and pass row_wise=, which runs as much of it"
+    " at a time as fits."
 )
 OF_LATER_WEIGHTS = (
-    "The loss, or one of its terms, turned out to be divided by something else than in the batches that were checked: a term"
-    " begins, all losses of a micro-batch are masked, or their weights differ. That window is left out: there is no optimizer step"
-    " for it. From the next on it is weighted by what was found."
+    "The loss, or one of its terms, is divided by something else than in the batches that were checked: a term begins, all losses"
+    " of a micro-batch are masked, or their weights differ. That window is left out: there is no optimizer step for it. The next"
+    " windows are weighted by what was found."
 )
 OF_COUNTS_OF_ONE = (
     "In several windows the loss of a micro-batch was divided by exactly 1. The first of them add up; later ones are not checked."
-    " If that 1 is a count of 0 which the loss raises, as by clamp(min=1), such windows are wrong: have the loader yield larger"
+    " If that 1 is a count of 0 that the loss raises, as clamp(min=1) does, such windows are wrong: have the loader yield larger"
     ' batches, or pass weight="equal" for the mean of means.'
 )
 OF_ANOTHER_MODE = (
-    "The rows of the first loader batches showed another weight of the loss than those of this one, whose window has begun. Say"
-    " what the mean is divided by: GradientAccumulation(weight=...) with TokenCount(), SampleCount() or a function of the batch; or"
-    " have the loader yield batches of 8 rows or more."
+    "The first loader batches showed another weight of the loss than this one, whose window has begun. Say what the mean is divided"
+    " by: GradientAccumulation(weight=...) with TokenCount(), SampleCount() or a function of the batch; or have the loader yield"
+    " batches of 8 rows or more."
 )
 OF_UNSEEN_TERMS = (
     "manual_backward got a loss that is computed in another way than in the batches that were checked: a term begins, all of its"
     " losses are masked, their weights differ, or a count is 1. It could not be checked that micro-batches add up to their batch."
-    " Compare some steps with those of full batches: lightning_accum.testing.assert_window_equals_batch."
+    " Compare some steps with full batches: lightning_accum.testing.assert_window_equals_batch."
 )
 OF_STEPS = (
-    "training_step steps an optimizer and then computes a loss with what that has changed. Before the last micro-batch of a window"
-    " steps wait, so such a loss would be computed with other parameters than in the full batch. Call step after the last"
-    " manual_backward; or have the loader yield batches as large as the window, with a window of 1, of which"
-    ' micro_batch="offload" runs one in less memory. check=False leaves out the check.'
+    "training_step steps an optimizer and then computes a loss with the parameters that this has changed. Before the last"
+    " micro-batch of a window steps wait, so that loss would use other parameters than in the full batch. Call step after the last"
+    ' manual_backward. Or have the loader yield your effective batch, with a window of 1; micro_batch="offload" runs it in less'
+    " memory. check=False leaves out the check."
 )
 OF_ONE_ROW = "the loader yields single rows, and the loss of two together is not the sum of theirs"
 OF_ROW_WISE = (
-    "With row_wise= the loss sees one loader batch of one rank as a whole: have the loader yield the batch that is wanted (a window"
-    " of 1), and have training_step gather the rows of several ranks: self.all_gather(..., sync_grads=True)."
+    "With row_wise= the loss sees one whole loader batch of one rank: have the loader yield your effective batch (a window of 1),"
+    " and have training_step gather the rows of several ranks: self.all_gather(..., sync_grads=True)."
 )
 
 
@@ -56,7 +56,7 @@ def of_losses(verdict: Verdict, weight: str, mend: str, has_stepped: bool) -> st
     after_steps = " Optimizer steps were made before: the batches until then could not be checked." if has_stepped else ""
     return (
         "The losses of micro-batches do not add up to that of their batch, so a window would not take the step of its full batch:"
-        f" {sum(verdict.rows)} rows of a batch, in parts of {_sizes(verdict)} weighed by weight={weight}:"
+        f" {sum(verdict.rows)} rows of a batch, in parts of {_sizes(verdict)} weighted by weight={weight}:"
         f" {_seen(verdict)}."
         f' {mend} weight="equal" takes the classic mean of means instead; check=False leaves out the check.{after_steps}'
     )
@@ -65,8 +65,8 @@ def of_losses(verdict: Verdict, weight: str, mend: str, has_stepped: bool) -> st
 def of_pairs(mend: str) -> str:
     """What to do with a loss that compares the rows of its batch."""
     return (
-        "No weight that was tried makes them add up: such a loss compares the rows of its batch, or divides by what no count shows."
-        f" Have the loader yield the batch that is wanted, with {mend}; or pass the weight that its mean is divided by, as a"
+        "No weight that was tried makes them add up: the loss compares the rows of its batch, or divides by something other than a"
+        f" count. Have the loader yield your effective batch, with {mend}; or pass the weight that its mean is divided by, as a"
         " function of the batch."
     )
 
@@ -97,7 +97,7 @@ def of_joined(verdict: Verdict) -> str:
 def of_one_row(verdict: Verdict, weight: Any) -> str:
     """The warning of loader batches of one row each, of which two do not add up."""
     return (
-        f"{OF_ONE_ROW.capitalize()}, weighed by weight={weight!r}: {_seen(verdict)}. Where training_step takes no more than one"
+        f"{OF_ONE_ROW.capitalize()}, weighted by weight={weight!r}: {_seen(verdict)}. Where training_step takes no more than one"
         " row, nothing is wrong, and check=False leaves out the check. Where it takes more, windows do not take the step of their"
         " full batch: have the loader yield batches of several rows, of which the check says more."
     )
@@ -107,17 +107,17 @@ def of_unchecked(verdict: Verdict, is_manual: bool = False) -> str:
     """The warning of windows of which nobody knows what they add up to."""
     by = "lightning_accum.testing.assert_window_equals_batch" if is_manual else "verify(module, data)"
     return (
-        f"It could not be checked that micro-batches add up to their batch: {verdict.seen}. Compare a step with that of its full"
-        f" batch by {by}, or pass check=False if you know that it is right."
+        f"It could not be checked that micro-batches add up to their batch: {verdict.seen}. Compare a step with its full batch"
+        f" by {by}, or pass check=False if you know that it is right."
     )
 
 
 def of_state(what: str, size: float) -> str:
     """The warning of what a step changes, by how much its loss changes with that."""
     return (
-        f"training_step changes {what}, and its loss depends on that (the loss of the same rows, or its gradient, is {size:.1g} of"
-        " its size off afterwards): micro-batches of a window see others than its full batch would. Change it once a window: in the"
-        " module's optimizer_step, after super().optimizer_step(...); or have training_step see the full batch:"
+        f"training_step changes {what}, and its loss depends on it (relative change of the loss of the same rows, or of its"
+        f" gradient: {size:.1g}), so micro-batches of a window see other values than the full batch would. Change it once a window:"
+        " in the module's optimizer_step, after super().optimizer_step(...); or have training_step see the full batch:"
         ' micro_batch="offload", or micro_batch= with row_wise=, and a window of 1.'
     )
 
