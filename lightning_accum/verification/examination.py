@@ -30,8 +30,8 @@ _DOES_NOT_ADD_UP = "losses that do not add up"
 _MENDS = {
     "random numbers": "No argument does: micro-batches are equal to their batch in distribution only. Verify a copy of the module"
     " that draws none, with torch.use_deterministic_algorithms(True).",
-    "BatchNorm": 'GradientAccumulation(micro_batch="offload") runs a loader batch whole: have the loader yield the batch that'
-    " is wanted. Or use GroupNorm, or layers in evaluation mode.",
+    "BatchNorm": 'GradientAccumulation(micro_batch="offload") runs a loader batch whole: have the loader yield your'
+    " effective batch. Or use GroupNorm, or layers in evaluation mode.",
     "batch_idx": "GradientAccumulation(micro_batch=...) splits each loader batch into micro-batches of the same batch_idx; or read"
     " self.global_step, which counts optimizer steps.",
     "padding": "Mask the padding in the module and in its loss; or let the loader pad all batches to one length.",
