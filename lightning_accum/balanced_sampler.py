@@ -59,13 +59,7 @@ class BalancedBatchSampler(Resumable, Sampler[list[int]]):
     """
 
     def __init__(
-        self,
-        lengths: Sequence[float] | Any,
-        batch_size: int,
-        *,
-        window: int = 1,
-        shuffle: bool = True,
-        seed: int = 0,
+        self, lengths: Sequence[float] | Any, batch_size: int, *, window: int = 1, shuffle: bool = True, seed: int = 0
     ) -> None:
         for name, value in (("batch_size", batch_size), ("window", window)):
             if not is_natural(value):

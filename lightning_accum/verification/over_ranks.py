@@ -119,11 +119,7 @@ def _flat(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
 
 
 def _steps(
-    runner: StepRunner,
-    shares: Sequence[Sequence[Any]],
-    strategy: str | Strategy,
-    change: Change,
-    gradients: Sequence[Tensors],
+    runner: StepRunner, shares: Sequence[Sequence[Any]], strategy: str | Strategy, change: Change, gradients: Sequence[Tensors]
 ) -> list[Step]:
     """The step of a window over ranks, of whose loader batches these are the ``shares``, as each rank saw it."""
     runner_there = replace(runner, state=None)  # type: ignore[arg-type]  # nothing is restored there
