@@ -266,9 +266,9 @@ EXCLUSIONS: tuple[tuple[Callable[[Asked], bool], str], ...] = (
         "What on_nonfinite={a.policy.on_nonfinite!r} leaves out or raises" + _RECORDED + "Leave static_graph out.",
     ),
     (
-        lambda a: bool(a.policy.row_wise) and a.engine == "ddp" and not a.is_manual and bool(a.one_backward),
-        "row_wise={a.row_wise} has several backwards of submodules within that of the loss, in which {a.strategy}({a.one_backward})"
-        " reduces gradients. Leave {a.one_backward} out.",
+        lambda a: bool(a.policy.row_wise) and a.is_static_graph and not a.is_manual,
+        "row_wise={a.row_wise} runs submodules again in the backward of the loss, and {a.strategy}(static_graph=True) records one"
+        " backward. Leave static_graph out.",
     ),
     (
         lambda a: bool(a.policy.row_wise) and a.engine == "fsdp1",

@@ -71,7 +71,7 @@ class Policy:
     @property
     def finishes_after_backward(self) -> bool:
         """The last micro-batch of a window is as all others, and gradients are reduced after it: it may come to nothing."""
-        return self.on_nonfinite != "propagate" or self.micro_batch == "auto" or bool(self.row_wise)
+        return self.on_nonfinite != "propagate" or self.micro_batch == "auto"
 
     def size_at(self, epoch: int, step: int) -> int | None:
         """Loader batches in a window that begins in ``epoch``, after ``step`` steps; None where the Trainer or tokens say."""

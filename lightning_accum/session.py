@@ -272,15 +272,11 @@ class Session:
 
     def _around_backward(self, loss: Tensor, micro_batch: MicroBatch, weighed: Weighed) -> AbstractContextManager[None]:
         if micro_batch.is_shadow_batch and not self.sync.is_waited_for_in_forward:
-            return self._weightless(no_gradients(loss))
+            return no_gradients(loss)
         if weighed.is_weightless:
-            return self._weightless(self.sync.without_weight(loss, micro_batch))
+            return self.sync.without_weight(loss, micro_batch)
         assert self.guard is not None
         return self.guard.watching(loss, weighed.weight)
-
-    def _weightless(self, context: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """A backward in ``context``, of which row-wise submodules get nothing."""
-        return context if self._row_wise is None else self._row_wise.dropping(context)
 
     # --- a rank without a batch -----------------------------------------------------------------------------------
 

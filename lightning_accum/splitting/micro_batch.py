@@ -118,50 +118,33 @@ class Layout:
         dimensions after 0; where a floating tensor has size ``L`` in dimension 1 the others stay, for they are features. In shared
         tensors they are all dimensions.
         """
-        return _taken(self.root, _RowSelector(rows, columns))
+        columns, indices = columns or {}, dict[torch.device, Tensor]()
 
+        def of_tensor(value: Tensor) -> Tensor:
+            if columns:  # first, so that there is less to copy
+                sizes = value.shape[1:]
+                sizes = sizes[:1] if value.is_floating_point() and sizes and sizes[0] in columns else sizes
+                value = value[(slice(None), *(columns.get(size, slice(None)) for size in sizes))]
+            if isinstance(rows, slice):
+                return value[rows]
+            if value.device not in indices:
+                # nobody waits for the copy: right towards a device, but the host could read it too early
+                is_copied = value.device.type != "cpu"
+                indices[value.device] = torch.tensor(rows, dtype=torch.long).to(value.device, non_blocking=is_copied)
+            return value.index_select(0, indices[value.device])
 
-class _RowSelector:
-    """What is kept for one micro-batch, applied to one leaf at a time."""
+        def taken(part: Part) -> Any:  # containers of its own, so that a micro-batch does to them what it does to them
+            value = part.value
+            if part.kind == "rows":
+                return with_entries(value, value[rows] if isinstance(rows, slice) else [value[row] for row in rows])
+            if part.kind == "tensor":
+                return of_tensor(value)
+            if not part.is_tensor:
+                return rebuilt(part, taken) if part.is_cut else value
+            is_as_it_is = columns.keys().isdisjoint(value.shape)
+            return value if is_as_it_is else value[tuple(columns.get(size, slice(None)) for size in value.shape)]
 
-    def __init__(self, rows: slice | Sequence[int], columns: Mapping[int, slice] | None) -> None:
-        self._rows, self._columns = rows, columns or {}
-        self._indices: dict[torch.device, Tensor] = {}
-
-    def entries(self, value: Sequence[Any]) -> Sequence[Any]:
-        """What is kept of a list with one entry a row."""
-        return value[self._rows] if isinstance(self._rows, slice) else [value[number] for number in self._rows]
-
-    def tensor(self, value: Tensor) -> Tensor:
-        """What is kept of a tensor with rows."""
-        if self._columns:  # first, so that there is less to copy
-            sizes = value.shape[1:]
-            sizes = sizes[:1] if value.is_floating_point() and sizes and sizes[0] in self._columns else sizes
-            value = value[(slice(None), *(self._columns.get(size, slice(None)) for size in sizes))]
-        return value[self._rows] if isinstance(self._rows, slice) else value.index_select(0, self._index(value.device))
-
-    def shared(self, value: Tensor) -> Tensor:
-        """What is kept of a tensor without rows."""
-        if self._columns.keys().isdisjoint(value.shape):
-            return value
-        return value[tuple(self._columns.get(size, slice(None)) for size in value.shape)]
-
-    def _index(self, device: torch.device) -> Tensor:
-        """The numbers of the rows, on a device."""
-        if device not in self._indices:
-            # nobody waits for the copy: right towards a device, but the host could read it too early
-            self._indices[device] = torch.tensor(self._rows, dtype=torch.long).to(device, non_blocking=device.type != "cpu")
-        return self._indices[device]
-
-
-def _taken(part: Part, selector: _RowSelector) -> Any:
-    """What a micro-batch has of a part: containers of its own, so that it does to them what it does to them."""
-    value = part.value
-    if part.kind == "rows":
-        return with_entries(value, selector.entries(value))
-    if part.is_tensor:
-        return selector.tensor(value) if part.kind == "tensor" else selector.shared(value)
-    return rebuilt(part, lambda inner: _taken(inner, selector)) if part.is_cut else value
+        return taken(self.root)
 
 
 def rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -43,8 +43,11 @@ Verdict: TypeAlias = str | Inconclusive | None
 """None where the module's loss does not depend on padding, what was seen where it does."""
 Proof: TypeAlias = Callable[..., Verdict]
 """Takes a few rows with all of their padding, and the same rows without some of it, as one batch or as several."""
-_Known: TypeAlias = tuple[str, tuple[str, ...]]
-"""A side of rows, and the tensors that show where they end."""
+_Known: TypeAlias = tuple[str, tuple[str, ...], frozenset[tuple[str, int]]]
+"""A side of rows, the tensors that show where they end, and what has their columns: dimensions, as (path, number).
+
+Another dimension may be as large by chance, as twenty classes next to texts of up to twenty tokens: then it is asked anew.
+"""
 
 
 class TrimmingCheck:
@@ -54,8 +57,6 @@ class TrimmingCheck:
         self._answers: dict[_Known, bool] = {}
         self._seen: Counter[_Known] = Counter()
         """Batches with such padding, while there was no answer."""
-        self._others: set[tuple[str, tuple[str, int]]] = set()
-        """Dimensions, as (path, number), that once had another size than the columns that a tensor shows, with its path."""
         self._warn = warn
 
     def prove_again(self) -> None:
@@ -64,11 +65,13 @@ class TrimmingCheck:
 
     def trimmable(self, layout: Layout, spans: dict[int, Spans], proof: Proof) -> dict[int, Spans]:
         """The spans without the padding that the loss was found to depend on."""
-        spans, kept = self._without_others(spans, layout), list[Spans]()
+        sizes = {(path, at): size for path, tensor in layout.tensors.items() for at, size in enumerate(tensor.shape) if at}
+        sizes.update(((path, at), size) for path, tensor in layout.shared_tensors.items() for at, size in enumerate(tensor.shape))
+        kept = list[Spans]()
         for span in spans.values():
-            keeps = {}
+            keeps, trimmed = {}, frozenset(at for at, size in sizes.items() if size == span.length)
             for side, is_there in (("right", span.is_padded_right), ("left", span.is_padded_left)):
-                known = (side, span.read_from)
+                known = (side, span.read_from, trimmed)
                 if is_there and known not in self._answers:
                     self._seen[known] += 1
                     if self._seen[known].bit_count() == 1:
@@ -76,21 +79,6 @@ class TrimmingCheck:
                 keeps[side] = not self._answers.get(known, False)
             kept.append(span.keep_padding(**keeps))
         return {span.length: span for span in kept if span.is_padded}
-
-    def _without_others(self, spans: Mapping[int, Spans], layout: Layout) -> dict[int, Spans]:
-        """The spans without those of a size that another dimension has by chance, which batches where they differ have shown.
-
-        Twenty classes next to texts of up to twenty tokens; a source and a target that are padded to the same length.
-        """
-        sizes = {(path, at): size for path, tensor in layout.tensors.items() for at, size in enumerate(tensor.shape) if at}
-        sizes.update(((path, at), size) for path, tensor in layout.shared_tensors.items() for at, size in enumerate(tensor.shape))
-        for span in spans.values():
-            self._others |= {(path, at) for path in span.read_from for at, size in sizes.items() if size != span.length}
-
-        def is_by_chance(at: tuple[str, int], span: Spans) -> bool:
-            return sizes[at] == span.length and all((path, at) in self._others for path in span.read_from)
-
-        return {length: span for length, span in spans.items() if not any(is_by_chance(at, span) for at in sizes)}
 
     def _note(self, known: _Known, verdict: Verdict) -> None:
         where = f"Padding on the {known[0]} of rows is not trimmed"

@@ -189,7 +189,7 @@ def _run_some(layer: Layer, arguments: Tree, are_rows: Sequence[bool], number: i
     device = next((leaf.value.device for leaf in arguments.leaves if leaf.is_tensor), torch.device("cpu"))
     before = RandomState(device)
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             return read(run(range(number), arguments.make(map(some, arguments.values, are_rows))), layer)
     finally:
         before.restore()

@@ -1,8 +1,8 @@
 """The proof of ``row_wise=``: the user's own step on a few rows, as it is, and with the submodules in micro-batches.
 
 Both are measured and compared as the check measures and compares rows and their parts: all gradients of the step. So it sees rows
-that depend on each other, gradients that a hook clips, an output in an attribute that is of one micro-batch alone. Parameters are
-as they are, and moved: a last layer of zeros hides what is before it.
+that depend on each other, a hook that normalises gradients, an output in an attribute that is of one micro-batch alone. Parameters
+are as they are, and moved: a last layer of zeros hides what is before it.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ class _Proof:
         raise RowWiseError(
             f"row_wise={first!r} runs {first!r} in micro-batches, and with {name} ({kind}) in micro-batches the step of some"
             f" rows is not that of the rows together ({seen}). Its outputs or gradients for a row depend on other rows (a mean over"
-            " rows, experts that take so many, a hook that clips gradients); or the loss uses what a call leaves in an attribute"
-            f" or a hook, which is of one micro-batch alone: have {first!r} return it, with one entry a row. {INSTEAD}"
+            " rows, experts that take so many, a hook that normalises gradients); or the loss uses what a call leaves in an"
+            f" attribute or a hook, which is of one micro-batch alone: have {first!r} return it, with one entry a row. {INSTEAD}"
         )
 
     def _innermost(self, trial: Trial, name: str, number: int) -> str:

@@ -1,30 +1,28 @@
 """Row-wise submodules: a step sees the whole batch, of which they run a micro-batch at a time.
 
-A call runs in micro-batches whose graphs are dropped, and its outputs, joined, are one node in the graph of the step. In the
-backward of that node it runs again, micro-batch by micro-batch, with the random state of before, and each takes its part of the
-gradient (GradCache, arXiv 2101.06983). Any loss of the outputs gets the gradient of the whole batch.
+A call runs in micro-batches, each below a checkpoint, and its outputs, joined, are one node in the graph of the step. In the
+backward of that node the micro-batches run again, one after the other, with the random state of before, and each takes its part of
+the gradient (GradCache, arXiv 2101.06983). Any loss of the outputs gets the gradient of the whole batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor, nn
 
 from lightning_accum.errors import ArgumentError, RowWiseError
 from lightning_accum.policy import Policy
-from lightning_accum.randomness import RandomState
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import columns_of
-from lightning_accum.whole.calls import Call, Gradients, as_one_node
+from lightning_accum.whole.calls import Call, as_one_node
 from lightning_accum.whole.forms import Form, Layer, Tree, form_of, kind_of, number_of_rows, read
 
 _MOST_PROOFS = 8
@@ -77,10 +75,9 @@ class RowWise:
         self._called: set[str] = set()
         self._warn_of_kind: Callable[[str], None] | None = None
         self._forms: dict[Hashable, Form] = {}
-        self._calls: list[Call] = []
         self._rows: int | None = None
-        self._number = 0
-        self._is_inside = self._drops = self._is_over = False
+        self._number = self._calls = 0
+        self._is_inside = self._is_over = False
 
     def end_proofs(self, kinds: set[Hashable], warn: Callable[[str], None] | None) -> None:
         """It was seen for these kinds of calls, and ``warn`` takes the name of a submodule that has another; or it is given up."""
@@ -102,14 +99,11 @@ class RowWise:
 
         ``rows`` are those of the batch, if that is known.
         """
-        self._rows, self._number, self._is_over = rows, 0, False
-        try:
-            with ExitStack() as stack:
-                for layer in self._layers:
-                    stack.enter_context(_calls_replaced(layer, self._call))
-                yield
-        finally:
-            self._calls.clear()
+        self._rows, self._number, self._calls, self._is_over = rows, 0, 0, False
+        with ExitStack() as stack:
+            for layer in self._layers:
+                stack.enter_context(_calls_replaced(layer, self._call))
+            yield
 
     def end_backward(self) -> None:
         """The backward of the loss is over, on all ranks of sharded submodules: calls of now are no part of the step.
@@ -125,48 +119,42 @@ class RowWise:
                 " submodule that is called as a module, self.encoder(x), and not by another of its methods."
             )
 
-    @contextmanager
-    def dropping(self, context: AbstractContextManager[None]) -> Iterator[None]:
-        """A backward in here, which is in ``context`` too, has no gradients for the parameters of the submodules."""
-        self._drops = True
-        try:
-            with context:
-                yield
-        finally:
-            self._drops = False
-
     # --- the forward --------------------------------------------------------------------------------------------------
 
     def _call(self, layer: Layer, *args: Any, **kwargs: Any) -> Any:
         if self._is_inside or self._is_over or not torch.is_grad_enabled():
             return layer.run(*args, **kwargs)
-        self._is_inside = True
-        try:
-            self._called.add(layer.name)
-            return self._run(layer, read((args, kwargs), layer))
-        finally:
-            self._is_inside = False
+        self._called.add(layer.name)
+        return self._run(layer, read((args, kwargs), layer))
 
     def _run(self, layer: Layer, arguments: Tree) -> Any:
         rows = number_of_rows(layer, arguments, self._rows)
         self._number += 1
 
         def run(piece: range, given: Any, number: int = self._number) -> Any:
-            args, kwargs = given
-            with nullcontext() if self.draws is None else self.draws(number, piece, rows):
-                return layer.run(*args, **kwargs)
+            self._is_inside = True
+            try:
+                args, kwargs = given
+                with nullcontext() if self.draws is None else self.draws(number, piece, rows):
+                    return layer.run(*args, **kwargs)
+            finally:
+                self._is_inside = False
 
         is_one = rows < 2 or (isinstance(self.size, int) and rows <= self.size)
         if self.size is None or (is_one and self.largest is None):  # as it is
-            return as_one_node(run(range(rows), arguments.make(arguments.values)), layer)
-        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # others' are for what a backward will need
-            form = self._form(layer, arguments, rows, run)
-            pieces = self._pieces(self.size, arguments, form, rows)
-            shadows = 0 if self.largest is None else int(self.largest(float(len(pieces)))[0]) - len(pieces)
-            call = Call(layer, arguments, form, pieces, shadows, run, self.device)
-            output = call.run(partial(self._run_again, call))
-        self._calls.append(call)
-        return output
+            output = run(range(rows), arguments.make(arguments.values))
+            with suppress(RowWiseError):  # it returns something that holds tensors
+                tree = read(output, layer)
+                # copies: what it has saved of its outputs is not to be written into without a word
+                output = tree.make(as_one_node([x.clone() if isinstance(x, Tensor) else x for x in tree.values]))
+            return output
+        form = self._form(layer, arguments, rows, run)
+        pieces, begin_backward, shadows = self._pieces(self.size, arguments, form, rows), None, 0
+        if self.largest is not None:
+            shadows = int(self.largest(float(len(pieces)))[0]) - len(pieces)
+            self._calls += 1
+            begin_backward = partial(self._check_is_next, self._calls)
+        return Call(layer, arguments, form, pieces, shadows, run, begin_backward, self.device).run()
 
     def _form(self, layer: Layer, arguments: Tree, rows: int, run: Callable[[range, Any], Any]) -> Form:
         """Where the rows of a call are."""
@@ -197,27 +185,6 @@ class RowWise:
         return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
     # --- the backward -------------------------------------------------------------------------------------------------
-
-    def _run_again(self, call: Call, gradients: Gradients) -> Gradients:
-        """Run a call again in its backward. Returns the gradients of its inputs."""
-        if torch.is_grad_enabled() or not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
-            raise RowWiseError.of(
-                call.layer.name,
-                f"training_step differentiates through a call of {call.layer.name!r} by itself (a gradient penalty, an inner"
-                ' step), and what ran in micro-batches has no graph for that. Leave row_wise out, and use micro_batch="offload".',
-            )
-        self._check_is_next(1 + self._calls.index(call))
-        if self._drops:
-            gradients = [None] * len(gradients)
-            if self.largest is None:
-                return call.zeros()
-        now = RandomState(self.device)
-        self._is_inside = True
-        try:
-            return call.run_again(gradients)
-        finally:
-            self._is_inside = False
-            now.restore()
 
     def _check_is_next(self, number: int) -> None:
         """Raise on all ranks of sharded submodules unless they go on with the same call; 0 for none."""

@@ -325,6 +325,12 @@ def with_teachers(net: Any, x: Tensor) -> Tensor:
     return alike(net.a(x), targets[0]) + alike(net.a(x), targets[1])
 
 
+def critic_penalty(net: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(net.a(x).sum(), x, create_graph=True)
+    return gradient.norm()
+
+
 def embedding(**options: Any) -> nn.Module:
     return nn.Sequential(nn.Embedding(CLASSES, 6, **options), nn.Flatten(), nn.Linear(6 * LENGTH, 6))
 
@@ -385,6 +391,11 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]] = {
     "weights tied to those of a head": (of_ids, embedding),
     "teachers without gradients, one by functional_call": (with_teachers, mlp),
     "a hook that normalises each row": (encoded, by_hook(lambda m: m.register_forward_hook(lambda *a: F.normalize(a[2])))),
+    "a hook that clips the gradient of all rows": (
+        encoded,
+        by_hook(lambda m: m[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))),
+    ),
+    "a gradient penalty": (critic_penalty, mlp),
     "an attribute that is only looked at": (encoded, keeps(lambda net, z: z * 2)),
 }
 NAMES = {
@@ -429,12 +440,6 @@ def test_only_one_micro_batch_and_the_outputs_are_held() -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def critic_penalty(net: Any, x: Tensor) -> Tensor:
-    x = x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(net.a(x).sum(), x, create_graph=True)
-    return gradient.norm()
-
-
 def last_is_large(net: Any, x: Tensor) -> Tensor:
     x = x.clone()
     x[-1, 0] = 10
@@ -442,9 +447,8 @@ def last_is_large(net: Any, x: Tensor) -> Tensor:
     return spread(output) if isinstance(output, Tensor) else spread(output[0]) * (1 + output[1])
 
 
-NAMED = {"gradient penalty": "offload", "BatchNorm": "net.a.3", "attention over the batch": "net.a.3"}
+NAMED = {"BatchNorm": "net.a.3", "attention over the batch": "net.a.3"}
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module]]] = {
-    "gradient penalty": (critic_penalty, mlp),
     "exchanged parameters": (
         lambda net, x: spread(torch.func.functional_call(net.a, {n: p * 2 for n, p in net.a.named_parameters()}, x)),
         mlp,
@@ -485,7 +489,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module
         by_hook(lambda m: m[1].register_forward_hook(keep)),
     ),
     "gradients by frequency": (lambda net, x: spread(net.a(texts(x)[0])), lambda: embedding(scale_grad_by_freq=True)),
-    "gradients that a hook clips": (encoded, by_hook(lambda m: m[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01)))),
     "gradients that a hook of a module normalises": (
         encoded,
         by_hook(lambda m: m[1].register_full_backward_hook(lambda module, given, of_output: (given[0] / given[0].norm(),))),
@@ -616,16 +619,19 @@ def test_over_ranks_a_loss_of_one_ranks_rows_is_refused_and_a_gathered_sum_asks_
         fit(Gathering(loss, gathers), collated(8, 8), row_wise(micro_batch=3), strategy=ddp(), devices=2)
 
 
+OF_DDP: list[dict[str, Any]] = [{"sync": "micro_batch"}, {"find_unused_parameters": True}, {}]
+
+
 @pytest.mark.some_cases(1)
-@pytest.mark.parametrize("find_unused", [True, False])
-def test_ranks_with_unequally_many_batches_take_the_step_of_all_rows(find_unused: bool) -> None:
+@pytest.mark.parametrize("options", OF_DDP, ids=str)
+def test_ranks_with_unequally_many_batches_take_the_step_of_all_rows(options: dict[str, Any]) -> None:
     by_rank = [uneven()[:4], uneven()[4:]]
     assert_window_equals_batch(
         Toy(of_classes, net=encoder_and_scale),
         by_rank,
         row_wise(2, micro_batch=3),
         by_rank=True,
-        strategy=lambda: ddp(find_unused_parameters=find_unused),
+        strategy=lambda: ddp(**options),
         devices=2,
     )
 
