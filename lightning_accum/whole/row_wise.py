@@ -76,7 +76,7 @@ class RowWise:
         self._warn_of_kind: Callable[[str], None] | None = None
         self._forms: dict[Hashable, Form] = {}
         self._rows: int | None = None
-        self._number = self._calls = 0
+        self._number = 0
         self._is_inside = self._is_over = False
 
     def end_proofs(self, kinds: set[Hashable], warn: Callable[[str], None] | None) -> None:
@@ -99,7 +99,7 @@ class RowWise:
 
         ``rows`` are those of the batch, if that is known.
         """
-        self._rows, self._number, self._calls, self._is_over = rows, 0, 0, False
+        self._rows, self._number, self._is_over = rows, 0, False
         with ExitStack() as stack:
             for layer in self._layers:
                 stack.enter_context(_calls_replaced(layer, self._call))
@@ -152,8 +152,7 @@ class RowWise:
         pieces, begin_backward, shadows = self._pieces(self.size, arguments, form, rows), None, 0
         if self.largest is not None:
             shadows = int(self.largest(float(len(pieces)))[0]) - len(pieces)
-            self._calls += 1
-            begin_backward = partial(self._check_is_next, self._calls)
+            begin_backward = partial(self._check_is_next, self._number)
         return Call(layer, arguments, form, pieces, shadows, run, begin_backward, self.device).run()
 
     def _form(self, layer: Layer, arguments: Tree, rows: int, run: Callable[[range, Any], Any]) -> Form:
