@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -41,19 +43,34 @@ class Alive(TorchDispatchMode):
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within this context, the bytes held for backwards to come, and their peak. A tensor that is saved twice counts twice."""
+    """Within this context, the bytes of the storages that are held for backwards to come, each once, and their peak."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
+        self._left_out: set[int] = set()
+        self._holders: Counter[int] = Counter()
         super().__init__(lambda tensor: _Saved(tensor, self), lambda saved: saved.tensor)
 
     def __enter__(self) -> SavedBytes:
         super().__enter__()
         return self
 
-    def add(self, number: int) -> None:
-        self.now += number
-        self.peak = max(self.peak, self.now)
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count what shares its storage with these, which must live as long as the context."""
+        self._left_out |= {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def restart(self) -> None:
+        """Forget the peak."""
+        self.peak = self.now
+
+    def change(self, tensor: Tensor, holders: int) -> None:
+        """A tensor is saved (1), or dropped (-1)."""
+        storage = tensor.untyped_storage()
+        before = self._holders[storage._cdata]
+        self._holders[storage._cdata] += holders
+        if storage._cdata not in self._left_out and before * self._holders[storage._cdata] == 0:
+            self.now += holders * storage.nbytes()
+            self.peak = max(self.peak, self.now)
 
 
 class _Saved:
@@ -62,7 +79,7 @@ class _Saved:
     def __init__(self, tensor: Tensor, counter: SavedBytes) -> None:
         self.tensor = tensor.detach()  # with its graph, an output that its own operation saves would hold itself
         self._counter = counter
-        counter.add(tensor.nbytes)
+        counter.change(self.tensor, 1)
 
     def __del__(self) -> None:
-        self._counter.add(-self.tensor.nbytes)
+        self._counter.change(self.tensor, -1)

@@ -29,7 +29,7 @@ os.register_at_fork(after_in_child=lambda: faulthandler.enable(2))  # a process 
 
 def pytest_report_header(config: Any) -> str:
     """How long it will take, for those who run everything."""
-    return "lightning_accum: the tests take about 6 minutes on 2 quiet cores, and failures are shown as they come"
+    return "lightning_accum: the tests take about 6 minutes on 2 quiet cores"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -63,24 +63,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: Any) -> None:
-    """Show failures as they come."""
+    """Have a worker wait for nobody."""
     database = getattr(config, "failures_db", None)  # of pytest-rerunfailures: a worker asks it at each test
     if database is not None:  # two small messages, of which the second would wait 40 ms for an answer to the first
         database.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    reporter = config.pluginmanager.getplugin("terminalreporter")
-    if reporter is not None:
-        config.pluginmanager.register(_Failures(reporter))
-
-
-class _Failures:
-    def __init__(self, reporter: Any) -> None:
-        self._reporter = reporter
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        """Print what a failed test has to say, which pytest does at the end."""
-        if report.failed:
-            self._reporter.write_sep("_", report.nodeid, red=True)
-            self._reporter.write_line(report.longreprtext)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -64,43 +64,46 @@ def dealt(rows: Rows, size: int, engine: str) -> list[list[Rows]]:
 def assert_one_window_one_batch(
     make: Callable[[], pl.LightningModule],
     by_rank: Sequence[Sequence[Rows | None]] | DataLoader | pl.LightningDataModule,
-    windows: Sequence[Rows] | None,
     policy: GradientAccumulation | int,
     engine: str = "accum",
     options: dict[str, Any] | None = None,
     *,
+    windows: Sequence[Rows] | None = None,
     collate: Callable[[Any], Any] = pad,
-    weights: Sequence[float] | None = None,
     clip: dict[str, float] | None = None,
     has_length: bool = True,
-    limit: float = EXACT,
-    max_epochs: int = 1,
+    epochs: int = 1,
     ckpt_path: Any = None,
     optimizers: Sequence[Any] = (None,),
+    weights: Sequence[float] | None = None,
+    limit: float = EXACT,
     **arguments: Any,
 ) -> None:
     """``lightning_accum.testing.assert_window_equals_batch`` on one of ``ENGINES``, with the module's own optimizer.
 
     ``by_rank`` has the rows of each loader batch of each rank, or is one loader or data module for all; ``windows`` the rows of
-    each window, of all epochs (None: the policy tells them). Gradients are clipped by "norm" or "value".
+    each window, of all epochs, where the policy does not tell them. Gradients are clipped by "norm" or "value".
     """
     of = ENGINES[engine]
     for algorithm, value in (clip or {}).items():
         arguments |= {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
-    is_rows = isinstance(by_rank, Sequence) and has_length
+    if not has_length:
+        size, tail = policy.policy.window or 1, policy.policy.tail
+        windows = windows_of(by_rank, size, epochs, tail) if windows is None else windows
+        by_rank = Dealt(by_rank, collate, has_length)
     assert_window_equals_batch(
         make,
-        by_rank if has_length or not isinstance(by_rank, Sequence) else Dealt(by_rank, collate, has_length),
+        by_rank,
         policy,
         windows=windows,
         weights=weights,
         optimizers=optimizers,
         limit=limit,
-        by_rank=is_rows,
+        by_rank=isinstance(by_rank, Sequence),
         collate=collate,
         strategy=lambda: of.strategy(**(options or {})),
         devices=of.ranks * of.tensor,
-        epochs=max_epochs,
+        epochs=epochs,
         ckpt_path=ckpt_path,
         trainer={"plugins": of.plugins() or [DoublePrecisionPlugin()], **arguments},
         reference={"plugins": [DoublePrecisionPlugin()]},

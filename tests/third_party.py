@@ -54,10 +54,7 @@ def prepare(directory: Path, package: Package) -> Path:
     if not done.exists():
         own.make(sys.executable)
         (Path(own.printed(SITE_PACKAGES)) / "base.pth").write_text(base.printed(SITE_PACKAGES))
-        if package.requirements:
-            own.pip_install(*package.requirements)
-        if package.without_dependencies:
-            own.pip_install("--no-deps", *package.without_dependencies)
+        own.pip_install(*package.requirements)
         done.touch()
     return own.python
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from support import Hide
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,7 +22,7 @@ class Loss(NamedTuple):
     Attributes:
         name: is unique.
         of: the loss of the net and a batch.
-        expected: ``"exact"``; ``"refused"``, an error before the first step; ``"told"``, exact or refused or warned of.
+        expected: ``"exact"``; ``"refused"``, an error before the first step; ``"told"``, a warning is enough.
         weight: of the policy.
     """
 
@@ -81,10 +79,6 @@ def masked(errors: Tensor, p: Tensor) -> Tensor:
 def beside(constant: float) -> Callable[[Any, Batch], Tensor]:
     return lambda net, b: (each(net, b) * b["mask"]).sum() / (b["mask"].to(D).sum() + constant)
 
-@partial(torch.compile, backend="aot_eager", dynamic=True)
-def _compiled(values: Tensor, y: Tensor) -> Tensor:
-    return (values - y).square().mean()
-
 WRITTEN: dict[str, Callable[[Any, Batch], Tensor]] = {
     "cross entropy": ce,
     "label smoothing and class weights": lambda net, b: ce(net, b, label_smoothing=0.1, weight=CLASSES),
@@ -111,20 +105,11 @@ OF_A_MEAN: dict[str, Callable[[Any, Batch], Tensor]] = {
 }
 REFUSED: dict[str, Callable[[Any, Batch], Tensor]] = {
     "a mean of the RMSE of columns": of(lambda o, p: (o - p).square().mean(0).sqrt().mean()),
-    "a mean of two RMSE": of(lambda o, p: torch.stack([F.mse_loss(o[:, i], p[:, i]).sqrt() for i in range(2)]).mean()),
-    "a sum of two functions": of(lambda o, p: F.mse_loss(o, p).sqrt() + F.l1_loss(o, p).log()),
-    "a function of two counts": of(lambda o, p: torch.sqrt(F.mse_loss(o, p) + masked((o - p).square(), p))),
-    "a constant inside": of(lambda o, p: torch.log(1 + F.mse_loss(o, p).sqrt())),
     "means of columns, squared": of(lambda o, p: o.mean(0).square().sum()),
-    "over the root of the rows": lambda net, b: bce(net, b, reduction="sum") / torch.tensor(float(len(b["x"]))).sqrt(),
-    "a root of a mean times its rows": of(lambda o, p: F.mse_loss(o, p).sqrt() * len(o)),
 }
 TOLD: dict[str, Callable[[Any, Batch], Tensor]] = {
     "tokens and samples": lambda net, b: ce(net, b) + each(net, b).mean(),
-    "a factor with its rows in a number": lambda net, b: each(net, b).sum() * (1 / (9 + int(b["mask"].sum()))),
     "1.0 beside the count": beside(1.0),  # too few of the first rows have a label to tell it from another law
-    "behind a function of one's own": lambda net, b: Hide.apply(ce(net, b)),
-    "compiled": lambda net, b: _compiled(net.value(b["x"])[:, 0], b["y"]),
 }
 # fmt: on
 
@@ -134,6 +119,5 @@ LOSSES = [
     *(Loss(name, function, "told") for name, function in TOLD.items()),
     Loss("explicit: samples of RMSE", OF_A_MEAN["RMSE"], weight=SampleCount()),
     Loss("explicit: labels", ce, weight=lambda batch: (batch["target"] != -100).sum()),
-    Loss("explicit: samples of RMSE of columns", REFUSED["a mean of the RMSE of columns"], "refused", SampleCount()),
 ]
 BY_NAME = {loss.name: loss for loss in LOSSES}

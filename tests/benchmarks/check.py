@@ -17,8 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from memory import SavedBytes
-from side_by_side import CLOCKS, GPT, Module, classify, command_line, fit, interleaved, show
+from side_by_side import CLOCKS, GPT, Module, SavedBytes, classify, command_line, fit, interleaved, show
 from support import language_loss, loader
 from torch import Tensor, nn
 

@@ -11,70 +11,16 @@ an operation allocates for itself.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from side_by_side import Module, TimedBatches, classify, command_line, fit, show
+from side_by_side import Module, SavedBytes, TimedBatches, classify, command_line, fit, show
 from torch import Tensor, nn
 
 ROWS, MICRO_BATCH, BATCHES, CLASSES, LAYERS, HEADS = (4, 8, 16, 64), 4, 4, 10, 4, 4
 WHOLE = "in one piece"
-
-
-class SavedBytes:
-    """Counts, as a context, the bytes that autograd holds for backwards to come."""
-
-    def __init__(self) -> None:
-        self._uncounted: set[int] = set()
-        self._holders: Counter[int] = Counter()
-        self._now = 0
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Saved(tensor, self), lambda saved: saved.tensor)
-        self.peak = 0
-
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count what shares its storage with these, which must live as long as the context."""
-        self._uncounted |= {_storage(tensor) for tensor in tensors}
-
-    def restart(self) -> None:
-        """Forget the peak."""
-        self.peak = self._now
-
-    def change(self, tensor: Tensor, storage: int, holders: int) -> None:
-        """A tensor is saved (1), or dropped (-1)."""
-        if storage in self._uncounted:
-            return
-        before = self._holders[storage]
-        self._holders[storage] += holders
-        if (before > 0) != (self._holders[storage] > 0):
-            self._now += holders * tensor.untyped_storage().nbytes()
-            self.peak = max(self.peak, self._now)
-
-    def __enter__(self) -> SavedBytes:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._hooks.__exit__(*exception)
-
-
-class _Saved:
-    """A saved tensor, from the forward that saves it to the backward, or to the end of its graph."""
-
-    def __init__(self, tensor: Tensor, counter: SavedBytes) -> None:
-        self.tensor = tensor.detach()  # with its graph, an output that its own operation saves would hold itself
-        self._counter, self._storage = counter, _storage(tensor)
-        counter.change(self.tensor, self._storage, 1)
-
-    def __del__(self) -> None:
-        self._counter.change(self.tensor, self._storage, -1)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 class Classifier(nn.Module):

@@ -23,6 +23,8 @@ from lightning_accum import GradientAccumulation
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from alive import SavedBytes as SavedBytes
+
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 """Time that passed, and what this process computed: steadier where others compute, too."""
 IGNORED = -100

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry, XLAStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+    XLAStrategy,
+)
 from support import Scalar, ddp, end_profile, fit, python_path, trainer, x
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -20,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_accum import (
     AccumulationError,
     AccumulationStrategy,
+    DDPAccumulationStrategy,
     GradientAccumulation,
     SampleCount,
     TokenCount,
@@ -186,6 +197,9 @@ def test_callback_with_another_engine_says_what_to_use(engine: type, instead: st
         ({"trim_padding": "yes"}, "trim_padding"),
         ({"log": "all"}, "log"),
         *[({"accumulate_dtype": value}, "accumulate_dtype") for value in ("float32", torch.int64, 32)],
+        *[({"validate_every": value}, "validate_every") for value in (0, -1, 1.5, True, "epoch")],
+        *[({"micro_batch": 4, "weight": value}, "weight") for value in (["auto", SampleCount()], [])],
+        ({"micro_batch": Tokens(lambda seen: 3)}, "Tokens"),
     ],
 )
 def test_argument_out_of_range_is_named(arguments: dict[str, Any], names: str) -> None:
@@ -223,3 +237,45 @@ class TrainsMore(Scalar):
 def test_parameter_that_ddp_does_not_reduce_is_an_error(kind: str, window: int) -> None:
     with pytest.raises(Exception, match=r"(?s)lightning_accum\S*Error: .*\bother\b"):
         fit(TrainsMore(kind), strategy=ddp(), devices=2, accumulate_grad_batches=window)
+
+
+# --- a strategy that somebody derived from Lightning's ---------------------------------------------------------------------
+
+COUNTED = ("batch_to_device", "backward", "optimizer_step", "training_step", "post_backward")
+
+
+def counting(kind: type) -> type:
+    """Of Lightning's, a strategy that counts what it does in a micro-batch and a step."""
+
+    def counted(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            return getattr(kind, name)(self, *args, **kwargs)
+
+        return method
+
+    return type("Own", (kind,), {"calls": Counter(), **{name: counted(name) for name in COUNTED}})
+
+
+class OwnAccumulation(AccumulationStrategy, counting(SingleDeviceStrategy)):
+    pass
+
+
+class OwnDDPAccumulation(DDPAccumulationStrategy, counting(DDPStrategy)):
+    pass
+
+
+def test_a_strategy_derived_from_lightnings_and_ours_is_called_in_exact_windows() -> None:
+    module = Scalar([x(1), x(1, 2, 3), x(4), x(9, 8), x(6)])
+    run = fit(module, None, GradientAccumulation(2, check=False), strategy=OwnAccumulation())
+    assert module.gradients == pytest.approx([(1 + 1 + 2 + 3) / 4, (4 + 9 + 8) / 3, 6], rel=1e-14)
+    assert run.strategy.calls == {name: 3 if name == "optimizer_step" else 5 for name in COUNTED}
+
+
+@pytest.mark.exhaustive
+def test_a_strategy_derived_from_both_takes_exact_windows_of_two_ranks() -> None:
+    module = Scalar(by_rank=[[x(1), x(1, 2, 3), x(4), x(9, 8), x(6)], [x(5), x(7), x(2, 2)]])
+    strategy = OwnDDPAccumulation(start_method="fork", timeout=timedelta(seconds=60))
+    fit(module, strategy=strategy, devices=2, accumulate_grad_batches=2)
+    windows = [[1, 1, 2, 3, 5, 7], [4, 9, 8, 2, 2], [6]]
+    assert module.total == pytest.approx(sum(sum(window) / len(window) for window in windows), rel=1e-14)

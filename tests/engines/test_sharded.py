@@ -47,11 +47,6 @@ def windows_in(batches: int, size: int, steps: int | None = None) -> list[Any]:
     return windows_of(rows_of(batches), size, EPOCHS)[:steps]
 
 
-def assert_full_batches(make: Any, engine: str, by_rank: Any, size: int = 2, windows: Any = None, **arguments: Any) -> None:
-    windows = windows_of(by_rank, size, EPOCHS) if windows is None else windows
-    assert_one_window_one_batch(make, by_rank, windows, size, engine, max_epochs=EPOCHS, **arguments)
-
-
 # --- other kinds --------------------------------------------------------------------------------------------------------
 
 
@@ -80,7 +75,7 @@ class OfKind(ShardedLanguage):
 def test_other_kinds_of_fsdp1_equal_the_full_batch(kind: dict[str, Any], has_hole: bool) -> None:
     by_rank = rows_of(3)
     by_rank[1][1] = None if has_hole else by_rank[1][1]
-    assert_full_batches(partial(OfKind, **kind), "fsdp1", by_rank)
+    assert_one_window_one_batch(partial(OfKind, **kind), by_rank, 2, "fsdp1", epochs=EPOCHS)
 
 
 class Recomputed(ShardedLanguage):
@@ -96,7 +91,7 @@ class Recomputed(ShardedLanguage):
 @pytest.mark.some_cases(1)
 @ENGINES
 def test_activation_checkpointing_equals_the_full_batch(engine: str, reshard: bool | None) -> None:
-    assert_full_batches(partial(Recomputed, reshard_after_forward=reshard), engine, rows_of(3))
+    assert_one_window_one_batch(partial(Recomputed, reshard_after_forward=reshard), rows_of(3), 2, engine, epochs=EPOCHS)
 
 
 # --- what goes on inside of windows -------------------------------------------------------------------------------------
@@ -148,7 +143,8 @@ def test_resumed_from_a_checkpoint_equals_the_full_batch(engine: str, options: d
     trained(make(), 2, engine, options, Dealt(rows_of(5)), callbacks=[at_the_end_of_an_epoch], max_epochs=EPOCHS)
     assert Path("inside.ckpt").is_dir() == is_folder
     assert [name for name in os.listdir() if "inside" in name] == ["inside.ckpt"]
-    assert_full_batches(make, engine, rows_of(5), options=options, ckpt_path=Path("inside.ckpt").absolute())
+    path = Path("inside.ckpt").absolute()
+    assert_one_window_one_batch(make, rows_of(5), 2, engine, options, epochs=EPOCHS, ckpt_path=path)
 
 
 @pytest.mark.some_cases(1)

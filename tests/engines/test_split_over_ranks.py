@@ -62,7 +62,7 @@ def assert_exact(
     counted = [[rows if rows is not None and has_loss(rows) else None for rows in own] for own in by_rank]
     windows = windows_of(counted, window if isinstance(window, int) else 1, tail=policy.get("tail", "step"))
     data, policy = by_rank if data is None else data, GradientAccumulation(window, **policy)
-    assert_one_window_one_batch(make, data, windows, policy, "ddp", options, collate=default_collate, **arguments)
+    assert_one_window_one_batch(make, data, policy, "ddp", options, windows=windows, collate=default_collate, **arguments)
 
 
 UNUSED = {"find_unused_parameters": True}

@@ -1,52 +1,42 @@
-"""What a CPU cannot show: a real GradScaler, real lack of memory, peak memory, waiting for the device. Skipped without CUDA.
+"""What a CPU cannot show: a GradScaler, lack of memory, peak memory, waiting for the device, CUDA graphs. Skipped without CUDA.
+
+torch.compile(mode="reduce-overhead") replays graphs into buffers of its own, and gradients that were accumulated in these have been
+overwritten in silence (pytorch/pytorch#96693, #181723).
 
 pytest tests/gpu -s      # prints what it measured
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import support
 import torch
-from support import Language, loader, pad, relative_error, sentences
+from support import Language, Toy, pad, relative_error, sentences, train_by_hand
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_accum import GradientAccumulation, Tokens
+from lightning_accum.accumulation import Accumulation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 BATCHES = [pad(sentences(101)[i : i + 16]) for i in range(0, 101, 16)]
 
 
-def fit(module: pl.LightningModule, batches: Any, strategy: str = "accum", precision: Any = None, **policy: Any) -> pl.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+def fit(module: Any, batches: Any, strategy: str = "accum", precision: Any = None, **policy: Any) -> pl.Trainer:
     callbacks = [GradientAccumulation(**policy)] if policy else []
-    run = pl.Trainer(
-        accelerator="gpu", devices=1, strategy=strategy, precision=precision, max_epochs=2, callbacks=callbacks, **quiet
-    )
-    run.fit(module, loader(batches))
-    return run
+    arguments = {"strategy": strategy, "precision": precision, "accelerator": "gpu", "max_epochs": 2}
+    return support.fit(module, batches, *callbacks, **arguments)
 
 
-class Wide(pl.LightningModule):
-    """Keeps as many bytes for backward as it is told, for each row."""
-
-    def __init__(self, features: int, layers: int = 8) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(features, features) for _ in range(layers))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        hidden = batch
-        for layer in self.layers:
-            hidden = F.gelu(layer(hidden)) + hidden
-        return hidden.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+def error(found: nn.Module, expected: nn.Module) -> float:
+    return relative_error((p.cpu() for p in found.parameters()), (p.cpu() for p in expected.parameters()))
 
 
 @pytest.mark.parametrize("size", [1, 3, Tokens(40), "auto"])
@@ -55,37 +45,56 @@ def test_split_batches_equal_unsplit_ones(optimizer: str, size: Any) -> None:
     whole, split = Language(optimizer), Language(optimizer)
     fit(whole, BATCHES, "auto")
     fit(split, BATCHES, micro_batch=size)
-    assert relative_error(split.parameters(), whole.parameters()) < 1e-12
+    assert error(split, whole) < 1e-12
 
 
 @pytest.mark.parametrize("window", [{"window": 3}, {"micro_batch": 4}, {"micro_batch": "auto"}])
 @pytest.mark.parametrize(("precision", "most"), [("16-mixed", 2e-3), ("bf16-mixed", 2e-2)])  # of 11 and of 8 bits
 def test_half_precision_equals_the_full_batch_to_its_bits(precision: str, most: float, window: dict[str, Any]) -> None:
-    size = 48 if "window" in window else 16
-    rows = sentences(101)
+    size, rows = 48 if "window" in window else 16, sentences(101)
     whole, split = Language().float(), Language().float()
     fit(whole, [pad(rows[i : i + size]) for i in range(0, 101, size)], "auto", precision)
     run = fit(split, BATCHES, "accum", precision, **window)
     assert (run.precision_plugin.scaler is not None) is (precision == "16-mixed")
-    error = relative_error(split.parameters(), whole.parameters())
-    print(f"{precision} {window}: {error:.1e}")
-    assert error < most
+    print(f"{precision} {window}: {error(split, whole):.1e}")
+    assert error(split, whole) < most
+
+
+# --- memory, and waiting for the device ---------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Keeps as many bytes for backward as it is told, for each row."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(features, features) for _ in range(8))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = F.gelu(layer(hidden)) + hidden
+        return hidden
+
+
+def wide(features: int) -> Toy:
+    module = Toy(lambda net, batch: net(batch).square().mean(), net=lambda: Wide(features)).float()
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1e-3)
+    return module
 
 
 def test_real_lack_of_memory_is_recovered_from(capsys: Any) -> None:
-    """A quarter of what would be needed is left to this process; the step is the one that would have been taken."""
+    """A third of what activations would need is left to this process; the step is the one that would have been taken."""
     rows, features = 1024, 4096
     batch = torch.randn(rows, features, generator=torch.Generator().manual_seed(1))
-    whole = Wide(features)
+    whole, split = wide(features), wide(features)
     torch.cuda.reset_peak_memory_stats()
     fit(whole, [batch] * 3, "auto")
     needed = torch.cuda.max_memory_allocated()
     del whole.trainer
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    parameters = sum(p.numel() * 4 for p in whole.parameters())
-    allowed = 2 * parameters + (needed - 2 * parameters) // 3 + 4 * rows * features
-    split = Wide(features)
+    held = 2 * sum(p.numel() * 4 for p in whole.parameters())  # parameters and gradients
+    allowed = held + (needed - held) // 3 + 4 * rows * features
     torch.cuda.set_per_process_memory_fraction(allowed / total)
     try:
         run = fit(split, [batch] * 3, micro_batch="auto")
@@ -95,25 +104,23 @@ def test_real_lack_of_memory_is_recovered_from(capsys: Any) -> None:
     with capsys.disabled():
         print(f"\nneeded {needed / 2**20:.0f} MiB, allowed {allowed / 2**20:.0f} MiB: micro-batches of {found} of {rows} rows")
     assert found < rows
-    assert relative_error((p.cpu() for p in split.parameters()), (p.cpu() for p in whole.parameters())) < 1e-5  # float32
+    assert error(split, whole) < 1e-5  # float32
 
 
 def test_peak_memory_is_that_of_one_micro_batch(capsys: Any) -> None:
     peaks = {}
     for number in (1, 2, 4, 16):
         batch = torch.randn(64 * number, 2048)
-        module = Wide(2048)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        fit(module, [batch] * 2, micro_batch=64)
+        fit(wide(2048), [batch] * 2, micro_batch=64)
         peaks[number] = torch.cuda.max_memory_allocated() - batch.numel() * 4
-        del module
     with capsys.disabled():
         print("\npeak MiB by micro-batches of 64 rows, without the batch:", {n: round(p / 2**20, 1) for n, p in peaks.items()})
     assert peaks[16] <= 1.02 * peaks[2]
 
 
-def test_no_micro_batch_waits_for_the_device() -> None:
+def test_no_micro_batch_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies to the host inside a window raise; the one at its end is made after the last micro-batch."""
 
     class Watched(Language):
@@ -122,23 +129,119 @@ def test_no_micro_batch_waits_for_the_device() -> None:
                 torch.cuda.set_sync_debug_mode("error")
             return super().training_step(batch, batch_idx)
 
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            torch.cuda.set_sync_debug_mode("default")
+    original = Accumulation.close
 
-    module = Watched()
-    strategy_close = "lightning_accum.accumulation.Accumulation.close"
-    with pytest.MonkeyPatch.context() as patch:
-        from lightning_accum.accumulation import Accumulation
+    def close(self: Any, *args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        return original(self, *args)
 
-        original = Accumulation.close
-
-        def close(self: Any, *args: Any) -> Any:
-            torch.cuda.set_sync_debug_mode("default")
-            return original(self, *args)
-
-        patch.setattr(strategy_close, close)
-        try:
-            run = fit(module, BATCHES, micro_batch=4)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    monkeypatch.setattr(Accumulation, "close", close)
+    try:
+        run = fit(Watched(), BATCHES, micro_batch=4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert run.global_step == 2 * len(BATCHES)
+
+
+# --- compiled modules ---------------------------------------------------------------------------------------------------
+
+
+def count_targets(batch: dict[str, Tensor]) -> Tensor:
+    """Where training_step is compiled, its graph is hidden."""
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("policy", [{"window": 4}, {"micro_batch": 4, "trim_padding": False}], ids=["window", "split"])
+@pytest.mark.parametrize("is_whole", [False, True], ids=["network", "module"])
+def test_compiled_modules_take_the_step_of_the_full_batch(mode: str, policy: dict[str, Any], is_whole: bool) -> None:
+    torch._dynamo.reset()
+    rows, module, size = sentences(96), Language("adamw").cuda(), 4 if "window" in policy else 16
+    batches = [{key: value.cuda() for key, value in pad(rows[i : i + 16]).items()} for i in range(0, 96, 16)]
+    expected = train_by_hand(Language("adamw").cuda(), batches, 2)
+    if not is_whole:
+        module.net.compile(mode=mode)
+    compiled = torch.compile(module, mode=mode) if is_whole else module
+    run = fit(compiled, [pad(rows[i : i + size]) for i in range(0, 96, size)], weight=count_targets, **policy)
+    print(f"{mode} {policy}: {error(module, expected):.1e}")
+    assert run.global_step == 12
+    assert error(module, expected) < 1e-9  # fused kernels have another order
+
+
+# --- offloading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Blocks(nn.Module):
+    """Of one width, each with a BatchNorm layer."""
+
+    def __init__(self, width: int, blocks: int, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()) for _ in range(blocks)
+        )
+        self.head, self.is_checkpointed = nn.Linear(width, 10), is_checkpointed
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.stem(images)
+        for block in self.blocks:
+            hidden = hidden + (checkpoint(block, hidden, use_reentrant=False) if self.is_checkpointed else block(hidden))
+        return self.head(hidden.mean((2, 3)))
+
+
+class Deep(Toy):
+    """Notes the time and the peak of its steps."""
+
+    def __init__(self, width: int = 16, blocks: int = 8, is_checkpointed: bool = False) -> None:
+        loss = lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])  # noqa: E731
+        super().__init__(loss, net=lambda: Blocks(width, blocks, is_checkpointed))
+        self.float()
+        self.peaks: list[int] = []
+        self.times: list[float] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.before, self.began = torch.cuda.memory_allocated(), time.perf_counter()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        torch.cuda.synchronize()
+        self.times.append(time.perf_counter() - self.began)
+        self.peaks.append(torch.cuda.max_memory_allocated() - self.before)
+
+
+def trained(module: Deep, rows: int, pixels: int, is_offloaded: bool, precision: Any = None) -> Deep:
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(6, rows, 3, pixels, pixels, generator=generator)
+    batches = list(zip(data, torch.randint(0, 10, (6, rows), generator=generator), strict=True))
+    offload = {"micro_batch": "offload", "log": False} if is_offloaded else {}
+    fit(module, batches, "accum" if is_offloaded else "auto", precision, **offload)
+    return module
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("precision", [None, "64-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("rows", [16, 200])
+def test_an_offloaded_step_is_that_of_the_whole_batch_to_the_bit(precision: Any, layout: Any, rows: int) -> None:
+    whole, module = (trained(Deep(32).to(memory_format=layout), rows, 24, kind, precision).state_dict() for kind in (False, True))
+    assert all(torch.equal(module[name], value) for name, value in whole.items())
+
+
+def test_peak_memory_and_time_of_offloading(capsys: Any) -> None:
+    peaks, lines = {}, []
+    for name in ("whole batch", "whole batch, checkpointed", "offload"):
+        module = trained(Deep(64, 24, is_checkpointed="checkpointed" in name), 256, 64, name == "offload")
+        peaks[name] = max(module.peaks[2:]) / 2**20
+        lines.append(f"{name:28}{peaks[name]:10.0f} MiB{1e3 * sorted(module.times[2:])[1]:10.1f} ms a step")
+        torch.cuda.empty_cache()
+    with capsys.disabled():
+        print("\n" + "\n".join(lines))
+    assert peaks["offload"] < 0.4 * peaks["whole batch"]

@@ -11,9 +11,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import support
 import torch
-from sharded import DoublePrecision, ShardedLanguage, whole_parameters
-from support import Language, loader, pad, relative_error, sentences, train_by_hand
+from sharded import DoublePrecision, ShardedLanguage, shard, whole_parameters
+from support import Language, Toy, pad, relative_error, sentences, train_by_hand
 from torch import nn
 
 from lightning_accum import (
@@ -47,19 +48,9 @@ def strategies(sync: str) -> dict[str, Any]:
 
 
 def fit(engine: str, sync: str, module: pl.LightningModule, batches: list[Any], window: int) -> pl.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    plugins = [DoublePrecision()] if engine == "fsdp1" else []
-    run = pl.Trainer(
-        accelerator="gpu",
-        devices=RANKS,
-        strategy=strategies(sync)[engine],
-        plugins=plugins,
-        max_epochs=2,
-        callbacks=[GradientAccumulation(window)],
-        **quiet,
-    )
-    run.fit(module, loader(batches))
-    return run
+    arguments = {"strategy": strategies(sync)[engine], "plugins": [DoublePrecision()] if engine == "fsdp1" else []}
+    arguments |= {"accelerator": "gpu", "devices": RANKS, "max_epochs": 2}
+    return support.fit(module, batches, GradientAccumulation(window), **arguments)
 
 
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
@@ -80,24 +71,16 @@ def test_a_window_equals_its_full_batch_over_nccl(engine: str, sync: str) -> Non
     assert error < 1e-11  # sums on a GPU have another order
 
 
-class Deep(pl.LightningModule):
+class Deep(Toy):
     """Parameters that can be seen in memory: 16 layers of 4 MiB."""
 
-    def __init__(self, engine: str) -> None:
-        super().__init__()
-        self.engine = engine
-        self.layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+    def __init__(self) -> None:
+        layers = [nn.Linear(1024, 1024, bias=False) for _ in range(16)]
+        super().__init__(lambda net, batch: net(batch).square().mean(), net=lambda: nn.Sequential(*layers))
+        self.float()
 
     def configure_model(self) -> None:
-        if self.engine == "fsdp2":
-            from torch.distributed.fsdp import fully_shard
-
-            for layer in self.layers:
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.layers(batch).square().mean()
+        shard(self, [*self.net, self.net])
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step == 2:  # buffers are there
@@ -107,14 +90,10 @@ class Deep(pl.LightningModule):
     def on_train_batch_end(self, *_: Any) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
 
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_nobody_waits_for_the_device_inside_a_window(engine: str, sync: str) -> None:
-    module = Deep(engine)
-    run = fit(engine, sync, module, [torch.randn(64, 1024) for _ in range(12)], window=4)
+    run = fit(engine, sync, Deep(), [torch.randn(64, 1024) for _ in range(12)], window=4)
     assert run.global_step == 6  # torch would have raised at the first wait
     print(f"{engine} {sync} on {RANKS}: {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB at the peak")

@@ -5,8 +5,10 @@ import __future__
 
 import inspect
 import linecache
+import logging
 import re
 import textwrap
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -22,9 +24,10 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support import OPTIMIZERS, Toy, fit, relative_error, trainer, warned
+from support import OPTIMIZERS, Scalar, Toy, fit, relative_error, trainer, warned, x
 from torch import Tensor
 
+import lightning_accum
 from lightning_accum import AccumulationError, GradientAccumulation, SeamError
 from lightning_accum.testing import assert_window_equals_batch
 
@@ -37,7 +40,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "split windows of 2": {"window": 2, "micro_batch": 2},
 }
 EPOCHS = 3
-REPLACED = {str(seam) for seam in import_module("lightning_accum.trainer.seams").LIGHTNING}
+seams = import_module("lightning_accum.trainer.seams")
+REPLACED = {str(seam) for seam in seams.LIGHTNING}
 HOLDERS = {
     holder.__name__.rpartition(".")[2]: holder
     for holder in (pl.Trainer, pl.LightningModule, LightningOptimizer, _FitLoop, _TrainingEpochLoop, _AutomaticOptimization)
@@ -285,3 +289,61 @@ def test_a_hook_of_a_user_that_does_something_else_leaves_windows_exact_or_it_is
             continue
         except (AssertionError, ValueError):
             assert told, hook
+
+
+# --- what is relied on, one by one: if a release moves it, this says what, before wrong numbers do -------------------------
+
+def subclasses(kind: type) -> Iterator[type]:
+    for derived in kind.__subclasses__():
+        yield derived
+        yield from subclasses(derived)
+
+
+def test_everything_is_as_it_was_read() -> None:
+    assert seams.changed() == []
+
+
+def test_every_method_that_is_replaced_is_in_the_table() -> None:
+    rows = {(seam.owner.rpartition(".")[2], seam.name) for seam in seams.LIGHTNING}
+    holders = {seam.holder() for seam in seams.LIGHTNING}
+    found = {derived for holder in holders if isinstance(holder, type) for derived in subclasses(holder)}
+    ours = {
+        derived
+        for derived in found
+        if derived.__module__.startswith("lightning_accum.") and issubclass(derived, (_FitLoop, Strategy))
+    }
+    ours |= {derived for derived in found if derived.__module__.startswith("lightning_accum.trainer")}
+    assert lightning_accum.DDPAccumulationStrategy in ours
+    for derived in ours:
+        for name, value in vars(derived).items():
+            is_method = callable(value) or isinstance(value, property)
+            parents = [base for base in derived.__mro__[1:] if base.__module__.startswith("lightning.") and name in vars(base)]
+            if is_method and parents and name not in ("__init__", "__doc__", "__module__"):
+                assert any((base.__name__, name) in rows for base in derived.__mro__), f"{derived.__name__}.{name}"
+
+
+def test_a_method_that_was_not_read_is_named_and_nothing_is_done_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard = []
+
+    def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        heard.append(self)
+        return original(self, *args, **kwargs)
+
+    original, other = Strategy.backward, _AutomaticOptimization.run
+    monkeypatch.setattr(Strategy, "backward", backward)
+    monkeypatch.setattr(_AutomaticOptimization, "run", lambda self, *arguments: other(self, *arguments))
+    module = Scalar([x(1), x(2, 3)])
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        fit(module, accumulate_grad_batches=2)
+    assert "Strategy.backward, _AutomaticOptimization.run" in caplog.text
+    assert len(heard) == 2
+    assert module.total == 2.0
+
+
+def test_other_trainers_are_left_alone() -> None:
+    fit(Scalar([x(1)]))
+    other = fit(Scalar([x(1)]), strategy="auto")
+    assert type(other) is pl.Trainer
+    assert type(other.fit_loop) is _FitLoop

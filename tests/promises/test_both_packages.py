@@ -13,8 +13,8 @@ import second_package
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 OTHER = dict(zip(PACKAGES, reversed(PACKAGES), strict=True))
 CORE = """
-test_micro_batches_equal_batch test_ddp test_resume test_schedulers test_check test_verify test_uneven test_manual_optimization
-test_noise_scale test_watch test_lightning_internals test_command_line test_sharded test_row_wise test_offload test_warnings
+test_ddp test_resume test_schedulers test_check test_verify test_uneven test_manual_optimization
+test_noise_scale test_watch test_command_line test_sharded test_row_wise test_offload test_what_one_sees
 test_after_a_fit test_windows_over_time
 """
 

@@ -1,49 +1,98 @@
-"""Hand-written loops: with the Accumulator, parameters are those of the loop over full batches, with Fabric and without."""
+"""Hand-written loops: with the Accumulator, parameters are those of the loop over full batches, with Fabric and without.
+
+So they are with losses of several terms: with ``loss_of=``, or with a weight for each term.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fabric_ranks import on_two
-from harness import Unsized
+from harness import Unsized, windows_of
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
-from sharded import needs_sharding_on_cpu, whole_parameters
-from support import OPTIMIZERS, Language, Toy, error_of_updates, language_loss, pad, relative_error, sentences, train_by_hand
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from losses_of_terms import COUNTS, LOSSES, OfTerms, windows_of_tokens
+from losses_of_terms import rows as rows_of_terms
+from sharded import fully_shard, needs_sharding_on_cpu, whole_parameters
+from support import (
+    OPTIMIZERS,
+    Language,
+    Toy,
+    error_of_updates,
+    language_loss,
+    pad,
+    relative_error,
+    sentences,
+    train_by_hand,
+    warned,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 from whole_batch_losses import clip
 
 from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUpError
 from lightning_accum.fabric import Accumulator, Tokens
 
 
-class Noting(Language):
-    """Notes its losses."""
+class Task(NamedTuple):
+    """What a loop trains: a model, its loss of a batch, what makes a batch of rows, and the parts that FSDP2 shards."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.losses = [*getattr(self, "losses", []), loss.item()]
-        return loss
+    make: Callable[[], Any]
+    loss: Callable[[Any, Any], Tensor]
+    collate: Callable[[Any], Any]
+    parts: Callable[[Any], Iterable[nn.Module]]
 
 
 def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return language_loss(model(batch["input_ids"]), batch["labels"])
 
 
+LANGUAGE = Task(lambda: Language().net, loss_of, pad, lambda model: model.blocks)
+
+
+class Forked(ModelParallelStrategy):
+    def _configure_launcher(self) -> None:
+        self._launcher = _MultiProcessingLauncher(self, start_method="fork")
+
+
+def on_two(run: Callable[[Fabric], Any], strategy: str = "ddp", task: Task = LANGUAGE, **kwargs: Any) -> Any:
+    """What ``run`` returns on the first of two ranks."""
+
+    def shard(model: nn.Module, mesh: Any) -> nn.Module:
+        for part in [*task.parts(model), model]:
+            fully_shard(part, mesh=mesh["data_parallel"])
+        return model
+
+    def to_file(fabric: Fabric) -> None:
+        found = run(fabric)
+        if fabric.global_rank == 0:
+            torch.save(found, "found.pt")
+
+    timeout: Any = {"timeout": timedelta(seconds=60)}
+    if strategy == "ddp":
+        chosen: Any = DDPStrategy(start_method="fork", **timeout, **kwargs)
+    else:
+        chosen = Forked(parallelize_fn=shard, data_parallel_size=2, tensor_parallel_size=1, **timeout)
+    Fabric(accelerator="cpu", devices=2, strategy=chosen).launch(to_file)
+    return torch.load("found.pt")
+
+
 def in_batches(rows: Sequence[Tensor], size: int) -> list[dict[str, Tensor]]:
     return [pad(rows[i : i + size]) for i in range(0, len(rows), size)]
 
 
-def set_up(fabric: Fabric | None, optimizer: str, **arguments: Any) -> tuple[Any, Any, Any, Accumulator]:
+def set_up(fabric: Fabric | None, optimizer: str, task: Task = LANGUAGE, **arguments: Any) -> tuple[Any, Any, Any, Accumulator]:
     """The model, as the loop calls it, its optimizer and its Accumulator."""
-    model = wrapped = Language().net
+    model = wrapped = task.make()
     wrapped = model if fabric is None else fabric.setup(model)
     stepping = OPTIMIZERS[optimizer](wrapped.parameters())
     stepping = stepping if fabric is None else fabric.setup_optimizers(stepping)
@@ -51,35 +100,41 @@ def set_up(fabric: Fabric | None, optimizer: str, **arguments: Any) -> tuple[Any
 
 
 Trained = tuple[dict[str, Tensor], list[float]]
-"""The parameters of a language model, and the loss of each window."""
+"""The parameters of a model, and the loss of each window."""
 
 
-def steps(accumulator: Accumulator, model: Any, batches: Iterable[Any]) -> Iterator[float]:
+def steps(accumulator: Accumulator, model: Any, batches: Iterable[Any], task: Task = LANGUAGE) -> Iterator[float]:
     """The loss of each window of a loop."""
     for batch in batches:
-        accumulator.backward(loss_of(model, batch))
+        accumulator.backward(task.loss(model, batch))
         if accumulator.step(clip_norm=0.5):
             yield accumulator.window_loss
 
 
-def named(model: nn.Module) -> dict[str, Tensor]:
-    return {f"net.{name}": value for name, value in whole_parameters(model).items()}
-
-
-def loop(fabric: Fabric | None, optimizer: str, loader: Iterable[Any], **arguments: Any) -> Trained:
-    """Two passes."""
-    model, wrapped, _, accumulator = set_up(fabric, optimizer, **arguments)
-    batches = (batch for is_last in (False, True) for batch in accumulator(loader, is_last=is_last))
-    losses = list(steps(accumulator, wrapped, batches))
+def loop(fabric: Fabric | None, optimizer: str, loader: Any, task: Task = LANGUAGE, passes: int = 2, **arguments: Any) -> Trained:
+    model, wrapped, _, accumulator = set_up(fabric, optimizer, task, **arguments)
+    batches = (batch for number in range(passes) for batch in accumulator(loader, is_last=number == passes - 1))
+    losses = list(steps(accumulator, wrapped, batches, task))
     assert accumulator.optimizer_steps == len(losses)
-    return named(model), losses
+    return whole_parameters(model), losses
 
 
-def assert_steps_of(found: Trained, optimizer: str, windows: Sequence[Any], norm: float = 0.5) -> None:
-    """These are a loop's on one full batch a window."""
-    expected = train_by_hand(Noting(optimizer), [pad(rows) for rows in windows], 1, norm=norm)
-    assert error_of_updates(found[0], expected, Language()) < 1e-12
-    assert found[1] == pytest.approx(expected.losses, rel=1e-12)
+def assert_steps_of(
+    found: Trained, optimizer: str, windows: Sequence[Any], task: Task = LANGUAGE, shown: slice = slice(None)
+) -> None:
+    """These are a loop's on one full batch a window, and so are the losses of windows in ``shown``."""
+    model, losses = task.make(), []
+    stepping = OPTIMIZERS[optimizer](model.parameters())
+    for window in windows:
+        stepping.zero_grad()
+        loss = task.loss(model, task.collate(window))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        stepping.step()
+        losses.append(float(loss.detach()))
+    assert error_of_updates(found[0], model, task.make()) < 1e-12
+    assert len(found[1]) == len(losses)
+    assert found[1][shown] == pytest.approx(losses[shown], rel=1e-12)
 
 
 def one_process() -> Fabric:
@@ -156,7 +211,7 @@ def switching(fabric: Fabric) -> Trained | str:
                 losses += steps(accumulator, wrapped, [batch])
     except AccumulationError as error:
         return f"{error} {accumulator.optimizer_steps} steps"
-    return named(model), losses
+    return whole_parameters(model), losses
 
 
 def test_a_loop_that_still_switches_the_reduction_off_is_an_error_before_a_step() -> None:
@@ -173,28 +228,29 @@ def test_a_loop_that_still_switches_the_reduction_of_shards_off_takes_the_steps_
 # --- checkpoints --------------------------------------------------------------------------------------------------------
 
 
-def resumed(fabric: Fabric | None, loader: Sequence[Any], **arguments: Any) -> Trained:
-    """Train, be stopped after five loader batches of the second pass, inside a window, and go on in a new model."""
-    _, model, optimizer, accumulator = set_up(fabric, "adamw", **arguments)
+def resumed(fabric: Fabric | None, loader: Sequence[Any], task: Task = LANGUAGE, passes: int = 2, **arguments: Any) -> Trained:
+    """Train, be stopped after five loader batches of the last pass, inside a window, and go on in a new model."""
+    at = (passes - 1, 5)
+    _, model, optimizer, accumulator = set_up(fabric, "adamw", task, **arguments)
 
     def until_it_stops() -> Iterator[Any]:
-        for batch in (batch for _ in range(2) for batch in accumulator(loader)):
+        for batch in (batch for _ in range(passes) for batch in accumulator(loader)):
             yield batch
-            if (accumulator.passes, accumulator.loader_batches) == (1, 5):
+            if (accumulator.passes, accumulator.loader_batches) == at:
                 return
 
-    losses = list(steps(accumulator, model, until_it_stops()))
+    losses = list(steps(accumulator, model, until_it_stops(), task))
     states = [one.state_dict() for one in (model, optimizer, accumulator)]
     if fabric is None or fabric.global_rank == 0:  # as fabric.save does
         torch.save(states, "state.pt")
     if fabric is not None:
         fabric.barrier()
-    of_model, model, optimizer, accumulator = set_up(fabric, "adamw", **arguments)
+    of_model, model, optimizer, accumulator = set_up(fabric, "adamw", task, **arguments)
     for one, state in zip((model, optimizer, accumulator), torch.load("state.pt", weights_only=True), strict=True):
         one.load_state_dict(state)
-    assert (accumulator.passes, accumulator.loader_batches) == (1, 5)
-    losses += steps(accumulator, model, accumulator(loader, skip=accumulator.loader_batches))
-    return named(of_model), losses
+    assert (accumulator.passes, accumulator.loader_batches) == at
+    losses += steps(accumulator, model, accumulator(loader, skip=accumulator.loader_batches), task)
+    return whole_parameters(of_model), losses
 
 
 @WITH_AND_WITHOUT_FABRIC
@@ -210,6 +266,104 @@ def test_a_checkpoint_inside_a_window_of_two_ranks_goes_on() -> None:
     rows = sentences(31)
     found = on_two(lambda fabric: resumed(fabric, in_batches(rows, 2)[fabric.global_rank :: 2], window=3))
     assert_steps_of(found, "adamw", [rows[i : i + 12] for i in range(0, 31, 12)] * 2)
+
+
+# --- losses of several terms --------------------------------------------------------------------------------------------
+
+NAMES = ["tokens and samples", "learned uncertainty", "tokens, samples and a penalty", "a term only where there is something"]
+BATCHES = [rows_of_terms(size, seed) for seed, size in enumerate((3, 1, 5, 2, 2, 4, 1, 3, 1, 2, 6, 3))]
+WINDOWS = windows_of([BATCHES], 4)
+
+
+class LossOfTerms(nn.Module):
+    """The loss of a batch, as the model that the loop calls."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.of = OfTerms(LOSSES[name].of)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.of.training_step(batch, 0)
+
+
+def call(model: Any, batch: Any) -> Tensor:
+    return model(batch)
+
+
+def of_terms(name: str = "tokens and samples") -> Task:
+    return Task(partial(LossOfTerms, name), call, default_collate, lambda model: [model.of.net])
+
+
+def loop_of_terms(
+    optimizer: str, batches: Sequence[Any], task: Task | None = None, fabric: Any = None, **arguments: Any
+) -> Trained:
+    """One pass."""
+    return loop(fabric, optimizer, list(map(default_collate, batches)), task or of_terms(), 1, **arguments)
+
+
+@pytest.mark.some_cases(5)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("arguments", [{"window": 4}, {"micro_batch": 3}], ids=["windows", "split"])
+@pytest.mark.parametrize("name", NAMES)
+def test_with_loss_of_a_window_of_several_terms_takes_the_step_of_its_full_batch(name: str, arguments: Any, optimizer: str) -> None:
+    task = of_terms(name)
+    with warned() as messages:
+        found = loop_of_terms(optimizer, BATCHES if "window" in arguments else WINDOWS, task, loss_of=call, **arguments)
+    assert messages == []
+    assert_steps_of(found, optimizer, WINDOWS, task)
+
+
+def test_a_weight_for_each_term_needs_no_loss_of() -> None:
+    found = loop_of_terms("adamw", BATCHES, window=4, weight=[COUNTS["tokens"], COUNTS["samples"]])
+    assert_steps_of(found, "adamw", WINDOWS, of_terms(), shown=slice(0))  # it is shown by the first weight
+
+
+def test_a_window_of_tokens_is_counted_up_to_its_end() -> None:
+    found = loop_of_terms("adamw", BATCHES, window=Tokens(30), loss_of=call)
+    assert_steps_of(found, "adamw", windows_of_tokens(BATCHES, 30), of_terms())
+
+
+def test_without_loss_of_the_terms_are_told_of_before_or_at_the_first_step() -> None:
+    with warned() as messages:
+        loop_of_terms("sgd", BATCHES, window=4)
+    assert any("weight=[...]" in message for message in messages)
+
+
+def test_a_checkpoint_inside_a_window_of_several_terms_goes_on() -> None:
+    found = resumed(None, list(map(default_collate, BATCHES)), of_terms(), passes=1, window=4, loss_of=call)
+    assert_steps_of(found, "adamw", WINDOWS, of_terms(), shown=slice(0, 3, 2))  # not of the window in between
+
+
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu)])
+@pytest.mark.parametrize("arguments", [{"window": 2}, {"micro_batch": 2}], ids=["windows", "split"])
+def test_on_two_ranks_the_terms_of_both_are_counted(arguments: Any, strategy: str) -> None:
+    """The second rank has fewer loader batches, and other numbers of micro-batches in each."""
+    by_rank, unused = [BATCHES[:6], BATCHES[6:11]], {"find_unused_parameters": True} if strategy == "ddp" else {}
+
+    def run(fabric: Fabric) -> Any:
+        return loop_of_terms("adamw", by_rank[fabric.global_rank], fabric=fabric, loss_of=call, **arguments)
+
+    assert_steps_of(
+        on_two(run, strategy, of_terms(), **unused), "adamw", windows_of(by_rank, arguments.get("window", 1)), of_terms()
+    )
+
+
+def test_a_loader_that_writes_into_its_last_batch_is_an_error_where_a_window_is_counted() -> None:
+    """Each batch is a view of one memory, as some loaders hand out."""
+    memory, task = default_collate(rows_of_terms(4, 1)), of_terms()
+
+    class Reusing(list):
+        def __iter__(self) -> Iterator[Any]:
+            for batch in super().__iter__():
+                for name, value in batch.items():
+                    memory[name].copy_(value)
+                yield memory
+
+    model, wrapped, _, accumulator = set_up(None, "sgd", task, window=4, loss_of=call)
+    with pytest.raises(AccumulationError, match="drawn ahead"):
+        list(steps(accumulator, wrapped, accumulator(Reusing(default_collate(rows_of_terms(4, seed)) for seed in range(8))), task))
+    assert all(torch.equal(value, task.make().state_dict()[name]) for name, value in model.state_dict().items())
 
 
 # --- losses that are not there, not finite, or of the whole batch ---------------------------------------------------------

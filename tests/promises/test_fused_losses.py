@@ -81,10 +81,10 @@ def loss_of(fused: str, kind: str, is_shifted: bool, term: Callable[[Tensor], An
 
 
 def assert_exact(loss: Any, policy: dict[str, Any], kind: str = "a dict", rows: Any = ROWS) -> None:
-    own, windows = windows_of([rows], 4) if "micro_batch" in policy else rows, windows_of([rows], 4)
-    make, callback, collate = partial(Toy, loss, net=Net), GradientAccumulation(**policy), partial(make_batch, kind)
+    own, arguments = windows_of([rows], 4) if "micro_batch" in policy else rows, {"collate": partial(make_batch, kind)}
     with warned() as messages:
-        assert_one_window_one_batch(make, [own], windows, callback, collate=collate, optimizers=[None, adamw])
+        make = partial(Toy, loss, net=Net)
+        assert_one_window_one_batch(make, [own], GradientAccumulation(**policy), optimizers=[None, adamw], **arguments)
     assert [message for message in messages if not message.startswith("Padding")] == []
 
 
@@ -104,7 +104,7 @@ def test_with_no_argument_a_fused_cross_entropy_takes_the_steps_of_the_full_batc
 def test_ranks_with_uneven_ends_find_the_same_count(engine: str, options: Any) -> None:
     by_rank = [ROWS[:3], ROWS[3:8], ROWS[1:5]][: 2 if engine == "ddp" else 3]
     make, collate = partial(Toy, loss_of("custom", "a dict", True), net=Net), partial(make_batch, "a dict")
-    assert_one_window_one_batch(make, by_rank, windows_of(by_rank, 2), GradientAccumulation(2), engine, options, collate=collate)
+    assert_one_window_one_batch(make, by_rank, GradientAccumulation(2), engine, options, collate=collate)
 
 
 @pytest.mark.some_cases(2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_one_window_one_batch, dealt, on, windows_of
+from harness import assert_one_window_one_batch, dealt, on
 from support import Toy
 from torch import Tensor
 
@@ -69,8 +69,7 @@ def join(batches: Any) -> dict[str, Tensor]:
 def test_a_window_of_a_causal_model_is_its_full_batch(engine: str, options: dict[str, Any], name: str) -> None:
     by_rank = dealt([texts(2, seed) for seed in range(8)], 1, engine)
     size, make = 4 // len(by_rank), partial(wrapped, MODELS[name])
-    windows = windows_of(by_rank, size)
-    assert_one_window_one_batch(make, by_rank, windows, size, engine, options, collate=join, limit=TOLERANCE)
+    assert_one_window_one_batch(make, by_rank, size, engine, options, collate=join, limit=TOLERANCE)
 
 
 @pytest.mark.some_cases(3)

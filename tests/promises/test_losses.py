@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import assert_one_window_one_batch, dealt, windows_of
-from known import exact_or_refused
+from harness import assert_one_window_one_batch, dealt
 from loss_table import LOSSES
 from loss_table.known import OPEN, OPEN_ON_RANKS, Known
 from loss_table.rows import Kind, Loss, Trained, data
@@ -29,7 +28,7 @@ from written_losses import BY_NAME, Net, make
 from written_losses import LOSSES as WRITTEN
 from written_losses import Loss as Written
 
-from lightning_accum import AccumulationError, AccumulationWarning, DDPAccumulationStrategy, GradientAccumulation
+from lightning_accum import AccumulationWarning, DDPAccumulationStrategy, GradientAccumulation
 from lightning_accum.testing import adamw, assert_window_equals_batch
 
 EVERY = 25
@@ -149,42 +148,16 @@ BATCHES = [make(rows, seed) for seed, rows in enumerate((2, 5, 1, 4, 3, 6, 2, 1)
 POLICIES = {"windows": {"window": 4}, "split": {"micro_batch": 5}}
 
 
-def policy_of(loss: Written, way: str) -> tuple[GradientAccumulation, list[Any]]:
-    batches = BATCHES if way == "windows" else [[*chain(*BATCHES[:4])], [*chain(*BATCHES[4:])]]
-    return GradientAccumulation(**POLICIES[way], weight=loss.weight), batches
-
-
-def written(expected: str) -> Any:
-    of = [pytest.param(loss, id=loss.name.replace(" ", "_")) for loss in WRITTEN if loss.expected == expected]
-    return pytest.mark.parametrize("loss", of)
-
-
 @pytest.mark.some_cases(15, 30)
 @pytest.mark.parametrize("way", POLICIES)
-@written("exact")
+@pytest.mark.parametrize(
+    "loss", [pytest.param(loss, id=loss.name.replace(" ", "_")) for loss in WRITTEN if loss.expected == "exact"]
+)
 def test_a_loss_that_adds_up_is_exact_and_nothing_is_warned_of(loss: Written, way: str) -> None:
-    policy, batches = policy_of(loss, way)
+    batches = BATCHES if way == "windows" else [[*chain(*BATCHES[:4])], [*chain(*BATCHES[4:])]]
     with warned() as messages:
-        assert_window_equals_batch(Toy(loss.of, net=Net), batches, policy)
+        assert_window_equals_batch(Toy(loss.of, net=Net), batches, GradientAccumulation(**POLICIES[way], weight=loss.weight))
     assert messages == []
-
-
-@pytest.mark.some_cases(7, 15)
-@pytest.mark.parametrize("way", POLICIES)
-@written("refused")
-def test_a_loss_that_does_not_add_up_is_refused_before_the_first_step(loss: Written, way: str) -> None:
-    module, (policy, batches) = Toy(loss.of, net=Net), policy_of(loss, way)
-    with pytest.raises(AccumulationError):
-        fit(module, [default_collate(rows) for rows in batches], policy)
-    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), Toy(loss.of, net=Net).parameters(), strict=True))
-
-
-@pytest.mark.some_cases(4)
-@pytest.mark.parametrize("way", POLICIES)
-@written("told")
-def test_a_loss_that_may_not_add_up_is_not_trained_in_silence(loss: Written, way: str) -> None:
-    policy, batches = policy_of(loss, way)
-    exact_or_refused(Toy(loss.of, net=Net), batches, policy, may_warn=True)
 
 
 UNUSED = partial(ddp, find_unused_parameters=True)
@@ -217,8 +190,7 @@ class Perplexity(ShardedLanguage):
 @needs_sharding_on_cpu
 def test_over_shards_a_function_of_a_mean_is_that_of_the_full_batch() -> None:
     by_rank = dealt(sentences(24), 3, "fsdp2")
-    windows = windows_of(by_rank, 2)
-    assert_one_window_one_batch(partial(Perplexity, "sgd"), by_rank, windows, GradientAccumulation(2), "fsdp2")
+    assert_one_window_one_batch(partial(Perplexity, "sgd"), by_rank, GradientAccumulation(2), "fsdp2")
 
 
 @pytest.mark.parametrize("place", [0, 2])

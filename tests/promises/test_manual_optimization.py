@@ -14,7 +14,7 @@ import torch
 from harness import assert_one_window_one_batch, windows_of
 from manual_modules import ALL, GAN, MAML, SIZES, Dependent, Manual, RawOptimizers, TwoSchedulers, Unclipped, draw
 from sharded import fsdp2, needs_sharding_on_cpu
-from support import SaveAfter, Scalar, StatefulLoader, ddp, error_of_updates, fit, fp16_on_cpu, loader, warned, x
+from support import SaveAfter, StatefulLoader, ddp, error_of_updates, fit, fp16_on_cpu, loader, warned
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -26,8 +26,8 @@ def assert_windows_equal_batches(kind: Any, ranks: int = 1, policy: Any = 3, eng
     by_rank = [draw(kind, rank) for rank in range(ranks)]
     engine = engine or ("ddp" if ranks == 2 else "accum")
     for optimizer in ("sgd", "adamw"):
-        arguments = {"collate": default_collate, "max_epochs": epochs}
-        assert_one_window_one_batch(partial(kind, optimizer), by_rank, windows_of(by_rank, 3) * epochs, policy, engine, **arguments)
+        arguments = {"collate": default_collate, "epochs": epochs}
+        assert_one_window_one_batch(partial(kind, optimizer), by_rank, policy, engine, **arguments)
 
 
 @pytest.mark.some_cases(7)
@@ -308,45 +308,6 @@ def test_a_training_that_goes_on_inside_a_window_ends_like_one_that_never_stoppe
     if ranks == 1:
         with pytest.warns(AccumulationWarning, match="checkpoint"):  # the window was another
             train(GradientAccumulation(2), ckpt_path="inside.ckpt")
-
-
-class Half(Scalar):
-    """One optimizer, stepped by the module."""
-
-    automatic_optimization = False
-    on_before_optimizer_step = pl.LightningModule.on_before_optimizer_step
-    epochs: tuple[float, ...] = ()
-
-    def train_dataloader(self) -> Any:
-        return StatefulLoader(self.batches)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
-class EpochEnds(pl.Callback):
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        pl_module.epochs += (float(trainer.callback_metrics["window/loss_epoch"]),)
-
-
-@pytest.mark.parametrize("after", [1, 2, 4, 5])
-def test_a_window_goes_on_after_loader_batches_of_none(after: int) -> None:
-    whole, resumed = (Half([None, x(1), x(2), x(5), None, x(7)]) for _ in range(2))
-    fit(whole, None, GradientAccumulation(lambda step: 3), SaveAfter(after))
-    fit(resumed, None, GradientAccumulation(lambda step: 3), ckpt_path="inside.ckpt")
-    assert resumed.w.item() == whole.w.item() == -(1.5 + 6)
-
-
-@pytest.mark.parametrize("after", [2, 4, 5, 6])
-def test_a_resumed_training_drops_tails_and_shows_epochs_as_the_whole_one(after: int) -> None:
-    whole, resumed = (Half([x(value) for value in (1, 2, 3, 4, 5)]) for _ in range(2))
-    fit(whole, None, GradientAccumulation(3, tail="drop"), SaveAfter(after), EpochEnds(), max_epochs=3)
-    fit(resumed, None, GradientAccumulation(3, tail="drop"), EpochEnds(), max_epochs=3, ckpt_path="inside.ckpt")
-    assert resumed.w.item() == whole.w.item()
-    assert resumed.epochs == whole.epochs[0 if after < 5 else 1 :]
 
 
 # --- what is stepped or changed in another way ----------------------------------------------------------------------------

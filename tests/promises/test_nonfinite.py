@@ -151,8 +151,8 @@ def test_training_equals_the_one_without_the_bad_micro_batches(
         by_rank, left, window = layout(dice, HELD[engine].ranks, micro_batch)
         policy = GradientAccumulation(window, micro_batch=micro_batch, on_nonfinite="skip", trim_padding=False, check=False)
         windows = [rows for rows in windows_of(left, window) if any(row["y"] != IGNORED for row in rows)]
-        arguments = {"collate": collate, "optimizers": (optimizer,)}
-        assert_one_window_one_batch(Classifier, by_rank, windows, policy, engine, options, **arguments)
+        arguments = {"windows": windows, "collate": collate, "optimizers": (optimizer,)}
+        assert_one_window_one_batch(Classifier, by_rank, policy, engine, options, **arguments)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=FAULTS.get)

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from alive import Alive
-from harness import assert_one_window_one_batch, dealt, on, windows_of
+from harness import assert_one_window_one_batch, dealt, on
 from manual_modules import ALL, GAN, Dependent, Manual, draw
 from other_memory import OtherMemory, other_memory
 from sharded import ShardedLanguage
@@ -257,15 +257,14 @@ ON_RANKS = [on("ddp", 3), *OPTIONS, on("fsdp2", 1), on("fsdp1", 1), on("fsdp2", 
 def test_windows_and_ranks(memory: OtherMemory, engine: str, options: dict[str, Any], window: int) -> None:
     by_rank = dealt(sentences(18), 3, engine)
     make = partial(ShardedLanguage, "adamw", reshard_after_forward=True)
-    windows = windows_of(by_rank, window)
-    assert_one_window_one_batch(make, by_rank, windows, offloaded(window), engine, options, callbacks=[Moves(memory)])
+    assert_one_window_one_batch(make, by_rank, offloaded(window), engine, options, callbacks=[Moves(memory)])
 
 
 @pytest.mark.parametrize(("kind", "window"), [(GAN, 3), (Dependent, 1)])
 def test_manual_optimization_on_two_ranks(memory: OtherMemory, kind: type[Manual], window: int) -> None:
     by_rank = [draw(kind), draw(kind, 1)]
     arguments = {"collate": default_collate, "callbacks": [Moves(memory)]}
-    assert_one_window_one_batch(kind, by_rank, windows_of(by_rank, window), offloaded(window), "ddp", **arguments)
+    assert_one_window_one_batch(kind, by_rank, offloaded(window), "ddp", **arguments)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -25,10 +25,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "one batch, split": {"window": 1, "micro_batch": 1},
     "carry": {"window": 4, "tail": "carry"},
     "row-wise": {"window": 3, "micro_batch": 2, "row_wise": "net"},
+    "float64 sums": {"window": 3, "micro_batch": 2, "accumulate_dtype": torch.float64},
+    "tokens, float64 sums": {"window": Tokens(60), "accumulate_dtype": torch.float64},
 }
 
 
-@pytest.mark.some_cases(1, 3)
+@pytest.mark.some_cases(1, 5)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(policy: str) -> None:
     # a window of 3 has one of these loader batches, two, all, and again two
@@ -176,6 +178,8 @@ class Placed(Scalar):
 
     def __init__(self, values: list[Any]) -> None:
         super().__init__([None if value is None else x(value) for value in values])
+        self.optimizer = super().configure_optimizers()
+        self.optimizer.register_step_post_hook(lambda *_: self.gradients.append(self.w.grad.item()))
         self.begun: list[int] = []
         self.epoch_losses: dict[int, float] = {}
 
@@ -187,6 +191,22 @@ class Placed(Scalar):
 
     def on_train_epoch_start(self) -> None:
         self.begun.append(self.current_epoch)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass  # manual optimization calls it in each micro-batch
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer
+
+
+class Manual(Placed):
+    automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
 
 
 class EpochLosses(Callback):
@@ -208,9 +228,11 @@ class SaveIn(Callback):
             raise Interrupted
 
 
-def parts_of(stops: list[tuple[str, int]], values: list[Any], limit: dict[str, int], **policy: Any) -> list[Placed]:
+def parts_of(
+    stops: list[tuple[str, int]], values: list[Any], limit: dict[str, int], kind: type[Placed] = Placed, **policy: Any
+) -> list[Placed]:
     """A training with stops takes the steps of the one without, and sees the same epochs begin: that one, and the parts."""
-    whole, parts = Placed(values), [Placed(values) for _ in range(len(stops) + 1)]
+    whole, parts = kind(values), [kind(values) for _ in range(len(stops) + 1)]
     fit(whole, None, GradientAccumulation(**policy), EpochLosses(), **limit)
     for number, part in enumerate(parts):
         stop = [SaveIn(*stop) for stop in stops[number : number + 1]]
@@ -235,17 +257,19 @@ STOPS: dict[str, tuple[Any, ...]] = {
 """Where training stops, the values of an epoch (None is a batch that is missing), the policy, the epochs."""
 
 
+@pytest.mark.parametrize("kind", [Placed, Manual])
 @pytest.mark.parametrize("name", STOPS)
-def test_a_training_with_stops_takes_the_steps_of_the_one_without(name: str) -> None:
+def test_a_training_with_stops_takes_the_steps_of_the_one_without(name: str, kind: type[Placed]) -> None:
     stops, values, policy, epochs = STOPS[name]
-    parts_of(stops, values, {"max_epochs": epochs}, **policy)
-    if name.startswith("whole"):
+    parts_of(stops, values, {"max_epochs": epochs}, kind, **policy)
+    if name.startswith("whole") and kind is Placed:
         parts_of(stops, values, {"max_epochs": -1, "max_steps": 6}, **policy)
 
 
+@pytest.mark.parametrize("kind", [Placed, Manual])
 @pytest.mark.parametrize("after", [2, 3, 4])
-def test_the_loss_of_a_resumed_epoch_is_that_of_its_own_windows(after: int) -> None:
-    whole, _, resumed = parts_of([(END, after)], [1, 2, 4], {"max_epochs": 2}, window=2)
+def test_the_loss_of_a_resumed_epoch_is_that_of_its_own_windows(after: int, kind: type[Placed]) -> None:
+    whole, _, resumed = parts_of([(END, after)], [1, 2, 4], {"max_epochs": 2}, kind, window=2)
     assert resumed.epoch_losses[1] == whole.epoch_losses[1]
 
 

@@ -51,10 +51,6 @@ def batches(*sizes: int, seed: int = 1) -> list[list[Any]]:
     return [[(torch.randn(5, generator=generator, dtype=torch.float64), row % 3) for row in range(size)] for size in sizes]
 
 
-def flat(batches: Any) -> list[Any]:
-    return [row for rows in batches for row in rows]
-
-
 def collated(*sizes: int) -> list[Any]:
     return [default_collate(rows) for rows in batches(*sizes)]
 
@@ -604,9 +600,8 @@ def test_a_loss_that_gathers_over_ranks_is_that_of_the_global_batch(loss: Loss, 
     ranks = 4 if engine == "ddp of 4" else 2
     steps = [batches(*[16 // ranks] * ranks, seed=seed) for seed in range(3)]
     policy = row_wise(micro_batch=3, weight="equal" if loss is barlow_twins else "auto")
-    by_rank, windows = list(zip(*steps, strict=True)), [flat(step) for step in steps]
-    make = partial(Gathering, loss, gathers)
-    assert_one_window_one_batch(make, by_rank, windows, policy, engine, collate=default_collate, optimizers=(sgd, adamw))
+    make, arguments = partial(Gathering, loss, gathers), {"collate": default_collate, "optimizers": (sgd, adamw)}
+    assert_one_window_one_batch(make, list(zip(*steps, strict=True)), policy, engine, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -646,22 +641,14 @@ SHARDED: dict[str, tuple[Any, tuple[int, int], dict[str, Any]]] = {
 }
 
 
-def by_rank_of(sizes: tuple[int, int]) -> tuple[list[Any], list[Any]]:
-    """Loader batches of two ranks, and all rows of each step."""
-    steps = [batches(*sizes, seed=seed) for seed in range(4)]
-    return list(zip(*steps, strict=True)), [flat(step) for step in steps]
-
-
 @needs_sharding_on_cpu
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("case", SHARDED)
 def test_sharded_submodules_take_the_step_of_the_global_batch(case: str) -> None:
     loss, sizes, policy = SHARDED[case]
-    by_rank, steps = by_rank_of(sizes)
-    size = policy.get("window", 1)
-    windows = [flat(steps[i : i + size]) for i in range(0, len(steps), size)]
-    make, callback = partial(Gathering, loss, "torch", True), row_wise(**{"micro_batch": 3, **policy})
-    assert_one_window_one_batch(make, by_rank, windows, callback, "fsdp2", collate=default_collate, optimizers=(sgd, adamw))
+    by_rank = list(zip(*(batches(*sizes, seed=seed) for seed in range(4)), strict=True))
+    make, arguments = partial(Gathering, loss, "torch", True), {"collate": default_collate, "optimizers": (sgd, adamw)}
+    assert_one_window_one_batch(make, by_rank, row_wise(**{"micro_batch": 3, **policy}), "fsdp2", **arguments)
 
 
 # --- verify ---------------------------------------------------------------------------------------------------------------

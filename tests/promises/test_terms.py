@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from harness import assert_one_window_one_batch, on, windows_of
+from lightning.pytorch.callbacks import Callback
 from losses_of_terms import COUNTS, LOSSES, MULTIPLIED, OF_NOTHING, Function, OfTerms, rows, that_only_shows, windows_of_tokens
+from resumed import Module as Resumed
+from resumed import assert_goes_on
 from support import Interrupted, SaveAfter, StatefulLoader, ddp, error_of_updates, fit, warned
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUpError, GradientAccumulation, Tokens
+from lightning_accum import (
+    AccumulationError,
+    AccumulationWarning,
+    DoesNotAddUpError,
+    GradientAccumulation,
+    SampleCount,
+    TokenCount,
+    Tokens,
+)
 from lightning_accum.testing import EXACT, Comparison, adamw, compare_window_with_batch, sgd
 
 SIZES = (3, 1, 5, 2, 2, 4, 1, 3, 1, 2, 6, 3)
@@ -30,10 +43,10 @@ def assert_exact(
     loss: Function, policy: dict[str, Any], batches: Any = BATCHES, optimizers: Any = (sgd, adamw), windows: Any = None
 ) -> None:
     """On one process, in windows of four loader batches or of one that is split; nothing is warned of."""
-    own, windows = windows_of([batches], 4) if "micro_batch" in policy else batches, windows or windows_of([batches], 4)
+    own = windows_of([batches], 4) if "micro_batch" in policy else batches
+    arguments = {"windows": windows, "collate": default_collate, "optimizers": optimizers}
     with warned() as messages:
-        make, policy = partial(OfTerms, loss), GradientAccumulation(**policy)
-        assert_one_window_one_batch(make, [own], windows, policy, collate=default_collate, optimizers=optimizers)
+        assert_one_window_one_batch(partial(OfTerms, loss), [own], GradientAccumulation(**policy), **arguments)
     assert [message for message in messages if not message.startswith("Padding")] == []
 
 
@@ -84,7 +97,7 @@ class WritesIntoItsBatch(OfTerms):
 def test_a_step_may_write_into_its_batch(policy: str) -> None:
     own = windows_of([BATCHES], 4) if policy != "windows" else BATCHES
     make, policy_of = partial(WritesIntoItsBatch, LOSSES["tokens and samples"].of), GradientAccumulation(**POLICIES[policy])
-    assert_one_window_one_batch(make, [own], windows_of([BATCHES], 4), policy_of, collate=default_collate)
+    assert_one_window_one_batch(make, [own], policy_of, collate=default_collate)
 
 
 @pytest.mark.parametrize("name", ["tokens and samples", "samples and tokens"])
@@ -179,8 +192,8 @@ def test_over_ranks_with_uneven_ends_a_window_is_its_full_batch(
         [rows(SIZES[place], 20 * rank + place, has_some=rank < last and place != 1) for place in range(length)]
         for rank, length in enumerate(lengths)
     ]
-    make, windows = partial(OfTerms, LOSSES[name].of, "adamw"), windows_of(by_rank, policy.get("window", 1))
-    assert_one_window_one_batch(make, by_rank, windows, GradientAccumulation(**policy), engine, options, collate=default_collate)
+    make = partial(OfTerms, LOSSES[name].of, "adamw")
+    assert_one_window_one_batch(make, by_rank, GradientAccumulation(**policy), engine, options, collate=default_collate)
 
 
 def of_single_batches() -> Comparison:
@@ -239,12 +252,9 @@ def test_a_term_divided_by_a_number_of_the_loader_batch_is_told_of_and_takes_a_w
     with pytest.warns(AccumulationWarning, match="A factor of the loss changes"):
         fit(OfTerms(by_a_number_of_the_batch), batches, GradientAccumulation(4))
     policy = GradientAccumulation(4, weight=[lambda b: b["n"], COUNTS["samples"]], log=False)
+    make = partial(OfTerms, by_a_number_of_the_batch)
     with pytest.warns(AccumulationWarning, match="counts as much in some rows"):
-        assert_one_window_one_batch(
-            *(partial(OfTerms, by_a_number_of_the_batch), [BATCHES], windows_of([BATCHES], 4), policy),
-            collate=with_number,
-            optimizers=[sgd, adamw],
-        )
+        assert_one_window_one_batch(make, [BATCHES], policy, collate=with_number, optimizers=[sgd, adamw])
 
 
 def by_their_mean(o: Any, b: Any, m: Any) -> Tensor:
@@ -338,3 +348,108 @@ def test_the_unit_of_weights_does_not_change_inside_of_the_first_window() -> Non
     batches = [default_collate(rows(len(some), seed)) | {"some": torch.tensor(some) > 0} for seed, some in enumerate(FEW)]
     with pytest.raises(DoesNotAddUpError, match="whose window has begun"):
         fit(OfTerms(loss), batches, GradientAccumulation(4))
+
+
+# --- a list with a weight for each term: windows are counted in loader batches that are drawn ahead -------------------------
+
+THREE = "nodes, edges and graphs"
+WEIGHT = [COUNTS[count] for count in LOSSES[THREE].counts.split(", ")]
+DRAWN = [rows(size, seed) for seed, size in enumerate((3, 2, 5, 2, 4, 2, 3, 2, 5, 2))]
+
+
+def assert_drawn(by_rank: Any, windows: Any = None, engine: str = "accum", epochs: int = 1, **policy: Any) -> None:
+    make, accumulation = partial(OfTerms, LOSSES[THREE].of, "adamw"), GradientAccumulation(**policy, weight=WEIGHT, log=False)
+    with warned() as messages:
+        arguments = {"windows": windows, "collate": default_collate, "epochs": epochs}
+        assert_one_window_one_batch(make, by_rank, accumulation, engine, UNUSED if engine == "ddp" else {}, **arguments)
+    assert [message for message in messages if not message.startswith("Padding")] == []
+
+
+WITH_LIST: list[dict[str, Any]] = [
+    {"window": 3}, {"window": 3, "tail": "drop"}, {"window": 3, "micro_batch": 2}, {"window": 3, "micro_batch": "offload"},
+    {"window": 3, "on_nonfinite": "raise"}, {"micro_batch": Tokens(12)}, {"micro_batch": "auto"},
+    {"micro_batch": 2, "on_nonfinite": "skip"},
+]  # fmt: skip
+
+
+@pytest.mark.some_cases(3)
+@pytest.mark.parametrize("policy", WITH_LIST, ids=str)
+def test_each_term_of_a_window_is_that_of_its_full_batch(policy: dict[str, Any]) -> None:
+    assert_drawn([DRAWN], **policy)
+
+
+def test_each_term_takes_no_second_backward() -> None:
+    module, backwards = OfTerms(LOSSES[THREE].of), []
+    module.on_after_backward = lambda: backwards.append(1)
+    fit(module, [default_collate(rows(8, seed)) for seed in (1, 2)], GradientAccumulation(micro_batch=2, weight=WEIGHT))
+    assert len(backwards) == 2 * 8 / 2
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2])
+def test_a_window_of_tokens_is_drawn_until_it_has_them(micro_batch: int | None) -> None:
+    assert len(windows_of_tokens(DRAWN, 25)) > 3
+    assert_drawn([DRAWN], windows_of_tokens(DRAWN, 25), window=Tokens(25), micro_batch=micro_batch)
+
+
+def test_tokens_of_all_ranks_end_a_window() -> None:
+    by_rank = [DRAWN[:6], DRAWN[6:]]
+    both = [[*by_rank[0][i], *(by_rank[1][i] if i < 4 else [])] for i in range(6)]
+    assert_drawn(by_rank, windows_of_tokens(both, 30), "ddp", window=Tokens(30))
+
+
+@pytest.mark.parametrize(
+    ("window", "sizes"),
+    [({0: 2, 1: 3}, (2, 2, 2, 1, 3, 3, 1)), (lambda step: 1 + step % 3, (1, 2, 3, 1, 2, 3, 1, 1))],
+    ids=["by epoch", "by step"],
+)
+def test_windows_whose_size_changes(window: Any, sizes: Sequence[int]) -> None:
+    every = iter(DRAWN[:7] * 2)
+    windows = [[row for _ in range(size) for row in next(every)] for size in sizes]
+    assert_drawn([DRAWN[:7]], windows, epochs=2, window=window)
+
+
+class Endless(IterableDataset):
+    """Says how many it has yielded."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches, self.yielded = batches, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.yielded += 1
+            yield self.batches[(self.yielded - 1) % len(self.batches)]
+
+
+class Seen(Callback):
+    """What a callback gets in each loader batch, and what had been drawn by then."""
+
+    def __init__(self, stream: Endless) -> None:
+        self.stream = stream
+        self.ahead: list[int] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        assert torch.equal(batch["ids"], self.stream.batches[batch_idx % 5]["ids"])
+        self.ahead.append(self.stream.yielded - batch_idx - 1)
+
+
+@pytest.mark.parametrize(("weight", "ahead"), [(WEIGHT, [1, 3, 2, 1]), (SampleCount(), [1, 1, 1, 1])], ids=["a list", "one weight"])
+def test_a_stream_is_drawn_as_far_as_the_window_and_only_with_a_weight_for_each_term(weight: Any, ahead: list[int]) -> None:
+    """When its first batch runs, after that batch's hook. And the batch that Lightning draws ahead of a stream."""
+    stream = Endless(list(map(default_collate, DRAWN[:5])))
+    seen, policy = Seen(stream), GradientAccumulation(4, weight=weight, check=False)
+    fit(OfTerms(LOSSES[THREE].of), DataLoader(stream, batch_size=None), policy, seen, max_steps=3, max_epochs=-1)
+    assert seen.ahead == ahead * 3
+
+
+class Scored(Resumed):
+    """Of two terms."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        of_tokens = super().training_step(batch, batch_idx)
+        return of_tokens + 0.3 * (self.net(batch["input_ids"])[:, 0].mean(-1) - 1).square().mean()
+
+
+@pytest.mark.exhaustive
+def test_on_two_ranks_a_checkpoint_inside_a_window_goes_on_to_rounding() -> None:
+    """What was drawn ahead and not trained on comes again."""
+    assert_goes_on(ddp, 2, (4,), weight=[TokenCount(), SampleCount()], module=Scored, window=3)

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import ENGINES as HELD
-from harness import Unsized, assert_one_window_one_batch, on, windows_of
+from harness import Unsized, assert_one_window_one_batch, on
 from sharded import ShardedScalar, needs_sharding_on_cpu, total_of
 from support import Toy, fit, loader, x
 from torch import Tensor, nn
@@ -123,21 +123,16 @@ CASES = [  # an engine, so many loader batches of each rank, and how they make w
 ]
 
 
-def assert_full_batches(engine: str, by_rank: Any, policy: dict[str, Any], options: Any = None, windows: Any = None, **kw: Any):
-    """Of a mean of numbers: the gradient of each window is the mean of all of its own."""
-    windows = windows or windows_of(by_rank, policy["window"], EPOCHS, policy.get("tail", "step"))
-    rows, accumulation = [[list(batch) for batch in own] for own in by_rank], GradientAccumulation(**policy)
-    arguments = {"collate": torch.stack, "max_epochs": EPOCHS, **kw}
-    assert_one_window_one_batch(ShardedScalar, rows, windows, accumulation, engine, options, **arguments)
-
-
 @pytest.mark.some_cases(5, 19)
 @LENGTHS_KNOWN
 @pytest.mark.parametrize(("engine", "options", "lengths", "policy"), CASES)
 def test_ranks_that_end_at_different_times_equal_the_full_batch(
     engine: str, options: dict[str, Any], lengths: tuple[int, ...], policy: dict[str, Any], has_length: bool
 ) -> None:
-    assert_full_batches(engine, batches(*lengths), policy, options, has_length=has_length)
+    """Of a mean of numbers: the gradient of each window is the mean of all of its own."""
+    rows = [[list(batch) for batch in own] for own in batches(*lengths)]
+    arguments = {"collate": torch.stack, "epochs": EPOCHS, "has_length": has_length}
+    assert_one_window_one_batch(ShardedScalar, rows, GradientAccumulation(**policy), engine, options, **arguments)
 
 
 class Streams(Unsized):
@@ -310,5 +305,4 @@ def test_a_rank_takes_part_in_the_reduction_of_sparse_gradients_without_data(tai
     rows = [list(torch.arange(n) * n % 9) for n in (5, 2, 4, 1, 3, 2)]
     by_rank: list[list[Any]] = [rows[:4], [*rows[4:], *tail]]
     optimizers = (partial(torch.optim.SGD, lr=0.1),)
-    windows = windows_of(by_rank, 2)
-    assert_one_window_one_batch(embeds, by_rank, windows, 2, "ddp", collate=torch.stack, optimizers=optimizers)
+    assert_one_window_one_batch(embeds, by_rank, 2, "ddp", collate=torch.stack, optimizers=optimizers)

@@ -188,12 +188,6 @@ def test_weights_of_other_terms_than_the_loss_has_are_refused(loss: str, weight:
     assert module.trainer.global_step == 0
 
 
-@pytest.mark.parametrize("weight", [["auto", SampleCount()], []])
-def test_what_cannot_count_terms_is_an_error(weight: list[Any]) -> None:
-    with pytest.raises(AccumulationError, match="weight"):
-        GradientAccumulation(micro_batch=4, weight=weight)
-
-
 def test_a_micro_batch_without_loss_whose_terms_were_counted_ahead_is_refused_and_without_the_check_warned_of() -> None:
     module = Toy(
         lambda net, batch: None if (batch[1] < 0).all() else F.cross_entropy(net(batch[0]), batch[1]) + net(batch[0]).mean()

@@ -47,8 +47,7 @@ class Package:
     field: str
     imports: str
     cases: Callable[[], list[Case]]
-    requirements: Sequence[str] = ()
-    without_dependencies: Sequence[str] = ()
+    requirements: Sequence[str]
 
 
 _PACKAGES: dict[str, Package] = {}
@@ -62,16 +61,12 @@ def packages() -> dict[str, Package]:
 
 
 def package(
-    name: str, field: str, imports: str, *requirements: str, without_dependencies: Sequence[str] = ()
+    name: str, field: str, imports: str, *requirements: str
 ) -> Callable[[Callable[[], list[Case]]], Callable[[], list[Case]]]:
-    """Put the cases that the decorated function returns into :func:`packages`; ``requirements`` are the name where there are none.
-
-    ``without_dependencies`` is installed with ``--no-deps``, where a dependency is not needed for training and cannot be had.
-    """
+    """Put the cases that the decorated function returns into :func:`packages`; without ``requirements`` the name is installed."""
 
     def register(cases: Callable[[], list[Case]]) -> Callable[[], list[Case]]:
-        wanted = requirements or (() if without_dependencies else (name,))
-        _PACKAGES[name] = Package(name, field, imports, cases, wanted, without_dependencies)
+        _PACKAGES[name] = Package(name, field, imports, cases, requirements or (name,))
         return cases
 
     return register

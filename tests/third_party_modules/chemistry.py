@@ -1,4 +1,4 @@
-"""Molecules, atoms, single cells and graphs."""
+"""Molecules, single cells and graphs."""
 
 from __future__ import annotations
 
@@ -50,84 +50,6 @@ def chemprop() -> list[Case]:
         return parts
 
     return [Case("MPNN", module, rows, collate), Case("MPNN", module, rows, collate, arguments={"split": split})]
-
-
-@package(
-    "schnetpack",
-    "chemistry",
-    "pytorch_lightning",
-    *(
-        "ase",
-        "h5py",
-        "hydra-core",
-        "matscipy",
-        "torch-ema",
-        "dirsync",
-        "fasteners",
-        "hydra-colorlog",
-        "tensorboardX",
-        "tensorboard",
-    ),
-    "rich",
-    without_dependencies=["schnetpack"],  # the sympy that it asks for is older than torch's
-)
-def schnetpack() -> list[Case]:
-    from typing import TypeVar
-
-    import numpy as np
-    import torch
-    from ase import Atoms
-
-    torch.utils.data.dataloader.T_co = TypeVar("T_co", covariant=True)  # type: ignore[attr-defined]  # torch 2.13 has it no more
-    import schnetpack as spk
-    from schnetpack.data.loader import _atoms_collate_fn
-
-    generator = np.random.default_rng(0)
-    convert = spk.interfaces.AtomsConverter(spk.transform.ASENeighborList(cutoff=4.0), dtype=torch.float64)
-    rows = []
-    for number in generator.integers(2, 7, size=24):
-        row = convert(Atoms(["H", "C", "O", "N", "H", "H"][:number], generator.normal(scale=1.5, size=(number, 3))))
-        row = {key: value for key, value in row.items() if key != "_idx_m" and not key.endswith("_local")}
-        row["energy"] = torch.tensor([float(number)]) + torch.from_numpy(generator.normal(size=1))
-        row["forces"] = torch.from_numpy(generator.normal(size=(number, 3)))
-        rows.append(row)
-
-    def case(name: str, has_forces: bool, arguments: Mapping[str, Any]) -> Case:
-        def module() -> Any:
-            basis = spk.nn.GaussianRBF(n_rbf=6, cutoff=4.0)
-            schnet = spk.representation.SchNet(8, 1, basis, spk.nn.CosineCutoff(4.0))
-            heads: list[Any] = [spk.atomistic.Atomwise(n_in=8, output_key="energy")]
-            outputs = [spk.task.ModelOutput("energy", torch.nn.MSELoss(), 0.1, {})]
-            if has_forces:
-                heads.append(spk.atomistic.Forces(energy_key="energy", force_key="forces"))
-                outputs.append(spk.task.ModelOutput("forces", torch.nn.MSELoss(), 0.9, {}))
-            model = spk.model.NeuralNetworkPotential(
-                schnet, input_modules=[spk.atomistic.PairwiseDistances()], output_modules=heads
-            )
-            return spk.task.AtomisticTask(model, outputs, torch.optim.SGD, {"lr": 0.01})
-
-        return Case(name, module, rows, _atoms_collate_fn, arguments=arguments)
-
-    def split(batch: dict[str, Any], size: int) -> list[Any]:
-        parts = []
-        for start in range(0, len(batch["_n_atoms"]), size):
-            is_atom = (batch["_idx_m"] >= start) & (batch["_idx_m"] < start + size)
-            is_pair, first = is_atom[batch["_idx_i"]], int(is_atom.int().argmax())
-            rows = dict.fromkeys(("_idx_m", "_positions", "_atomic_numbers", "forces"), is_atom)
-            rows |= dict.fromkeys(("_idx_i", "_idx_j", "_offsets", "_idx_i_local", "_idx_j_local"), is_pair)
-            before, part = {"_idx_m": start, "_idx_i": first, "_idx_j": first}, {}
-            for key, value in batch.items():
-                of_each = len(value) // len(batch["_n_atoms"])
-                chosen = value[rows[key] if key in rows else slice(start * of_each, (start + size) * of_each)]
-                part[key] = chosen - before[key] if key in before else chosen
-            parts.append(part)
-        return parts
-
-    return [
-        case("SchNet, energy", False, {}),
-        case("SchNet, energy", False, {"split": split}),
-        case("SchNet, energy and forces", True, {"split": split}),
-    ]
 
 
 @package("scvi-tools", "single-cell", "lightning")
@@ -183,20 +105,3 @@ def torch_geometric() -> list[Case]:
         return Case(name, lambda: module("graph", has_batch_norm), rows, Batch.from_data_list, arguments=arguments)
 
     return [case("GraphGym", {}), case("GraphGym", {"split": split}), case("GraphGym, BatchNorm", {"split": split}, True)]
-
-
-@package("pykeen", "knowledge graphs", "pytorch_lightning")
-def pykeen() -> list[Case]:
-    import torch
-    from pykeen.contrib.lightning import LCWALitModule
-
-    def case(model: str, **kwargs: Any) -> Case:
-        def module() -> Any:
-            return LCWALitModule(dataset="nations", model=model, model_kwargs={"embedding_dim": 8, "random_seed": 1, **kwargs})
-
-        torch.manual_seed(0)
-        data = module().train_dataloader()
-        rows = [data.dataset[index] for index in range(24)]
-        return Case(f"LCWALitModule, {model}, {kwargs['loss']}", module, rows, data.collate_fn)
-
-    return [case("distmult", loss="bcewithlogits"), case("distmult", loss="crossentropy"), case("tucker", loss="bcewithlogits")]

@@ -170,31 +170,3 @@ def pytorch_tabular() -> list[Case]:
         case("FTTransformer, classes", FTTransformerConfig(task="classification", **tokens)),
         case("GANDALF", GANDALFConfig(task="regression", gflu_stages=2, **plain)),
     ]
-
-
-@package("deeptab", "tabular", "lightning")
-def deeptab() -> list[Case]:
-    import torch
-    from deeptab import architectures, configs
-    from deeptab.training import TaskModel
-
-    generator = torch.Generator().manual_seed(1)
-    numbers, categories = torch.randn(24, 2, generator=generator), torch.arange(24) % 3
-    rows = [(([row[:1], row[1:]], [category[None]], []), row[:1]) for row, category in zip(numbers, categories, strict=True)]
-    classes = [(features, label) for (features, _), label in zip(rows, torch.randint(4, (24,), generator=generator), strict=True)]
-    information = (
-        {name: {"preprocessing": "standardization", "dimension": 1, "categories": None} for name in ("a", "b")},
-        {"c": {"preprocessing": "int", "dimension": 1, "categories": 3}},
-        {},
-    )
-
-    def case(name: str, number_of_classes: int, **kwargs: Any) -> Case:
-        make = getattr(architectures, f"{name}Model", None) or getattr(architectures, name)
-        config = getattr(configs, f"{name}Config")(**kwargs)
-
-        def module() -> Any:
-            return TaskModel(make, config, information, num_classes=number_of_classes)
-
-        return Case(f"{name}, {number_of_classes}", module, rows if number_of_classes == 1 else classes)
-
-    return [case("FTTransformer", 1, d_model=8, n_heads=2, n_layers=1), case("ResNet", 4, layer_sizes=[8, 8, 8]), case("MLP", 4)]
