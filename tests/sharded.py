@@ -12,12 +12,12 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
-from support import Language, Scalar, end_profile
+from support import Language, Scalar
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile
 
 from lightning_accum import FSDPAccumulationStrategy, ModelParallelAccumulationStrategy
 
@@ -174,23 +174,6 @@ def total_of(run: pl.Trainer) -> float:
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
-
-
-class Profiled(ShardedLanguage):
-    """Records what rank 0 sends in its second and third window of three."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3:
-            self.profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-            self.profile.__enter__()
-        with record_function("next micro-batch"):
-            pass
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 8:
-            end_profile(self.profile)
-            if self.global_rank == 0:
-                torch.save(collectives_in(self.profile), "collectives.pt")
 
 
 GATHER, SCATTER, REDUCE = "allgather", "reduce_scatter", "allreduce"

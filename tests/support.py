@@ -23,6 +23,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
 from lightning_accum import AccumulationWarning, DDPAccumulationStrategy
@@ -68,10 +69,25 @@ class OnCPU(DDPAccumulationStrategy):
         _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
 
 
-def end_profile(profile: torch.profiler.profile) -> None:
-    """End it once it has all collectives: a thread of gloo notes the end of one after whoever waited for it has gone on."""
-    time.sleep(0.1)
-    profile.__exit__(None, None, None)
+class Profiled(Callback):
+    """Has torch's profiler look on from the beginning of a loader batch to the end of another; leaves what ``read`` makes of it."""
+
+    def __init__(self, first: int, last: int, read: Callable[[profile], Any]) -> None:
+        self.first, self.last, self.read = first, last, read
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.first:
+            self.profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+            self.profile.__enter__()
+        with record_function("next micro-batch"):
+            pass
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.last:
+            time.sleep(0.1)  # a thread of gloo notes the end of a collective after whoever waited for it has gone on
+            self.profile.__exit__(None, None, None)
+            if trainer.global_rank == 0:
+                torch.save(self.read(self.profile), "profiled.pt")
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:

@@ -23,9 +23,9 @@ from lightning.pytorch.strategies import (
     StrategyRegistry,
     XLAStrategy,
 )
-from support import Scalar, ddp, end_profile, fit, python_path, trainer, x
+from support import Profiled, Scalar, ddp, fit, python_path, trainer, x
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from lightning_accum import (
     AccumulationError,
@@ -40,21 +40,9 @@ from lightning_accum import (
 # --- collectives ------------------------------------------------------------------------------------------------------
 
 
-class Profiled(Scalar):
-    """Records the collectives of its last three windows of four on rank 0: after the first, buckets are rebuilt once."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == len(self.by_rank[0]) // 4:
-            self.profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-            self.profile.__enter__()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == len(self.by_rank[0]) - 1:
-            end_profile(self.profile)
-            events = [event for event in self.profile.events() if event.name.startswith("gloo:")]
-            sizes = [(event.name, sum(torch.Size(shape).numel() for shape in event.input_shapes)) for event in events]
-            if self.global_rank == 0:
-                torch.save(sizes, "collectives.pt")
+def sizes_of(found: profile) -> list[tuple[str, int]]:
+    events = [event for event in found.events() if event.name.startswith("gloo:")]
+    return [(event.name, sum(torch.Size(shape).numel() for shape in event.input_shapes)) for event in events]
 
 
 SINGLE = [[x(i) for i in range(16)], [x(i, i) for i in range(16)]]
@@ -76,11 +64,12 @@ MANY = [[torch.arange(24.0).double().reshape(8, 3)[:rows] + batch for batch in r
 def test_one_gradient_reduction_and_one_small_all_reduce_a_window(
     sync: str, policy: dict[str, Any], by_rank: Any, reductions: int, small: list[int]
 ) -> None:
-    module = Profiled(by_rank=by_rank)
+    module, number = Scalar(by_rank=by_rank), len(by_rank[0])
     module.big = nn.Linear(100, 1, bias=False).double()
     module.loss = lambda x: (module.w * x).mean() + module.big(x.new_ones(1, 100)).mean() * 0
-    fit(module, None, GradientAccumulation(**policy), strategy=ddp(sync=sync), devices=2)
-    collectives = torch.load("collectives.pt")
+    looks = Profiled(number // 4, number - 1, sizes_of)  # the last three windows of four: after the first, buckets are rebuilt once
+    fit(module, None, GradientAccumulation(**policy), looks, strategy=ddp(sync=sync), devices=2)
+    collectives = torch.load("profiled.pt")
     all_reduces = [size for name, size in collectives if "all_reduce" in name]
     assert [size for size in all_reduces if size > 8] == [101] * reductions
     assert [size for size in all_reduces if size <= 8] == small * 3  # the sums of the window are 8 numbers of float64: 64 bytes

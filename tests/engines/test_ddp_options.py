@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import Dealt, dealt, windows_of
 from lightning.pytorch.strategies import DDPStrategy
-from support import Language, OnCPU, end_profile, fit, pad, sentences
+from support import Language, OnCPU, Profiled, fit, pad, sentences
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile
 
 RANKS, WINDOW, EPOCHS = 2, 4, 2
 SMALL = {"bucket_cap_mb": 4096 / 2**20}  # 4 KiB, of some 40 that the parameters take: several buckets
@@ -29,9 +29,9 @@ BY_RANK = dealt(sentences(40), 2, "ddp")  # two windows of 16, and a tail of 8
 FULL = [pad(window) for window in windows_of(BY_RANK, WINDOW)]
 
 
-def train(module: Language, by_rank: Any = BY_RANK, epochs: int = EPOCHS, **options: Any) -> None:
+def train(module: Language, by_rank: Any = BY_RANK, epochs: int = EPOCHS, *callbacks: Any, **options: Any) -> None:
     arguments = {"devices": RANKS, "accumulate_grad_batches": WINDOW, "max_epochs": epochs}
-    fit(module, Dealt(by_rank), strategy=OnCPU(**options), **arguments)
+    fit(module, Dealt(by_rank), *callbacks, strategy=OnCPU(**options), **arguments)
 
 
 # --- communication hooks ----------------------------------------------------------------------------------------------
@@ -115,25 +115,8 @@ def test_compressed_gradients_are_those_of_the_full_batch_but_for_rounding(
 # --- when it is sent --------------------------------------------------------------------------------------------------
 
 
-class Profiled(Language):
-    """Records the third window of rank 0: in the second DistributedDataParallel rebuilds its buckets."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2 * WINDOW:
-            self.profile = profile(activities=[ProfilerActivity.CPU])
-            self.profile.__enter__()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with record_function("next micro-batch"):
-            pass
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3 * WINDOW - 1:
-            end_profile(self.profile)
-            events = sorted(self.profile.events(), key=lambda event: event.time_range.start)
-            if self.global_rank == 0:
-                torch.save([event.name for event in events], "events.pt")
+def names_of(found: profile) -> list[str]:
+    return [event.name for event in sorted(found.events(), key=lambda event: event.time_range.start)]
 
 
 REDUCTION = "c10d::allreduce_"
@@ -141,7 +124,7 @@ REDUCTION = "c10d::allreduce_"
 
 def order() -> list[str]:
     """Of the nodes of the last backward and what is to be all-reduced, as it was begun."""
-    events, node = torch.load("events.pt"), "autograd::engine::evaluate_function: "
+    events, node = torch.load("profiled.pt"), "autograd::engine::evaluate_function: "
     last = events[len(events) - events[::-1].index("next micro-batch") :]
     names = [name.removeprefix(node) for name in last if name.startswith(node) or name == REDUCTION]
     return [name for name in names if name != "DivBackward0"]  # Lightning's own, by accumulate_grad_batches
@@ -153,10 +136,11 @@ def order() -> list[str]:
 )
 def test_reduction_overlaps_with_the_last_backward_as_in_plain_lightning(options: dict[str, Any]) -> None:
     by_rank = dealt(sentences(48), 2, "ddp")
-    train(Profiled(), by_rank, 1, **SMALL, **options)
+    third = Profiled(2 * WINDOW, 3 * WINDOW - 1, names_of)  # in the second DistributedDataParallel rebuilds its buckets
+    train(Language(), by_rank, 1, third, **SMALL, **options)
     ours = order()
     strategy = DDPStrategy(start_method="fork", timeout=timedelta(seconds=20), **SMALL, **options)
-    fit(Profiled(), Dealt(by_rank), strategy=strategy, devices=RANKS)  # every micro-batch is reduced
+    fit(Language(), Dealt(by_rank), third, strategy=strategy, devices=RANKS)  # every micro-batch is reduced
     lightnings = order()
     assert ours == [REDUCTION, *lightnings]  # the weights do not wait in line behind the gradients
     assert lightnings.count(REDUCTION) > 4

@@ -13,15 +13,15 @@ from sharded import (
     GROUPS,
     REDUCE,
     SCATTER,
-    Profiled,
     ShardedLanguage,
+    collectives_in,
     cut_linear_layers,
     fully_shard,
     needs_sharding_on_cpu,
     shard,
     two_replicas,
 )
-from support import Toy, sentences
+from support import Profiled, Toy, sentences
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, default_collate
@@ -88,8 +88,9 @@ def test_parameters_that_some_micro_batches_and_ranks_do_not_use_equal_the_full_
 
 def test_a_window_of_three_has_three_reduce_scatters_and_one_all_reduce_for_each_group() -> None:
     data = Dealt(dealt(sentences(72), 2, "fsdp2 of 4"))
-    trained(Profiled(), GradientAccumulation(3, check=False), "fsdp2 of 4", {"sync": "shard"}, data)
-    found = torch.load("collectives.pt", weights_only=False)
+    looks = Profiled(3, 8, collectives_in)  # the second and the third window
+    trained(ShardedLanguage(), GradientAccumulation(3, check=False), "fsdp2 of 4", {"sync": "shard"}, data, callbacks=[looks])
+    found = torch.load("profiled.pt", weights_only=False)
     counts = [{kind: count[kind] for kind in (SCATTER, REDUCE)} for count, _ in found]
     inside, last = {SCATTER: GROUPS, REDUCE: 0}, {SCATTER: GROUPS, REDUCE: GROUPS + 2}  # the weights, and what was reached
     assert counts == [inside, inside, last] * 2

@@ -16,15 +16,15 @@ from sharded import (
     GROUPS,
     REDUCE,
     SCATTER,
-    Profiled,
     ShardedLanguage,
+    collectives_in,
     fsdp1,
     fsdp2,
     fully_shard,
     needs_sharding_on_cpu,
     wrap_for_fsdp1,
 )
-from support import Language, SaveAfter, ddp, error_of_updates, language_loss, loader, pad, sentences, train_by_hand
+from support import Language, Profiled, SaveAfter, ddp, error_of_updates, language_loss, loader, pad, sentences, train_by_hand
 from torch import Tensor
 from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.checkpoint import checkpoint
@@ -218,8 +218,9 @@ def test_low_precision_is_as_near_to_the_full_batch_in_double_as_a_hand_written_
 @ENGINES
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 def test_one_reduce_scatter_for_each_group_and_small_all_reduces(engine: str, sync: str, reshard: bool | None) -> None:
-    trained(Profiled(reshard_after_forward=reshard), 3, engine, {"sync": sync}, Dealt(rows_of(9)))
-    kinds, sizes = zip(*torch.load("collectives.pt", weights_only=False), strict=True)
+    looks = Profiled(3, 8, collectives_in)  # the second and the third window
+    trained(ShardedLanguage(reshard_after_forward=reshard), 3, engine, {"sync": sync}, Dealt(rows_of(9)), callbacks=[looks])
+    kinds, sizes = zip(*torch.load("profiled.pt", weights_only=False), strict=True)
     # the weights; and with FSDP2 which parameters were reached
     inside, last = {SCATTER: 0, REDUCE: 0}, {SCATTER: GROUPS, REDUCE: 2 if engine == "fsdp2" else 1}
     if sync == "micro_batch":

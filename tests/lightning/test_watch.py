@@ -293,6 +293,7 @@ def test_a_hook_of_a_user_that_does_something_else_leaves_windows_exact_or_it_is
 
 # --- what is relied on, one by one: if a release moves it, this says what, before wrong numbers do -------------------------
 
+
 def subclasses(kind: type) -> Iterator[type]:
     for derived in kind.__subclasses__():
         yield derived

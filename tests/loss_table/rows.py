@@ -97,11 +97,10 @@ class Net(nn.Module):
 class Trained(pl.LightningModule):
     """Trains a network with a loss of the table, and keeps the gradients that the optimizer got."""
 
-    def __init__(self, loss: Loss, optimizer: str = "sgd") -> None:
+    def __init__(self, loss: Loss) -> None:
         super().__init__()
         self.net = Net()
         self.row = loss
-        self.optimizer = optimizer
         self.gradients: list[list[Tensor]] = []
         self.before_step: Callable[[], None] = lambda: None
 
@@ -120,9 +119,6 @@ class Trained(pl.LightningModule):
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.optimizer == "adamw":
-            # many losses do not change with a bias, whose gradient is rounding then; AdamW would divide it by its own size
-            return torch.optim.AdamW(self.trained, lr=1e-2, weight_decay=0.1, eps=1e-5)
         return torch.optim.SGD(self.trained, lr=0.1)
 
 

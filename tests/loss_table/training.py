@@ -35,9 +35,9 @@ class Outcome(NamedTuple):
     is_exact: bool = False
 
 
-def by_hand(loss: Loss, batches: Sequence[Batch], optimizer: str = "sgd") -> Trained:
+def by_hand(loss: Loss, batches: Sequence[Batch]) -> Trained:
     """Train on whole batches, without the package."""
-    module = Trained(loss, optimizer)
+    module = Trained(loss)
     steps = module.configure_optimizers()
     for batch in batches:
         steps.zero_grad()
@@ -56,19 +56,12 @@ def micro_batches(batches: Iterable[Batch], way: str) -> list[Batch]:
     return [part(batch, end - size, end) for batch in batches for size, end in zip(WINDOW, ends, strict=True)]
 
 
-def accumulation(loss: Loss, way: str, **arguments: Any) -> GradientAccumulation:
-    """The callback of a way."""
+def examine(loss: Loss, way: str) -> Outcome:
+    """Train with a Trainer, and compare with the whole batch."""
+    batch, module = data(loss), Trained(loss)
     policy = {"micro_batch": MICRO_BATCH} if way == "split" else {"window": len(WINDOW)}
-    return GradientAccumulation(**policy, weight=loss.weight, **arguments)
-
-
-def examine(loss: Loss, way: str, optimizer: str = "sgd", number: int = 1, **arguments: Any) -> Outcome:
-    """Train with a Trainer, and compare with the whole batches."""
-    batches = [data(loss, seed) for seed in range(number)]
-    expected = by_hand(loss, batches, optimizer)
-    module = Trained(loss, optimizer)
-    run = trainer(callbacks=[accumulation(loss, way, **arguments)])
-    return outcome(module, expected, lambda: run.fit(module, loader(micro_batches(batches, way))))
+    run = trainer(callbacks=[GradientAccumulation(**policy, weight=loss.weight)])
+    return outcome(module, by_hand(loss, [batch]), lambda: run.fit(module, loader(micro_batches([batch], way))))
 
 
 def outcome(module: Trained, expected: Trained, fit: Any) -> Outcome:

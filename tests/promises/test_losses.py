@@ -6,7 +6,6 @@ more ways to write one.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from itertools import chain
@@ -18,21 +17,21 @@ import torch.distributed as dist
 from harness import assert_one_window_one_batch, dealt
 from loss_table import LOSSES
 from loss_table.known import OPEN, OPEN_ON_RANKS, Known
-from loss_table.rows import Kind, Loss, Trained, data
-from loss_table.training import WAYS, Outcome, accumulation, by_hand, examine, faults, micro_batches, outcome
+from loss_table.rows import Loss, Trained, data
+from loss_table.training import WAYS, Outcome, by_hand, examine, faults, micro_batches, outcome
 from processes import found_by_two_ranks
 from sharded import ShardedLanguage, needs_sharding_on_cpu
-from support import SaveAfter, StatefulLoader, Toy, ddp, fit, loader, relative_error, sentences, trainer, warned
+from support import SaveAfter, StatefulLoader, Toy, ddp, fit, loader, sentences, trainer, warned
 from torch.utils.data import default_collate
 from written_losses import BY_NAME, Net, make
 from written_losses import LOSSES as WRITTEN
 from written_losses import Loss as Written
 
-from lightning_accum import AccumulationWarning, DDPAccumulationStrategy, GradientAccumulation
+from lightning_accum import DDPAccumulationStrategy, GradientAccumulation
 from lightning_accum.testing import adamw, assert_window_equals_batch
 
 EVERY = 25
-"""The part of the table that is trained on two ranks, and by AdamW."""
+"""The part of the table that is trained on two ranks."""
 
 
 class OpenError(AssertionError):
@@ -68,23 +67,6 @@ def test_the_table_is_large_and_names_each_loss_once() -> None:
 @pytest.mark.parametrize("loss", cases(LOSSES))
 def test_a_loss_is_exact_or_is_not_trained_in_silence(loss: Loss) -> None:
     assert_known(loss, {way: examine(loss, way) for way in WAYS}, OPEN)
-
-
-ADD_UP = [loss for loss in LOSSES if loss.kind is Kind.ADDS_UP and not any(loss.name in names for names in OPEN.values())]
-
-
-@pytest.mark.some_cases(12)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("loss", cases([loss for loss in ADD_UP if not loss.refused][:: 2 * EVERY]))
-def test_several_steps_of_adamw_are_those_of_the_batches(loss: Loss, way: str) -> None:
-    batches = [data(loss, seed) for seed in range(3)]
-    module, expected = Trained(loss, "adamw"), by_hand(loss, batches, "adamw")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AccumulationWarning)
-        run = trainer(callbacks=[accumulation(loss, way)])
-        run.fit(module, loader(micro_batches(batches, way)))
-    assert run.global_step == 3
-    assert relative_error(module.trained, expected.trained) <= loss.limit
 
 
 # --- two ranks ---
@@ -191,14 +173,6 @@ class Perplexity(ShardedLanguage):
 def test_over_shards_a_function_of_a_mean_is_that_of_the_full_batch() -> None:
     by_rank = dealt(sentences(24), 3, "fsdp2")
     assert_one_window_one_batch(partial(Perplexity, "sgd"), by_rank, GradientAccumulation(2), "fsdp2")
-
-
-@pytest.mark.parametrize("place", [0, 2])
-@pytest.mark.parametrize("name", ["label smoothing and class weights", "selected mean"])
-def test_a_micro_batch_with_nothing_but_ignored_labels_adds_nothing(name: str, place: int) -> None:
-    nothing = make(2, 9, ignored=slice(None))
-    batches = [*BATCHES[:place], nothing, *BATCHES[place:4], *BATCHES[5:]]
-    assert_window_equals_batch(Toy(BY_NAME[name].of, net=Net), batches, GradientAccumulation(4), optimizers=[adamw])
 
 
 def test_a_micro_batch_without_error_has_a_gradient_as_in_the_full_batch() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from real_modules.table import FROM_GOOD_TO_BAD, How, Row, Silent, Warned, in_words, rows, today
+from real_modules.table import FROM_GOOD_TO_BAD, How, Row, Silent, Warned, rows, today
 
 CASES: list[tuple[Row, How]] = [(row, how) for row in rows() for how in ("windows", "split")]
 SHORT = [(row, how) for row, how in CASES if row.today(how) is not row.expected(how)]
@@ -20,7 +20,7 @@ def cases(of: list[tuple[Row, How]], *, fail: bool = False) -> list[Any]:
     for row, how in of:
         marks = [] if CASES.index((row, how)) % 8 == 0 else [pytest.mark.exhaustive]
         if fail and (row, how) in SHORT:
-            reason = f"issue 22: {in_words(row.today(how))}, not {in_words(row.expected(how))}"
+            reason = f"issue 22: {row.today(how)}, not {row.expected(how)}"
             marks.append(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
         found.append(pytest.param(row, how, id=f"{row.name.replace(' ', '_')}-{how}", marks=marks))
     return found

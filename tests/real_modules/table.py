@@ -213,26 +213,6 @@ def today(row: Row, how: How) -> tuple[Outcome, bool]:
     return outcome, holds(row, how, outcome)
 
 
-def _name(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_name, value))}]"
-    return repr(value) if isinstance(value, str | int) else getattr(value, "__name__", type(value).__name__)
-
-
-def in_words(outcome: Outcome) -> str:
-    """A cell of the table."""
-    kind = type(outcome).__name__.lower()
-    if isinstance(outcome, Exact | Refused):
-        given = outcome.argument if isinstance(outcome, Exact) else outcome.mend
-        shown = ", ".join(f"{name}={_name(value)}" for name, value in given.items())
-        return f"{kind}, {shown}" if shown else kind
-    if isinstance(outcome, Silent):
-        return f"{kind}, {outcome.deviation:.0e} off"
-    if isinstance(outcome, Warned):
-        return f"{kind}, {outcome.deviation:.0e} off" if outcome.deviation else f"{kind} of {outcome.of}"
-    return f"{kind}, {outcome.error}".partition(":")[0]
-
-
 # --- data --------------------------------------------------------------------------------------------------------------
 
 
