@@ -135,6 +135,7 @@ def test_of_256_micro_batches_in_bfloat16_the_error_is_at_least_8_times_smaller(
     assert all(narrow > 8 * wide for narrow, wide in zip(errors[None], errors[torch.float32], strict=True))
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("window", "dtype", "precision"),
     [(1, torch.float32, "bf16-true"), (3, torch.float32, "32-true"), (3, torch.bfloat16, "32-true")],

@@ -253,7 +253,7 @@ HOOKS = {
 """How often each is called."""
 
 
-@pytest.mark.some_cases(3, 9)
+@pytest.mark.some_cases(2, 10)
 @pytest.mark.parametrize("policy", RESUMED)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_no_validation_comes_twice_or_is_missed_wherever_training_goes_on(hook: str, policy: str) -> None:

@@ -178,7 +178,7 @@ LOOPS: dict[str, tuple[int, dict[str, Any], list[int]]] = {
 }
 
 
-@pytest.mark.some_cases(7)
+@pytest.mark.some_cases(5)
 @WITH_AND_WITHOUT_FABRIC
 @pytest.mark.parametrize("case", LOOPS)
 def test_a_loop_takes_the_steps_of_full_batches(fabric: Callable[[], Any], case: str) -> None:
@@ -301,7 +301,7 @@ def loop_of_terms(
     return loop(fabric, optimizer, list(map(default_collate, batches)), task or of_terms(), 1, **arguments)
 
 
-@pytest.mark.some_cases(5)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("arguments", [{"window": 4}, {"micro_batch": 3}], ids=["windows", "split"])
 @pytest.mark.parametrize("name", NAMES)

@@ -130,7 +130,7 @@ BATCHES = [make(rows, seed) for seed, rows in enumerate((2, 5, 1, 4, 3, 6, 2, 1)
 POLICIES = {"windows": {"window": 4}, "split": {"micro_batch": 5}}
 
 
-@pytest.mark.some_cases(15, 30)
+@pytest.mark.some_cases(10, 35)
 @pytest.mark.parametrize("way", POLICIES)
 @pytest.mark.parametrize(
     "loss", [pytest.param(loss, id=loss.name.replace(" ", "_")) for loss in WRITTEN if loss.expected == "exact"]
