@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +23,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_accum import GradientAccumulation, Tokens
-from lightning_accum.accumulation import Accumulation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -129,13 +129,14 @@ def test_no_micro_batch_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) ->
                 torch.cuda.set_sync_debug_mode("error")
             return super().training_step(batch, batch_idx)
 
-    original = Accumulation.close
+    windows = import_module("lightning_accum.accumulation").Accumulation
+    original = windows.close
 
     def close(self: Any, *args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
         return original(self, *args)
 
-    monkeypatch.setattr(Accumulation, "close", close)
+    monkeypatch.setattr(windows, "close", close)
     try:
         run = fit(Watched(), BATCHES, micro_batch=4)
     finally:
