@@ -25,8 +25,8 @@ from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
 from lightning_accum.weighing.counted import Counted, TermValues
 from lightning_accum.weighing.later import LaterLooks, is_time_to_look
 from lightning_accum.weighing.modes import Contribution
-from lightning_accum.weighing.terms import Denominator, keep_weight, scale_terms
-from lightning_accum.weighing.weight import Weigher
+from lightning_accum.weighing.terms import Denominator, Term, keep_weight, scale_terms
+from lightning_accum.weighing.weight import Reading, Weigher
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.window import Window
 from lightning_accum.window_loss import WindowLoss
@@ -180,15 +180,14 @@ class Accumulation(Windows):
         # the micro-batch of a split batch, or of a longer window, never is: without asking further, in every one of them
         if micro_batch.number == 1 and self.boundary.size == 1 and self.is_passthrough():
             self.closed = self._passthrough_window(loss, micro_batch)
-            self.weigher.forget()
             return Weighed(self.closed.weight, is_weightless=self.closed.is_empty)
         try:
-            contribution = self.weigher(loss, micro_batch.batch, micro_batch.rows)
+            contribution, reading = self.weigher(loss, micro_batch.batch, micro_batch.rows)
         except UnreadableLossError as error:
             self._unread = error  # other ranks do not know of it: all raise at the end of the window
             if (self.world_size == 1 or self.policy.on_nonfinite != "propagate") and not self._is_one_micro_batch():
                 raise
-            contribution = Contribution(math.nan if self.world_size > 1 else None)  # one alone depends on no weight
+            contribution, reading = Contribution(math.nan if self.world_size > 1 else None), Reading()  # one alone needs no weight
         again = self._again
         if not self.checks_left:
             structure = None if again is not None and contribution is again[0] else contribution.structure
@@ -204,7 +203,7 @@ class Accumulation(Windows):
         if self.window.counted is not None and contribution.of_terms is None:
             contribution = contribution._replace(weight=None, of_terms={})
         if contribution.of_terms is not None:
-            return self._add_terms(loss, contribution, micro_batch)
+            return self._add_terms(loss, contribution, reading.terms, micro_batch)
         weight = contribution.weight
         if self.has_joint_loss and weight is None:
             raise ArgumentError(
@@ -217,8 +216,8 @@ class Accumulation(Windows):
         grad_output = self.window.add(loss if self.sums is None else loss.detach().to(self.window.dtype), contribution)
         if (is_narrow := loss.dtype.itemsize < 4) and grad_output is not None and weight is not None:
             keep_weight(loss, weight / (self.window.weight_scale or 1.0), grad_output)
-        if contribution.of_mean is not None:
-            self.weigher.leave_out_function(loss)
+        if reading.function is not None:
+            reading.function.leave_out(loss)
         if self.observer is not None:
             self.observer.begin_backward(micro_batch, weight)
         if micro_batch.is_boundary:
@@ -234,15 +233,13 @@ class Accumulation(Windows):
     def noting_values(self) -> AbstractContextManager[Any]:
         """What a forward runs in whose terms are counted: where the window is this micro-batch, they are not known before."""
         self._values, counted = TermValues(), self.window.counted
-        is_noted = counted is not None and not counted.is_agreed and self.weigher.hides_values
-        return self._values if is_noted else nullcontext()
+        return self._values if counted is not None and not counted.is_agreed else nullcontext()
 
-    def _add_terms(self, loss: Tensor, contribution: Contribution, micro_batch: MicroBatch) -> Weighed:
+    def _add_terms(self, loss: Tensor, contribution: Contribution, terms: Sequence[Term], micro_batch: MicroBatch) -> Weighed:
         """Take in a micro-batch of which each term has its own weight."""
         counted, window = self.window.counted, self.window
         assert counted is not None
         assert contribution.of_terms is not None
-        terms = self.weigher.take_terms()
         if not counted.is_agreed:  # the window is this micro-batch, on each rank
             counted.add(contribution.of_terms)
             counted.values.append(self._values.of(loss, terms))
@@ -269,7 +266,7 @@ class Accumulation(Windows):
     def _passthrough_window(self, loss: Tensor, micro_batch: MicroBatch) -> ClosedWindow:
         """A window that is one micro-batch with this loss, and left to Lightning."""
         try:
-            weight = self.weigher(loss, micro_batch.batch, micro_batch.rows).weight
+            weight = self.weigher(loss, micro_batch.batch, micro_batch.rows)[0].weight
         except UnreadableLossError:  # whatever the loss, nothing depends on its weight here
             weight = None
         # a batch that is not split for once counts as those that are; Lightning steps, and waits for no device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from copy import deepcopy
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -88,14 +88,14 @@ def _count_micro_batch(accumulation: Accumulation, step: CountsAhead, micro_batc
 
     Random numbers are those of its real run, if everything is put back after the last of the window.
     """
-    counted, values = accumulation.window.counted, TermValues()
+    counted = accumulation.window.counted
     assert counted is not None
-    with values if accumulation.weigher.hides_values else nullcontext():
+    with TermValues() as values:
         loss = step.run_ahead(micro_batch, ahead)
     if loss is not None and loss.grad_fn is not None:
-        contribution = accumulation.weigher(loss, micro_batch)
+        contribution, reading = accumulation.weigher(loss, micro_batch)
         counted.add(contribution.of_terms or {})
-        counted.values.append(values.of(loss, accumulation.weigher.take_terms()))
+        counted.values.append(values.of(loss, reading.terms))
 
 
 def _copy(batch: Any) -> Any:

@@ -397,7 +397,6 @@ def _on_host(term: Term) -> Term:
         total=total,
         number=float(term.number),
         kink=float(term.kink),
-        leaf=None,
         edges=(),
         above=(),
         divisions=(),

@@ -166,13 +166,14 @@ class ManualWindows(Windows):
         current.next_call += 1
         self._has_called = True
         call.line = call.line or users_line()
-        contribution = call.weigher(loss, current.batch)
+        contribution, reading = call.weigher(loss, current.batch)
+        if reading.function is not None:
+            reading.function.leave_out(loss)
+        del reading  # before the backward: its terms may be as large as the losses
         if call.check.verdict is not None:  # else it is not checked
             is_new = bool(contribution.structure) and call.weigher.is_new(contribution.structure)
             call.window.note_doubt(is_new + contribution.doubt)
         factor = as_number(call.window.add(loss.detach().to(call.window.dtype), contribution))
-        if contribution.of_mean is not None:
-            call.weigher.leave_out_function(loss)
         before = {p: p.grad for p in self._parameters() if p.grad is not None}
         if current.before is None:
             current.before = dict(before)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_accum.weighing.nodes import KEPT, kind_of
 from lightning_accum.weighing.terms import Denominator, Term, quotient
 
 
@@ -171,9 +170,7 @@ OfTerms: TypeAlias = "Mapping[int, Denominator | None]"
 
 
 class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
-    """In here additions of single numbers note what they add up: autograd keeps no values of them, but for those of some criteria
-    (``KEPT`` in ``nodes.py``).
-    """
+    """In here additions of single numbers note what they add up: autograd keeps no values of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,20 +193,17 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
     @torch.no_grad()
     def of(self, loss: Tensor, terms: Sequence[Term]) -> list[tuple[set[int], Denominator]] | None:
         """What terms add to the loss, some of them together; None if that is not known."""
-        leaves = [term for term in terms if term.leaf is not None]
-        kept = [(term, term.shares[0] * KEPT[kind_of(term.leaf)](term.leaf)) for term in leaves]
-        found: list[tuple[set[int], Denominator]] = [({term.key}, value) for term, value in kept]
+        found: list[tuple[set[int], Denominator]] = []
         inside: dict[Any, tuple[set[int], Denominator]] = {}
         for term in terms:
-            for (node, place), above in zip(term.edges, term.above, strict=True) if term.leaf is None else ():
+            for (node, place), above in zip(term.edges, term.above, strict=True):
                 operands = self._operands.get(node, [])
                 value = loss.detach() if place is None else operands[place] if place < len(operands) else None
                 if value is not None:
                     found.append(({term.key}, value if place is None else above * value))
                 elif node in self._results:  # added up inside of a criterion
-                    of_leaves = sum(value for term, value in kept if term.edges[0][0] is node)
-                    keys, left = inside.get(node, (set(), above * self._results[node] - of_leaves))
-                    inside[node] = ({*keys, term.key}, left)
+                    keys, of_all = inside.get(node, (set(), above * self._results[node]))
+                    inside[node] = ({*keys, term.key}, of_all)
                 else:
                     return None
         known = [*found, *inside.values()]

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import mse_loss, nll_loss
 
 Node: TypeAlias = Any  # torch.autograd.graph.Node: its saved attributes are not in the type stubs
 
@@ -176,23 +175,6 @@ CRITERIA: dict[str, tuple[str, Callable[[Node], Tensor | float]]] = {
     "MultilabelMarginLoss": ("multilabel margin loss", _rows),
 }
 
-
-def _cross_entropies(node: Node) -> Tensor:
-    weight = None if node._saved_weight is None else _saved(node._saved_weight)
-    return nll_loss(_saved(node._saved_self), node._saved_target, weight, ignore_index=ignored_of(node), reduction="sum")
-
-
-def _saved(tensor: Tensor) -> Tensor:
-    """Half precision has no room for a sum."""
-    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
-
-
-KEPT: dict[str, Callable[[Node], Tensor]] = {
-    "NllLoss": _cross_entropies,
-    "NllLoss2D": _cross_entropies,
-    "MseLoss": lambda node: mse_loss(_saved(node._saved_self), _saved(node._saved_target), reduction="sum"),
-}
-"""The losses of a criterion, added up, of those whose node keeps what it takes."""
 
 # What is linear in each of its operands, or only moves and selects.
 PRODUCTS_ADDED = {"Addbmm", "Addcdiv", "Addcmul", "Addmm", "Addmv", "Baddbmm"}

@@ -22,7 +22,6 @@ from lightning_accum.exact import exact
 from lightning_accum.weighing.nodes import (
     CONTRACTIONS,
     CRITERIA,
-    KEPT,
     KINKS,
     LINEAR,
     MEAN_REDUCTION,
@@ -379,7 +378,6 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
         is_penalty=is_penalty,
         is_learned=kind_of(summand.top) in ("Mul", "Div")
         and any(child is not None and is_of_parameters_only(child) for child, _ in summand.top.next_functions),
-        leaf=node if is_alone and kind in KEPT else None,
         edges=(summand.edge,),
         above=(summand.above,),
         divisions=tuple(dict.fromkeys(division for one in ways for division in one.divisions)),

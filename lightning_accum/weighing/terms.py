@@ -30,7 +30,6 @@ class Term(NamedTuple):
         is_divided: something else has divided it.
         is_penalty: it depends on parameters only.
         is_learned: a parameter multiplies it.
-        leaf: the criterion that it is, if it is one whose node keeps what it takes.
         edges: where its gradient can be scaled: the last addition above it, and its place there; None for all of the node's.
         above: what each of them is multiplied by on the way to the loss.
         divisions: by tensors, on the way to it.
@@ -47,7 +46,6 @@ class Term(NamedTuple):
     is_divided: bool = False
     is_penalty: bool = False
     is_learned: bool = False
-    leaf: Node = None
     edges: tuple[tuple[Node, int | None], ...] = ()
     above: tuple[Denominator, ...] = ()
     divisions: tuple[Node, ...] = ()
@@ -121,7 +119,6 @@ def _joined(key: int, terms: Sequence[Term]) -> Term:
         total=one_of([term.total for term in terms]),
         number=same([term.number for term in terms]),
         kink=math.prod(term.kink for term in terms),
-        leaf=None,
         edges=tuple(edge for term in terms for edge in term.edges),
         above=tuple(above for term in terms for above in term.above),
         divisions=tuple(division for term in terms for division in term.divisions),

@@ -39,15 +39,18 @@ from lightning_accum.weighing.terms import Denominator, Term, alike
 
 
 class Reading(NamedTuple):
-    """A loss, read.
+    """A loss, read. Nobody keeps it: its nodes would keep the graph alive.
 
     Attributes:
-        terms: what it adds up.
+        terms: what it adds up; none of a mean criterion alone.
         function: that it is of a mean; None where it is a mean or a sum.
     """
 
-    terms: list[Term]
+    terms: Sequence[Term] = ()
     function: FoundFunction | None = None
+
+
+_UNREAD = Reading()
 
 
 class Weigher:
@@ -67,7 +70,6 @@ class Weigher:
         of_samples: terms that weigh as many as there are rows, in all that was checked.
         seen: what the check has seen of terms, by key, see :func:`lightning_accum.weighing.modes.oddities`.
         counts_first: terms have weights of their own: those of a window are counted before it runs.
-        hides_values: a loss may have a term of which its graph does not keep what it adds, or had one in what was checked.
         takes_functions: a loss may be a function of a mean.
         hidden: a count by which the loss adds up, if its graph is hidden in training, as where it is compiled.
         criterion: what the weight was found to be, in words; None before the first micro-batch.
@@ -82,16 +84,14 @@ class Weigher:
         self.units: dict[int, dict[Mode, float]] = {}
         self.of_samples: frozenset[int] = frozenset()
         self.seen: frozenset[tuple[int, str]] = frozenset()
-        self.counts_first, self.hides_values = False, True
+        self.counts_first = False
         self.hidden: Mode | None = None
         self.takes_functions = True
         self.criterion: str | None = None
-        self._terms: list[Term] = []
-        self._found: FoundFunction | None = None
         self._plain: tuple[type, Any, Contribution] | None = None
 
-    def __call__(self, loss: Tensor, batch: Any, rows: int | None = None) -> Contribution:
-        """Weigh one micro-batch.
+    def __call__(self, loss: Tensor, batch: Any, rows: int | None = None) -> tuple[Contribution, Reading]:
+        """Weigh one micro-batch. The terms of its loss have the keys of ``Contribution.of_terms``.
 
         Args:
             loss: the scalar loss of the micro-batch, with its graph.
@@ -107,30 +107,28 @@ class Weigher:
             raise ArgumentError(f"training_step must return a loss of one number, its mean or its sum, but returned {found}")
         node: Node = loss.grad_fn
         if node is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
-            return Contribution(0.0 if loss.requires_grad else 1.0)
+            return Contribution(0.0 if loss.requires_grad else 1.0), _UNREAD
         is_plain = self._plain is not None and not self.counts_first and type(node) is self._plain[0]
         if is_plain and node._saved_reduction == MEAN_REDUCTION:
-            return self._read_plain(node)
+            return self._read_plain(node), _UNREAD
+        reading = self.read(loss)
+        guard_against_zero(reading.terms)
         if self._weight == "equal":
             self.criterion = "mean of the micro-batches' means"
-            guard_against_zero(self.read(loss).terms)
-            return Contribution(1.0)
-        reading = self.read(loss)
-        self._found = reading.function
-        guard_against_zero(reading.terms)
+            return Contribution(1.0), reading
         if self._weight == "auto":
-            return self._weigh(reading, loss, batch, rows)
+            return self._weigh(reading, loss, batch, rows), reading
         if isinstance(batch, Iterator):
             raise WrongTypeError(
                 "An explicit weight counts in the batch, but training_step draws its batches by itself (`dataloader_iter`)."
                 ' Use weight="auto".'
             )
-        of_mean = None if reading.function is None else reading.function.of_mean(loss)
         if isinstance(self._weight, tuple):
             return self._listed(reading, batch, rows)
+        of_mean = None if reading.function is None else reading.function.of_mean(loss)
         weight = count_by(self._weight, batch, rows)
         self.criterion = self.criterion or f"weighted by {name_of(self._weight)}"
-        return Contribution(weight, of_mean=of_mean, doubt=is_lost(loss, weight, reading.terms))
+        return Contribution(weight, of_mean=of_mean, doubt=is_lost(loss, weight, reading.terms)), reading
 
     def know(self, parameters: Iterable[Tensor]) -> None:
         """Take the losses of several heads, which have these parameters, for terms of their own."""
@@ -145,7 +143,6 @@ class Weigher:
         """One that reads as this one, and knows nothing of modes."""
         other = Weigher(self._weight, self._places)
         other.looped, other.aliases, other.takes_functions = self.looped, dict(self.aliases), self.takes_functions
-        other.hides_values = False
         return other
 
     def learn(self, other: Weigher, fitting: Mapping[int, Mapping[Mode, float]], begun: Mapping[int, Mode]) -> None:
@@ -170,7 +167,6 @@ class Weigher:
             elif mode not in known:
                 self.units[key] = {mode: 1.0}
         self.seen |= other.seen
-        self.hides_values = other.hides_values or (self.hides_values and bool(self.modes))
         self.modes, self.ratios = {**self.modes, **other.modes}, {**self.ratios, **other.ratios}
         self.looped, self.aliases, self.of_samples = other.looped, other.aliases, other.of_samples
         self.hidden, self.takes_functions = other.hidden, other.takes_functions
@@ -188,7 +184,6 @@ class Weigher:
         terms = alike(terms_of(loss, None if found is None else found.mean, self._places), self.looped)
         if self.aliases:
             terms = [term._replace(key=self.aliases.get(term.key, term.key)) for term in terms]
-        self.hides_values = self.hides_values or any(term.leaf is None for term in terms)
         return Reading(terms, found)
 
     def _read_plain(self, node: Node) -> Contribution:
@@ -212,7 +207,6 @@ class Weigher:
         if self.counts_first:
             if of_mean is not None:
                 raise UnreadableLossError(how_to_mend("a function of means with weights of their own"))
-            self._terms = terms
             if self.criterion is None or not self.criterion.startswith("each"):
                 names = ", ".join(term.words or "a term" for term in terms if not term.is_penalty)
                 self.criterion = f"each term by its own count ({names}), with one more forward, which weight=[...] saves"
@@ -293,7 +287,7 @@ class Weigher:
         hidden = None if term.words else self.hidden
         return self.modes.get(term.key) or hidden or default_mode(term)
 
-    def _listed(self, reading: Reading, batch: Any, rows: int | None) -> Contribution:
+    def _listed(self, reading: Reading, batch: Any, rows: int | None) -> tuple[Contribution, Reading]:
         """A weight for each term."""
         assert isinstance(self._weight, tuple)
         names = ", ".join(map(name_of, self._weight))
@@ -309,28 +303,12 @@ class Weigher:
             )
         counts = [count_by(weight, batch, rows) for weight in self._weight]
         penalties = [term._replace(key=0) for term in reading.terms if term.is_penalty]  # which go with the first
-        self._terms = [*(term._replace(key=place) for place, term in enumerate(varying)), *penalties]
+        terms = [*(term._replace(key=place) for place, term in enumerate(varying)), *penalties]
         self.criterion = "each term weighted by its own count, " + ", ".join(
             f"{term.words or 'a term'} by {name_of(weight)}" for term, weight in zip(varying, self._weight, strict=True)
         )
-        return Contribution(
-            None, of_terms=dict(enumerate(counts)), of_factors={0: 1.0 + sum(len(term.edges) for term in penalties)}
-        )
-
-    def take_terms(self) -> list[Term]:
-        """The terms of the last loss, with the keys of ``Contribution.of_terms``. They are not kept."""
-        terms, self._terms = self._terms, []
-        return terms
-
-    def leave_out_function(self, loss: Tensor) -> None:
-        """Have the backward of the last loss give the gradients of the mean that it is a function of. That is not kept."""
-        assert self._found is not None
-        self._found.leave_out(loss)
-        self._found = None
-
-    def forget(self) -> None:
-        """Keep nothing of the graph of the last loss."""
-        self._terms, self._found = [], None
+        of_factors = {0: 1.0 + sum(len(term.edges) for term in penalties)}
+        return Contribution(None, of_terms=dict(enumerate(counts)), of_factors=of_factors), Reading(terms)
 
 
 def weight_alone(loss: Tensor) -> tuple[Denominator | None, FoundFunction | None]:
