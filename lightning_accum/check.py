@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
-from lightning_accum.weighing.counts import Adopted, adopted, counts_of, name_of
+from lightning_accum.weighing.counts import counts_of, name_of
 from lightning_accum.weighing.modes import MODES, ONCE, SUM, Mode, default_mode, oddities, words_of
 from lightning_accum.weighing.terms import Term
 from lightning_accum.weighing.weight import Weigher
@@ -117,7 +117,6 @@ class _Found(NamedTuple):
         adds_up: on all.
         constants: what the weights of a term have in them beside what adds up.
         mend: what makes it add up, if that was found.
-        fitting: what each term weighs in the whole, by each mode that adds up.
         are_alike: single rows all have the same loss.
     """
 
@@ -127,7 +126,6 @@ class _Found(NamedTuple):
     constants: dict[int, float]
     terms: dict[int, Term]
     mend: str | None = None
-    fitting: Mapping[int, Mapping[Mode, float]] = {}
     are_alike: bool = False
 
 
@@ -174,7 +172,7 @@ class Check:
         checked, accumulation, rows = self._checked, self._accumulation, self._rows
         weigher, own = accumulation.weigher, found.weigher
         has_begun = accumulation.window.has_weight
-        weigher.learn(own, found.fitting, {key: default_mode(term) for key, term in found.terms.items() if has_begun})
+        weigher.learn(own, {key: default_mode(term) for key, term in found.terms.items() if has_begun})
         if own.tells_heads:
             weigher.know(checked.module.parameters())
         is_one, before_this = not own.counts_first and len(found.terms) == 1, accumulation.window.constant
@@ -303,11 +301,11 @@ class Check:
         verdict = Verdict(max(size, 2 * tolerance) if wrong else size, tolerance, worst.deviation.seen, tuple(worst.deviation.rows))
         mend = self._weight_that_adds_up(looks, terms, trial) if wrong else None
         if not wrong and weight == "auto":
-            weigher.modes = {key: fit.mode for key, fit in chosen.items() if fit.mode is not None}
+            weigher.units = {key: self._units(looks, key, fit, eps) for key, fit in chosen.items() if fit.mode is not None}
             is_sharded = checked.sync.is_waited_for_in_forward
             if len(terms) == 1 and next(iter(chosen.values())).mode != SUM and not is_sharded:
                 adopted_fit = self._adopted(looks, next(iter(terms)), eps)
-                weigher.hidden = None if adopted_fit is None else adopted_fit.mode
+                weigher.hidden = {} if adopted_fit is None else self._units(looks, next(iter(terms)), adopted_fit, eps)
             odd = [(key, oddities(term, weigher.mode_of(term))) for one in measured_of(looks) for key, term in one.terms.items()]
             weigher.seen = frozenset((key, name) for key, found in odd for name, is_so in found.items() if is_so)
             weigher.of_samples = frozenset(key for key, mode in weigher.modes.items() if goes_by_rows(looks, key, mode))
@@ -315,18 +313,19 @@ class Check:
             if refused is not None:
                 return _Found(replace(verdict, deviation=math.inf, seen=refused[1]), False, weigher, {}, terms, refused[0])
         constants = {key: fit.constant for key, fit in chosen.items() if fit.constant}
-        fitting = {}
-        if weight == "auto" and not wrong and not checked.sync.is_waited_for_in_forward:
-            fitting = {key: self._weights(looks, key, terms[key], eps) for key in terms}
         losses = [part.loss for part in looks[0].parts]
         are_alike = checked.on_any(max(losses) - min(losses) <= trial.tolerance * abs(max(losses)))
-        return _Found(verdict, not wrong, weigher, constants, terms, mend, fitting, are_alike)
+        return _Found(verdict, not wrong, weigher, constants, terms, mend, are_alike)
 
-    def _weights(self, looks: Sequence[Look], key: int, term: Term, eps: float) -> dict[Mode, float]:
-        """What it weighs in the whole, by each mode that adds up."""
-        right = [mode for mode in MODES if fit_of(looks, key, mode, eps).mode is not None]
-        weights = {mode: looks[0].whole.weight(key, mode) for mode in right}
-        return {mode: weight for mode, weight in weights.items() if weight and math.isfinite(weight)}
+    def _units(self, looks: Sequence[Look], key: int, fit: Fit, eps: float) -> dict[Mode, float]:
+        """What a term weighs by each mode that adds up, for one of the first; as it was if there is nothing to weigh."""
+        assert fit.mode is not None
+        known, is_sharded = self._accumulation.weigher.units.get(key, {}), self._checked.sync.is_waited_for_in_forward
+        others = fit.counts or [mode for mode in MODES if not is_sharded and fit_of(looks, key, mode, eps).mode is not None]
+        weights = {mode: looks[0].whole.weight(key, mode) or math.nan for mode in (fit.mode, *others)}
+        if not math.isfinite(weights[fit.mode]):
+            return {fit.mode: 1.0} if fit.mode not in known else {fit.mode: known[fit.mode], **known}
+        return {mode: weight / weights[fit.mode] for mode, weight in weights.items() if math.isfinite(weight)}
 
     def _fit(self, looks: Sequence[Look], key: int, modes: Iterable[Mode], eps: float) -> Fit:
         """The first way in which a term adds up on all ranks."""
@@ -354,10 +353,8 @@ class Check:
     def _adopted(self, looks: Sequence[Look], key: int, eps: float) -> Fit | None:
         """Counts of the batch by which a term adds up."""
         whole = looks[0].whole.batch()
-        known = self._accumulation.weigher.modes.get(key)
-        before = known if isinstance(known, Adopted) else None
-        counts = self._checked.of_all(counts_of(whole))[0] if before is None else before.counts
-        fits = [self._fit(looks, key, (count,), eps) for count in counts]
+        known = [mode for mode in self._accumulation.weigher.units.get(key, ()) if callable(mode)]
+        fits = [self._fit(looks, key, (count,), eps) for count in known or self._checked.of_all(counts_of(whole))[0]]
         right = [fit for fit in fits if fit.mode is not None and not fit.is_open]
         if not right:
             return None
@@ -366,9 +363,8 @@ class Check:
             least, most = ratios(looks, (key, first.mode), (key, fit.mode))  # type: ignore[arg-type]
             if self._checked.on_any(not most - least <= 1e-9 * most):
                 return None
-        counts = [fit.mode for fit in right]
-        mode = adopted(counts, whole) if before is None else before.only(counts)
-        return None if mode is None else first._replace(mode=mode)
+        counts = tuple(fit.mode for fit in right if fit.mode and (known or looks[0].whole.weight(key, fit.mode)))
+        return first._replace(mode=counts[0], counts=counts) if counts else None
 
     def _combine(self, looks: Sequence[Look], weigher: Weigher, terms: dict[int, Term]) -> tuple[str, str] | None:
         """One weight for all terms, if they are in proportion; else they are counted first. Returns what to do if neither works."""

@@ -12,7 +12,6 @@ from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
 from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LATER_WEIGHTS
-from lightning_accum.weighing.counts import Adopted
 from lightning_accum.weighing.later import Reason
 
 
@@ -47,7 +46,7 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
             elif not checked.is_window_long and not checked.on_any((plan := accumulation.plan) is None or not plan.is_read):
                 assert plan is not None  # of the rows beside it in its own loader batch it may be of another kind, too
                 own = trial.together(lambda: own.by_turns(FewRows(plan.batch, checked.samples)))
-        modes, names = dict(accumulation.weigher.modes), accumulation.weigher.names()
+        modes, names = accumulation.weigher.modes, accumulation.weigher.names()
         numbers = accumulation.ranks.largest(-own.of_batch, own.number, -own.at_once)
         Check(checked, Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False), is_later=True).run()
     except CannotCheckError as problem:
@@ -59,7 +58,7 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
         )
         return
     weigher = accumulation.weigher
-    is_other = any(weigher.modes[key] != mode and not isinstance(mode, Adopted) for key, mode in modes.items())
+    is_other = any(weigher.modes[key] != mode and not callable(mode) for key, mode in modes.items())
     if is_other or (weigher.names() != names if counts_first else weigher.counts_first):
         accumulation.leave_out_window()
         accumulation.warn_once(OF_LATER_WEIGHTS)

@@ -80,9 +80,9 @@ class Measured:
         weight = weight_of(self.terms[key], mode)
         return None if weight is None else float(weight)
 
-    def _count(self, mode: Mode) -> float:
+    def _count(self, mode: Callable[[Any], Any]) -> float:
         try:
-            return float(weight_of(Term(0, "", 0.0, 0.0), mode, self.batch(), self.rows) or 0.0)
+            return float(mode(self.batch()))
         except (KeyError, IndexError, TypeError, AttributeError, UnreadableLossError):  # of counts that are tried
             return math.nan
 
@@ -137,12 +137,14 @@ class Fit(NamedTuple):
         deviation: of that, or the least of all.
         constant: what each weight has in it beside what adds up.
         is_open: nothing was there to be compared, or the rows do not show whether it is a mean or a sum.
+        counts: all of the batch by which it adds up, where it is weighed by one.
     """
 
     mode: Mode | None
     deviation: Deviation
     constant: float = 0.0
     is_open: bool = False
+    counts: tuple[Mode, ...] = ()
 
 
 def fit_of(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> Fit:

@@ -181,7 +181,7 @@ class Count:
 
     Attributes:
         path: keys and places that lead to it.
-        what: ``"labels"`` that are not ignored, ``"mask"`` that is not 0, ``"elements"``, or their ``"sum"``.
+        what: one of ``_COUNTED``.
         is_shifted: without the first column, as a language model leaves it out.
     """
 
@@ -193,63 +193,37 @@ class Count:
         """How many there are."""
         for key in self.path:
             batch = batch[key]
-        tensor = batch[..., 1:] if self.is_shifted else batch
-        if self.what == "elements":
-            return float(tensor.numel())
-        if self.what == "sum":
-            return float(exact(tensor).sum())
-        return float((tensor != (-100 if self.what == "labels" else 0)).sum())
+        return float(_COUNTED[self.what](batch[..., 1:] if self.is_shifted else batch))
 
     def __str__(self) -> str:
         place = "".join(f"[{key!r}]" for key in self.path)
-        shifted = ", without the first column," * self.is_shifted
-        counted = {"mask": "number of entries that are not 0", "sum": "sum"}.get(self.what, f"number of {self.what}")
-        return f"{counted}{shifted} of batch{place}"
+        return f"{self.what}{', without the first column,' * self.is_shifted} of batch{place}"
 
 
-@dataclass(frozen=True)
-class Adopted:
-    """Counts that were proportional on all rows that were checked.
+LABELS, MASK, ELEMENTS, SUM = "number of labels", "number of entries that are not 0", "number of elements", "sum"
+_COUNTED: dict[str, Callable[[Tensor], Any]] = {
+    LABELS: lambda labels: (labels != -100).sum(),
+    MASK: lambda mask: (mask != 0).sum(),
+    ELEMENTS: Tensor.numel,
+    SUM: lambda weights: exact(weights).sum(),
+}
 
-    Attributes:
-        counts: they.
-        ratios: what each comes to for one of the first.
+
+def count_by_all(counts: Mapping[Any, float], batch: Any) -> float:
+    """What all counts by which the checked rows added up say of a batch, each in its unit.
+
+    Raises:
+        UnreadableLossError: they part.
     """
-
-    counts: tuple[Any, ...]
-    ratios: tuple[float, ...]
-
-    def __call__(self, batch: Any) -> float:
-        """What all of them say.
-
-        Raises:
-            UnreadableLossError: they part.
-        """
-        values = [float(count(batch)) / ratio for count, ratio in zip(self.counts, self.ratios, strict=True)]
-        for count, value in zip(self.counts, values, strict=True):
-            if abs(value - values[0]) > 1e-9 * max(abs(value), abs(values[0])):
-                raise UnreadableLossError(
-                    f"The loss hides its sum. In the rows that were checked it was divided by the {self.counts[0]}, or by the"
-                    f" {count}; in this batch these are {values[0]:g} and {value:g}. Say which: GradientAccumulation(weight=...),"
-                    " with a function of the batch that returns the count, as TokenCount or SampleCount do."
-                )
-        return values[0]
-
-    def only(self, counts: Sequence[Any]) -> Adopted:
-        """Some of them, in the same unit."""
-        pairs = [(count, ratio) for count, ratio in zip(self.counts, self.ratios, strict=True) if count in counts]
-        return Adopted(*map(tuple, zip(*pairs, strict=True)))
-
-    def __str__(self) -> str:
-        return f"the {self.counts[0]}"
-
-
-def adopted(counts: Sequence[Any], batch: Any) -> Adopted | None:
-    """Those of some counts that are not 0 in a batch, in one unit."""
-    pairs = [(count, value) for count in counts if (value := float(count(batch)))]
-    if not pairs:
-        return None
-    return Adopted(tuple(count for count, _ in pairs), tuple(value / pairs[0][1] for _, value in pairs))
+    (first, value), *others = [(count, float(count(batch)) / unit) for count, unit in counts.items()]
+    for count, other in others:
+        if abs(other - value) > 1e-9 * max(abs(other), abs(value)):
+            raise UnreadableLossError(
+                f"The loss hides its sum. In the rows that were checked it was divided by the {first}, or by the"
+                f" {count}; in this batch these are {value:g} and {other:g}. Say which: GradientAccumulation(weight=...),"
+                " with a function of the batch that returns the count, as TokenCount or SampleCount do."
+            )
+    return value
 
 
 def counts_of(batch: Any) -> list[Any]:
@@ -258,12 +232,12 @@ def counts_of(batch: Any) -> list[Any]:
     for path, tensor in tensors_of(batch):
         is_mask = tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
         is_labels = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-        for what in ["labels"] * is_labels + ["mask"] * is_mask:
+        for what in [LABELS] * is_labels + [MASK] * is_mask:
             found += [Count(path, what)] + [Count(path, what, is_shifted=True)] * (tensor.dim() > 1)
         if not is_labels:
-            found.append(Count(path, "elements"))
+            found.append(Count(path, ELEMENTS))
         if tensor.is_floating_point() and not is_mask and 0 <= tensor.min() < tensor.max():  # weights of rows
-            found.append(Count(path, "sum"))
+            found.append(Count(path, SUM))
     return [*found, SampleCount()]
 
 

@@ -23,17 +23,14 @@ each loss; one over the latter; one over the former; one over the constant facto
 """
 
 
-def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None) -> Denominator | None:
-    """The weight of a term: None for a sum, 0 where nothing is counted, nan where it cannot be read.
+def weight_of(term: Term, mode: Mode) -> Denominator | None:
+    """The weight of a term by its share: None for a sum, 0 where nothing is counted, nan where it cannot be read.
 
     Example:
         >>> term = Term(0, "mean", 0.125, 0.125, number=0.5, is_mean=True)
         >>> [weight_of(term, mode) for mode in MODES]
         [4.0, 4.0, 8.0, 8.0, 2.0, None]
     """
-    if callable(mode):
-        count = mode(batch)
-        return count.detach().reshape(()) if isinstance(count, Tensor) and not count.is_cpu else float(count)
     if mode == SUM:
         return None if isinstance(term.total, Tensor) or term.total != 0 else 0.0  # nothing at all
     if mode == ONCE:
@@ -109,7 +106,7 @@ def words_of(term: Term, mode: Mode) -> str:
     if mode == SUM:
         return f"{term.words or 'loss'}, summed, not averaged" if term.words != "sum" else "summed, not averaged"
     if callable(mode):
-        return f"weighted by {name_of(mode)}, which the check has found"
+        return f"weighted by the {name_of(mode)}, which the check has found"
     return term.words if term.words.startswith("mean") else f"mean {term.words}".rstrip()
 
 

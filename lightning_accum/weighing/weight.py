@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_accum.errors import ArgumentError, DoesNotAddUpError, UnreadableLossError, WrongTypeError
 from lightning_accum.weighing.advice import OF_ANOTHER_MODE, how_to_mend
-from lightning_accum.weighing.counts import Adopted, Weight, count_by, count_samples, name_of
+from lightning_accum.weighing.counts import Weight, count_by, count_by_all, count_samples, name_of
 from lightning_accum.weighing.functions import FoundFunction, function_of_mean
 from lightning_accum.weighing.modes import (
     COUNT,
@@ -61,23 +61,22 @@ class Weigher:
         places: of parameters, see :meth:`know`.
 
     Attributes:
-        modes: how each term is weighed, by its key, as the check has found; others as they look.
         ratios: the weight of each term over that of the first, where they are in proportion.
         tells_heads: the losses of several heads are terms of their own.
         looped: see :func:`lightning_accum.weighing.terms.alike`.
         aliases: keys that are taken for others.
-        units: of each term the modes that add up in the rows that were checked last, and what they weigh for one of the first.
+        units: of each term, by its key, the modes by which it adds up, as the check has found, and what they weigh for one of what
+            it was weighed by first. It is weighed by the first of them, by a count of the batch as all of them say.
         of_samples: terms that weigh as many as there are rows, in all that was checked.
         seen: what the check has seen of terms, by key, see :func:`lightning_accum.weighing.modes.oddities`.
         counts_first: terms have weights of their own: those of a window are counted before it runs.
         takes_functions: a loss may be a function of a mean.
-        hidden: a count by which the loss adds up, if its graph is hidden in training, as where it is compiled.
+        hidden: counts by which the loss adds up, if its graph is hidden in training, as where it is compiled.
         criterion: what the weight was found to be, in words; None before the first micro-batch.
     """
 
     def __init__(self, weight: Literal["auto", "equal"] | Weight | tuple[Weight, ...], places: Mapping[int, int] = NOWHERE) -> None:
         self._weight, self._places, self.tells_heads = weight, places, bool(places)
-        self.modes: dict[int, Mode] = {}
         self.ratios: dict[int, float] = {}
         self.looped: frozenset[int] = frozenset()
         self.aliases: dict[int, int] = {}
@@ -85,7 +84,7 @@ class Weigher:
         self.of_samples: frozenset[int] = frozenset()
         self.seen: frozenset[tuple[int, str]] = frozenset()
         self.counts_first = False
-        self.hidden: Mode | None = None
+        self.hidden: dict[Mode, float] = {}
         self.takes_functions = True
         self.criterion: str | None = None
         self._plain: tuple[type, Any, Contribution] | None = None
@@ -145,35 +144,35 @@ class Weigher:
         other.looped, other.aliases, other.takes_functions = self.looped, dict(self.aliases), self.takes_functions
         return other
 
-    def learn(self, other: Weigher, fitting: Mapping[int, Mapping[Mode, float]], begun: Mapping[int, Mode]) -> None:
+    @property
+    def modes(self) -> dict[int, Mode]:
+        """How each term that the check has seen is weighed."""
+        return {key: next(iter(units)) for key, units in self.units.items()}
+
+    def learn(self, other: Weigher, begun: Mapping[int, Mode]) -> None:
         """Weigh as ``other``, which was found to add up.
 
         Args:
             other: a weigher of some rows.
-            fitting: what each term weighs in them, by each mode that adds up.
             begun: by what its terms were weighed that are in a window already.
 
         Raises:
             DoesNotAddUpError: a term goes by another mode in them, and nobody knows its unit.
         """
-        for key, mode in other.modes.items():
-            known, fits = self.units.get(key) or ({begun[key]: 1.0} if key in begun else {}), fitting.get(key, {})
-            is_adopted = isinstance(mode, Adopted) and any(isinstance(one, Adopted) for one in known)  # in the unit of before
-            if begun and known and mode not in known and not is_adopted:
+        for key, found in other.units.items():
+            mode, known = next(iter(found)), self.units.get(key) or ({begun[key]: 1.0} if key in begun else {})
+            if begun and known and mode not in known:
                 raise DoesNotAddUpError(OF_ANOTHER_MODE)
-            if mode in fits:
-                unit = known.get(mode, 1.0)
-                self.units[key] = {one: unit * weight / fits[mode] for one, weight in fits.items()}
-            elif mode not in known:
-                self.units[key] = {mode: 1.0}
+            unit = known.get(mode, 1.0) / found[mode]
+            self.units[key] = {one: unit * weight for one, weight in found.items()}
         self.seen |= other.seen
-        self.modes, self.ratios = {**self.modes, **other.modes}, {**self.ratios, **other.ratios}
+        self.ratios |= other.ratios
         self.looped, self.aliases, self.of_samples = other.looped, other.aliases, other.of_samples
         self.hidden, self.takes_functions = other.hidden, other.takes_functions
 
     def is_new(self, structure: frozenset[int]) -> bool:
         """Terms that the check has not seen; or fewer that look alike, of which nobody knows which."""
-        known = self.modes.keys()
+        known = self.units.keys()
         kinds = {key >> 8 for key in structure}
         return (bool(known) and not structure <= known) or any(key >> 8 in kinds and key not in structure for key in known)
 
@@ -197,11 +196,10 @@ class Weigher:
 
     def _weigh(self, reading: Reading, loss: Tensor, batch: Any, rows: int | None) -> Contribution:
         terms, modes = reading.terms, [self.mode_of(term) for term in reading.terms]
-        weights = [weight_of(term, mode, batch, rows) for term, mode in zip(terms, modes, strict=True)]
+        weights = [self._weight_of(term, batch) for term in terms]
         doubt = self._doubt(terms, modes, weights, batch, rows)
         if len(terms) == 1 and callable(modes[0]) and weights[0] is not None:
             doubt = doubt + is_lost(loss, weights[0], terms)
-        weights = [self._in_units(term, weight) for term, weight in zip(terms, weights, strict=True)]
         of_mean = None if reading.function is None else reading.function.of_mean(loss)
         structure = frozenset(term.key for term in terms)
         if self.counts_first:
@@ -219,8 +217,8 @@ class Weigher:
         if main is None:
             raise UnreadableLossError(how_to_mend("nothing that depends on the batch" if not terms else terms[0].words or "a node"))
         term, mode = terms[main], modes[main]
-        if not term.words and term.key not in self.modes:
-            if self.hidden is None or len(terms) > 1:
+        if not term.words and term.key not in self.units:
+            if not self.hidden or len(terms) > 1:
                 raise UnreadableLossError(how_to_mend("a node that hides its sum"))
             structure = frozenset()
         weight, others = self._of_all(terms, modes, weights, main)
@@ -250,7 +248,8 @@ class Weigher:
             others.append(own / self.ratios.get(terms[place].key, 1.0))
             if not isinstance(own, Tensor) and not isinstance(weight, Tensor) and weight == 0:
                 weight = others[-1]
-        if weight is not None and ONCE in self.modes.values():  # what counts once goes with the weights only if all have it
+        if weight is not None and any(ONCE in units for units in self.units.values()):
+            # what counts once goes with the weights only if all have it
             others.append(weight * sum(len(term.edges) for term, mode in zip(terms, modes, strict=True) if mode == ONCE))
         return weight, tuple(others)
 
@@ -258,9 +257,9 @@ class Weigher:
         """Not 0 where a weight may be none."""
         doubts: list[Denominator] = []
         for term, mode, weight in zip(terms, modes, weights, strict=True):
-            if term.key in self.modes and mode != ONCE:
+            if term.key in self.units and mode != ONCE:
                 doubts += [doubt for name, doubt in oddities(term, mode).items() if (term.key, name) not in self.seen]
-            doubt = may_be_raised(term, mode, weight)
+            doubt = may_be_raised(term, mode, None if weight is None else weight * self._units_of(term)[mode])
             if isinstance(doubt, Tensor) or (doubt and not (term.key in self.of_samples and self._is_one(batch, rows))):
                 doubts.append(doubt)
         return sum(doubts)
@@ -270,12 +269,16 @@ class Weigher:
         """A micro-batch is one sample, as far as that is known."""
         return (count_samples(batch) if rows is None else rows) in (1, None)
 
-    def _in_units(self, term: Term, weight: Denominator | None) -> Denominator | None:
-        """In the unit of the first mode; by another that added up, too, where it cannot be read by this one."""
-        if weight is None or (units := self.units.get(term.key)) is None:
+    def _weight_of(self, term: Term, batch: Any) -> Denominator | None:
+        """By the first of its modes, by another that adds up, too, if it cannot be read by that; by counts as all of them say."""
+        units = self._units_of(term)
+        (mode, unit), *others = units.items()
+        if callable(mode):
+            return count_by_all(units, batch)
+        weight = weight_of(term, mode)
+        if weight is None or (unit == 1.0 and not others):
             return weight
-        mode = self.modes[term.key]
-        weight = weight / units[mode]
+        weight = weight / unit
         more = next((one for one in (TOTAL, COUNT, MEAN) if one in units and one != mode), None)
         if more is None or (not isinstance(weight, Tensor) and not math.isnan(weight)):
             return weight
@@ -284,8 +287,10 @@ class Weigher:
 
     def mode_of(self, term: Term) -> Mode:
         """How a term is weighed."""
-        hidden = None if term.words else self.hidden
-        return self.modes.get(term.key) or hidden or default_mode(term)
+        return next(iter(self._units_of(term)))
+
+    def _units_of(self, term: Term) -> Mapping[Mode, float]:
+        return self.units.get(term.key) or ({} if term.words else self.hidden) or {default_mode(term): 1.0}
 
     def _listed(self, reading: Reading, batch: Any, rows: int | None) -> tuple[Contribution, Reading]:
         """A weight for each term."""
