@@ -22,7 +22,7 @@ from lightning_accum.splitting.plan import Mark, Plan
 from lightning_accum.step import Backward, CountsAhead, Outcome, Step, Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.weighing.counts import count_samples
-from lightning_accum.weighing.safeguards import no_gradients
+from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.window_totals import ClosedWindow
 
 _NOTHING_AROUND = nullcontext()
@@ -272,7 +272,7 @@ class Session:
 
     def _around_backward(self, loss: Tensor, micro_batch: MicroBatch, weighed: Weighed) -> AbstractContextManager[None]:
         if micro_batch.is_shadow_batch and not self.sync.is_waited_for_in_forward:
-            return no_gradients(loss)
+            return gradients_of_zero(loss, leaves_none=True)
         if weighed.is_weightless:
             return self.sync.without_weight(loss, micro_batch)
         assert self.guard is not None

@@ -165,7 +165,7 @@ class Window:
                 None if c.weight is None else float(c.weight),
                 [float(other) for other in c.others],
                 float(c.factors),
-                None if c.of_mean is None else [*c.of_mean.function.state(), float(c.of_mean.constant)],
+                None if c.of_mean is None else [*c.of_mean.function, float(c.of_mean.constant)],
             ]
             for loss, c in zip(self._losses, self._contributions, strict=True)
         ]
@@ -182,7 +182,7 @@ class Window:
         for loss, weight, others, factors, of_mean in weighed:
             if of_mean is not None:
                 *function, constant = of_mean
-                of_mean = OfMean(FunctionOfMean.from_state(*function), loss, constant)
+                of_mean = OfMean(FunctionOfMean(*function), loss, constant)
             self._take_in(loss, Contribution(weight, tuple(others), factors, of_mean))
 
     def note_doubt(self, doubt: Denominator) -> None:

@@ -20,7 +20,7 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.sync.base import GradientSync, SyncPolicy, WrappedSync, forward_replaced
 from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.nodes import Node, nodes_below
-from lightning_accum.weighing.safeguards import no_gradients, zero_loss_of
+from lightning_accum.weighing.safeguards import gradients_of_zero, zero_loss_of
 
 
 class DDPSync(WrappedSync):
@@ -229,5 +229,5 @@ def sync_buffers(ddp: DistributedDataParallel) -> None:
 
 def _backward_without_gradients(loss: Tensor) -> None:
     """DistributedDataParallel sees that each parameter below ``loss`` is done; hooks on gradients see zeros, and none is kept."""
-    with no_gradients(loss):
+    with gradients_of_zero(loss, leaves_none=True):
         torch.autograd.backward(loss)

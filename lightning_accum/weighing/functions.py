@@ -12,9 +12,8 @@ loss of the window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -57,8 +56,7 @@ _INVERSES: dict[str, Callable[[Tensor], Tensor]] = {
 _UNCHANGED = {*THROUGH, "_DDPSink"} - {"Expand", "MaskedFill", "NanToNum", "Neg", "Where"}
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionOfMean:
+class FunctionOfMean(NamedTuple):
     """What was done to a mean to make it a loss.
 
     Attributes:
@@ -89,15 +87,6 @@ class FunctionOfMean:
             value = self(operand)
         (slope,) = torch.autograd.grad(value, operand)
         return value.item(), slope.item() if operand.isfinite() else torch.nan
-
-    def state(self) -> list[Any]:
-        """Plain lists, for a checkpoint."""
-        return [[[kind, list(numbers)] for kind, numbers in self.steps], self.adds_constant]
-
-    @classmethod
-    def from_state(cls, steps: Sequence[Any], adds_constant: bool) -> FunctionOfMean:
-        """The function of a :meth:`state`."""
-        return cls(tuple((kind, tuple(numbers)) for kind, numbers in steps), adds_constant)
 
     def __str__(self) -> str:
         words = "mean"

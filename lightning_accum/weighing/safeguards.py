@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accum.user_warnings import listed
-from lightning_accum.weighing.nodes import Node, nodes_below
+from lightning_accum.weighing.nodes import nodes_below
 from lightning_accum.weighing.terms import Term
 
 
@@ -36,37 +36,26 @@ def guard_against_zero(terms: Iterable[Term]) -> None:
 
 
 @contextmanager
-def gradients_of_zero(loss: Tensor) -> Iterator[None]:
+def gradients_of_zero(loss: Tensor, leaves_none: bool = False) -> Iterator[None]:
     """A backward of ``loss`` in here adds zeros to the gradients of its parameters, whatever it computes.
 
     For a loss without weight, which may be NaN: NaN * 0 is NaN. The backward itself runs, with the collectives that are in it.
-    """
-    with ExitStack() as stack:
-        for leaf in _leaves_of(loss):
-            stack.callback(leaf.variable.register_hook(torch.zeros_like).remove)
-        yield
 
-
-@contextmanager
-def no_gradients(loss: Tensor) -> Iterator[None]:
-    """A backward of ``loss`` in here runs as always, but gives its parameters no gradient, not even zeros.
-
-    For a loss that is in no window. An optimizer moves a parameter by a gradient of zeros: by its momentum and weight decay. Of a
-    sparse gradient zeros are left, since DistributedDataParallel raises an error where there is none.
+    Args:
+        loss: with its graph.
+        leaves_none: it is in no window, and gives no gradient, not even zeros, by which an optimizer moves a parameter: by its
+            momentum and weight decay. Of a sparse gradient zeros are left, since DistributedDataParallel raises an error where
+            there is none.
     """
 
     def left(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(None if g is None or g.layout == torch.strided else torch.zeros_like(g) for g in gradients)
+        return tuple(None if g is None or (leaves_none and g.layout == torch.strided) else torch.zeros_like(g) for g in gradients)
 
     with ExitStack() as stack:
-        for leaf in _leaves_of(loss):
-            stack.callback(leaf.register_prehook(left).remove)
+        for node in () if loss.grad_fn is None else nodes_below(loss.grad_fn):
+            if node.name().endswith("AccumulateGrad"):
+                stack.callback(node.register_prehook(left).remove)
         yield
-
-
-def _leaves_of(loss: Tensor) -> list[Node]:
-    nodes = () if loss.grad_fn is None else nodes_below(loss.grad_fn)
-    return [node for node in nodes if node.name().endswith("AccumulateGrad")]
 
 
 class _Zero(torch.autograd.Function):
