@@ -41,9 +41,8 @@ from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.counts import counts_of, name_of
-from lightning_accum.weighing.modes import MODES, ONCE, SUM, Mode, default_mode, oddities, words_of
-from lightning_accum.weighing.terms import Term
-from lightning_accum.weighing.weight import Weigher
+from lightning_accum.weighing.terms import MODES, ONCE, SUM, Mode, Term
+from lightning_accum.weighing.weight import Weigher, words_of
 from lightning_accum.whole.row_proof import moved
 
 MOST_BATCHES = 8  # loader batches that are looked at until there were enough rows
@@ -172,7 +171,7 @@ class Check:
         checked, accumulation, rows = self._checked, self._accumulation, self._rows
         weigher, own = accumulation.weigher, found.weigher
         has_begun = accumulation.window.has_weight
-        weigher.learn(own, {key: default_mode(term) for key, term in found.terms.items() if has_begun})
+        weigher.learn(own, {key: term.default_mode for key, term in found.terms.items() if has_begun})
         if own.tells_heads:
             weigher.know(checked.module.parameters())
         is_one, before_this = not own.counts_first and len(found.terms) == 1, accumulation.window.constant
@@ -306,7 +305,7 @@ class Check:
             if len(terms) == 1 and next(iter(chosen.values())).mode != SUM and not is_sharded:
                 adopted_fit = self._adopted(looks, next(iter(terms)), eps)
                 weigher.hidden = {} if adopted_fit is None else self._units(looks, next(iter(terms)), adopted_fit, eps)
-            odd = [(key, oddities(term, weigher.mode_of(term))) for one in measured_of(looks) for key, term in one.terms.items()]
+            odd = [(key, term.oddities(weigher.mode_of(term))) for one in measured_of(looks) for key, term in one.terms.items()]
             weigher.seen = frozenset((key, name) for key, found in odd for name, is_so in found.items() if is_so)
             weigher.of_samples = frozenset(key for key, mode in weigher.modes.items() if goes_by_rows(looks, key, mode))
             refused = self._combine(looks, weigher, terms)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_accum.errors import ArgumentError
 from lightning_accum.main_gradients import GradientSums
 from lightning_accum.ranks import Ranks
-from lightning_accum.window_loss import WindowLoss
+from lightning_accum.window import WindowLoss
 
 FORMAT = 7
 """Of the state of ``GradientAccumulation``. One more whenever a key is added, left out or means something else."""

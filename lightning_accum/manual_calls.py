@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.main_gradients import GradientSums
 from lightning_accum.whole.row_wise import RowWise
-from lightning_accum.window_loss import WindowLoss
+from lightning_accum.window import WindowLoss
 from lightning_accum.windows import Windows
 
 SAME_CALLS = (

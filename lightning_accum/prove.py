@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import rounding_of_gradients
 from lightning_accum.weighing.functions import FunctionOfMean
-from lightning_accum.weighing.modes import MODES, ONCE, SUM, Mode, default_mode, weight_of
-from lightning_accum.weighing.terms import Term, alike
+from lightning_accum.weighing.terms import MODES, ONCE, SUM, Mode, Term, alike
 
 _OF_A_PARAMETER = 1e-2
 """A gradient smaller than this part of the whole one is compared with this part: what it is beside is rounding."""
@@ -77,7 +76,7 @@ class Measured:
             return self._counts[mode]
         if key not in self.terms:
             return 0.0
-        weight = weight_of(self.terms[key], mode)
+        weight = self.terms[key].weight(mode)
         return None if weight is None else float(weight)
 
     def _count(self, mode: Callable[[Any], Any]) -> float:
@@ -263,7 +262,7 @@ def goes_by_rows(looks: Sequence[Look], key: int, mode: Mode) -> bool:
 
 def modes_to_try(term: Term) -> tuple[Mode, ...]:
     """Of a term, the likeliest first."""
-    return (ONCE,) if term.is_penalty else (default_mode(term), *(mode for mode in MODES if mode != default_mode(term)))
+    return (ONCE,) if term.is_penalty else (term.default_mode, *(mode for mode in MODES if mode != term.default_mode))
 
 
 def looped(measured: Sequence[Measured]) -> frozenset[int]:

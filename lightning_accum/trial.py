@@ -397,8 +397,7 @@ def _on_host(term: Term) -> Term:
         total=total,
         number=float(term.number),
         kink=float(term.kink),
-        edges=(),
-        above=(),
+        edges={},
         divisions=(),
         shares=(),
     )

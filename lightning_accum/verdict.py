@@ -53,6 +53,8 @@ class Verdict:
     @property
     def in_words(self) -> str:
         """What deviates, and by how much."""
+        if self.adds_up:
+            return "it is so on another rank"
         return self.seen if self.deviation == math.inf else f"relative error of {self.seen}: {self.deviation:.2g}"
 
     @property

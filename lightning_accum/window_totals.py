@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lightning_accum.errors import ArgumentError
 from lightning_accum.weighing.functions import FunctionOfMean
-from lightning_accum.weighing.modes import Contribution
 from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.terms import tensor_of as as_tensor
+from lightning_accum.weighing.weight import Contribution
 
 
 class ClosedWindow(NamedTuple):

@@ -15,7 +15,7 @@ from lightning_accum.parameter_changes import IN_OPTIMIZER_STEP, ParameterChange
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.step import Trained
-from lightning_accum.window_loss import WindowLoss
+from lightning_accum.window import WindowLoss
 
 _COUNTS = ("epoch", "optimizer_steps", "scheduler_time", "total_weight", "skipped_micro_batches")
 _STATE = ("format", *_COUNTS, "is_at_boundary")

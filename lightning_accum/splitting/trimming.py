@@ -22,7 +22,7 @@ from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
-from lightning_accum.weighing.modes import ONCE, Mode
+from lightning_accum.weighing.terms import ONCE, Mode
 from lightning_accum.weighing.weight import Weigher
 
 

@@ -44,33 +44,6 @@ OF_ROW_WISE = (
 )
 
 
-def of_losses(verdict: Verdict, weight: str, mend: str, has_stepped: bool) -> str:
-    """The error.
-
-    Args:
-        verdict: what was found.
-        weight: that the parts were weighed by.
-        mend: what to do.
-        has_stepped: the optimizer has made a step.
-    """
-    after_steps = " Optimizer steps were made before: the batches until then could not be checked." if has_stepped else ""
-    return (
-        "The losses of micro-batches do not add up to that of their batch, so a window would not take the step of its full batch:"
-        f" {sum(verdict.rows)} rows of a batch, in parts of {_sizes(verdict)} weighted by weight={weight}:"
-        f" {_seen(verdict)}."
-        f' {mend} weight="equal" takes the classic mean of means instead; check=False leaves out the check.{after_steps}'
-    )
-
-
-def of_pairs(mend: str) -> str:
-    """What to do with a loss that compares the rows of its batch."""
-    return (
-        "No weight that was tried makes them add up: the loss compares the rows of its batch, or divides by something other than a"
-        f" count. Have the loader yield your effective batch, with {mend}; or pass the weight that its mean is divided by, as a"
-        " function of the batch."
-    )
-
-
 def of_argument(argument: str) -> str:
     """What to do where an argument was tried."""
     return f"Pass GradientAccumulation({argument}): with it they add up."
@@ -87,7 +60,7 @@ def of_calls(names: str) -> str:
 def of_joined(verdict: Verdict) -> str:
     """The warning of rows of two loader batches, of which those of each add up."""
     return (
-        f"The rows of two loader batches together do not have the sum of their losses ({_seen(verdict)}), though those of each"
+        f"The rows of two loader batches together do not have the sum of their losses ({verdict.in_words}), though those of each"
         " alone add up. Where loader batches are of different kinds, such as tasks, nothing is wrong, and check=False leaves out"
         " the check. Otherwise the loss compares the rows of its batch, and a window does not take the step of its full batch:"
         ' GradientAccumulation(micro_batch=..., row_wise="encoder") with a window of 1 does.'
@@ -97,7 +70,7 @@ def of_joined(verdict: Verdict) -> str:
 def of_one_row(verdict: Verdict, weight: Any) -> str:
     """The warning of loader batches of one row each, of which two do not add up."""
     return (
-        f"{OF_ONE_ROW.capitalize()}, weighted by weight={weight!r}: {_seen(verdict)}. Where training_step takes no more than one"
+        f"{OF_ONE_ROW.capitalize()}, weighted by weight={weight!r}: {verdict.in_words}. Where training_step takes no more than one"
         " row, nothing is wrong, and check=False leaves out the check. Where it takes more, windows do not take the step of their"
         " full batch: have the loader yield batches of several rows, of which the check says more."
     )
@@ -129,14 +102,3 @@ def how_to_mend(found: str) -> str:
         " GradientAccumulation(weight=TokenCount(...)) for tokens, weight=SampleCount() for samples, weight=<a callable of the"
         ' batch> for anything else, or weight="equal" for the mean of the micro-batches\' means.'
     )
-
-
-def _sizes(verdict: Verdict) -> str:
-    if len(verdict.rows) > 3:
-        return "single rows"
-    *first, last = map(str, verdict.rows or ("some", "others"))
-    return f"{', '.join(first)} and {last} rows"
-
-
-def _seen(verdict: Verdict) -> str:
-    return "it is so on another rank" if verdict.adds_up else verdict.in_words

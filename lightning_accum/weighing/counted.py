@@ -196,7 +196,7 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         found: list[tuple[set[int], Denominator]] = []
         inside: dict[Any, tuple[set[int], Denominator]] = {}
         for term in terms:
-            for (node, place), above in zip(term.edges, term.above, strict=True):
+            for (node, place), above in term.edges.items():
                 operands = self._operands.get(node, [])
                 value = loss.detach() if place is None else operands[place] if place < len(operands) else None
                 if value is not None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_accum.weighing.counts import tensors_of
-from lightning_accum.weighing.modes import Contribution
 from lightning_accum.weighing.terms import Denominator, on_host
+from lightning_accum.weighing.weight import Contribution
 
 _IGNORED = -100
 _LOOKS_AGAIN = 8

@@ -5,7 +5,6 @@ The names of nodes were read in torch 2.13; those of what they save are listed i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -117,19 +116,6 @@ _HEADS = {"Addmm", "Baddbmm", "Bmm", "Convolution", "Linear", "Mm", "Mv"}
 _MIXTURES = {_OF_A_CALL, "Cat", "CopySlices", "IndexAdd", "IndexCopy", "IndexPut", "Scatter", "ScatterAdd", "Stack"}
 """Of rows that may have gone through layers of their own."""
 _NODES_ABOVE_A_LAYER, _MOST_DIMS = 24, 64
-
-
-def reduced_numel(node: Node) -> int:
-    """The elements that go into one result of a sum or a mean."""
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
-    if sizes is None:  # a nested tensor goes into a mean as a whole, and is not saved by its sizes
-        return int(node._saved_self_sym_numel)
-    dims = getattr(node, "_saved_dim", None)
-    if not dims:  # all
-        return int(math.prod(sizes))
-    # a negative dim is saved as an unsigned 64-bit number
-    dims = dims if isinstance(dims, tuple) else (dims,)
-    return int(math.prod(sizes[dim - 2**64 if dim >= 2**63 else dim] for dim in dims))
 
 
 def number_of(operand: Any) -> float | None:

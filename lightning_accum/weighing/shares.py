@@ -33,12 +33,12 @@ from lightning_accum.weighing.nodes import (
     factor_in_sum,
     head_of,
     ignored_of,
+    inputs_of,
     is_first_layer,
     is_of_parameters_only,
     kind_of,
     kinds_below,
     number_of,
-    reduced_numel,
 )
 from lightning_accum.weighing.terms import PENALTY, Denominator, Term, on_host, one_of, quotient, same, size_of, tensor_of
 
@@ -57,13 +57,11 @@ class Summand(NamedTuple):
         edge: the addition, and the place of the summand there; None for all of a node.
         place: in the sum.
         above: what it is multiplied by on the way to the loss.
-        top: its node.
     """
 
     edge: tuple[Node, int | None]
     place: tuple[int, ...]
     above: Denominator
-    top: Node
 
 
 class Arrived(NamedTuple):
@@ -127,7 +125,7 @@ def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mappin
     root, place = (loss.grad_fn, loss.output_nr) if below is None else below
     found: _Found = {}
     try:
-        _walk(root, place, Arrived(1.0, Summand((root, None), (), 1.0, root)), found)
+        _walk(root, place, Arrived(1.0, Summand((root, None), (), 1.0)), found)
         terms = [_term(losses, places) for losses in sorted(found.values(), key=lambda losses: losses[0][1].summand.place)]
     except (RuntimeError, AttributeError, TypeError) as error:
         raise UnreadableLossError(f"a node that cannot be run ({error})") from error
@@ -188,7 +186,7 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
         return [(*node.next_functions[index], arrived)]
     elif kind in CRITERIA and arrived.is_one and node._saved_reduction != 0:
         arrived = _of_criterion(node, kind, arrived)
-    elif kind in KINKS and arrived.is_one and len(inputs) == 1 and _are_numbers_alone((node, index), inputs[0][1:]):
+    elif kind in KINKS and arrived.is_one and len(inputs) == 1 and _are_numbers((node, index), inputs[0][1:]):
         return [_beside_a_kink(node, kind, *inputs[0], arrived)]
     elif kind in LINEAR and inputs:
         sizes = [_numel_of(child, at) for _, child, at in inputs] if kind in _ADDITIONS or kind in _STACKS else []
@@ -220,7 +218,7 @@ def _summands(node: Node, kind: str, inputs: Sequence[_Input], sizes: Sequence[i
             share = share if factor == 1.0 else factor * share
         below = arrived._replace(share=share)
         if is_own:
-            below = below._replace(path=(), summand=Summand((node, place), (*arrived.summand.place, place), share, child))
+            below = below._replace(path=(), summand=Summand((node, place), (*arrived.summand.place, place), share))
         result.append((child, at, below))
     return result
 
@@ -267,14 +265,15 @@ def _of_all_alike(node: Node, kind: str, own: int, place: int, child: Node, at: 
     numel, share = _numel_of(child, at), arrived.share
     total = share if arrived.total is None else arrived.total
     if kind in ("Mean", "Sum"):
-        if not len(child._input_metadata[at].shape):
+        if _are_numbers((child, at)):
             return arrived
         if kind_of(child) in _STACKS and all(below is None or _numel_of(below, n) == 1 for below, n in child.next_functions):
             number = 1 / numel if kind == "Mean" else 1.0  # a sum or mean of terms
             return arrived._replace(share=share * number, number=arrived.number * number)
         if kind == "Sum":
             return arrived.through(kind, total=total)
-        share = quotient(share, reduced_numel(node))
+        # the elements that go into one result; a nested tensor goes into a mean as a whole, and its sizes are no numbers
+        share = quotient(share, numel // own if own > 1 else int(getattr(node, "_saved_self_sym_numel", numel)))
         return arrived.through(kind, share=share, total=share if arrived.total is None else total, is_mean=True)
     if kind == "Neg":
         return arrived.through(kind, share=-share)
@@ -333,9 +332,9 @@ def _numel_of(node: Node, index: int) -> int:
         return 2
 
 
-def _are_numbers_alone(*outputs: tuple[Node, int]) -> bool:
+def _are_numbers(*outputs: tuple[Node, int]) -> bool:
     """Without dimensions: a row has one."""
-    return all(_numel_of(*output) == 1 and not len(output[0]._input_metadata[output[1]].shape) for output in outputs)
+    return not any(len(node._input_metadata[index].shape) for node, index in outputs)
 
 
 def _spread(share: Denominator, node: Node, index: int) -> Tensor:
@@ -358,7 +357,9 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
     """The losses of one summand."""
     (node, first), *others = losses
     kind, summand, ways = kind_of(node), first.summand, [arrived for _, arrived in losses]
-    is_penalty = summand.edge[1] is not None and is_of_parameters_only(summand.top)
+    addition, place = summand.edge
+    top = addition if place is None else addition.next_functions[place][0]
+    is_penalty = place is not None and is_of_parameters_only(top)
     path = (*first.path, *kinds_below(node), *("penalty",) * is_penalty)
     key, head = zlib.crc32("/".join(path).encode()), head_of(node, places) if places else ()
     words = CRITERIA[kind][0] if kind in CRITERIA else "mean" if first.is_mean else "sum" if first.total is not None else ""
@@ -376,10 +377,8 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
         is_mean=all(one.is_mean for one in ways),
         is_divided=any(one.is_divided for one in ways),
         is_penalty=is_penalty,
-        is_learned=kind_of(summand.top) in ("Mul", "Div")
-        and any(child is not None and is_of_parameters_only(child) for child, _ in summand.top.next_functions),
-        edges=(summand.edge,),
-        above=(summand.above,),
+        is_learned=kind_of(top) in ("Mul", "Div") and any(is_of_parameters_only(child) for child, _ in inputs_of(top)),
+        edges={summand.edge: summand.above},
         divisions=tuple(dict.fromkeys(division for one in ways for division in one.divisions)),
         shares=tuple(shares),
     )

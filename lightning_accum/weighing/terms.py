@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -14,6 +14,15 @@ from lightning_accum.weighing.nodes import Node
 
 Denominator: TypeAlias = "Tensor | float"
 PENALTY = "penalty on parameters"
+Mode: TypeAlias = "str | Callable[[Any], Any]"
+"""One of :data:`MODES`, or a count of the batch."""
+
+COUNT, MEAN, LOSSES, TOTAL, NUMBER, SUM, ONCE = "count", "mean", "losses", "total", "number", "sum", "once"
+MODES = (COUNT, MEAN, LOSSES, TOTAL, NUMBER, SUM)
+"""One over the share of the sum, without the constant factors of a mean, and 0 if all losses are left out; the same by the share of
+each loss; one over the latter; one over the former; one over the constant factor, as of a mean of means; added as it is.
+"""
+_ROUNDING = 1e-6
 
 
 class Term(NamedTuple):
@@ -30,8 +39,8 @@ class Term(NamedTuple):
         is_divided: something else has divided it.
         is_penalty: it depends on parameters only.
         is_learned: a parameter multiplies it.
-        edges: where its gradient can be scaled: the last addition above it, and its place there; None for all of the node's.
-        above: what each of them is multiplied by on the way to the loss.
+        edges: where its gradient can be scaled: the last addition above it, and its place there, None for all of the node's; and
+            what is multiplied with it there on the way to the loss.
         divisions: by tensors, on the way to it.
         shares: those of its losses, one number each where they are all the same.
     """
@@ -46,10 +55,72 @@ class Term(NamedTuple):
     is_divided: bool = False
     is_penalty: bool = False
     is_learned: bool = False
-    edges: tuple[tuple[Node, int | None], ...] = ()
-    above: tuple[Denominator, ...] = ()
+    edges: Mapping[tuple[Node, int | None], Denominator] = {}
     divisions: tuple[Node, ...] = ()
     shares: tuple[Denominator, ...] = ()
+
+    def weight(self, mode: Mode) -> Denominator | None:
+        """By its share: None for a sum, 0 where nothing is counted, nan where it cannot be read.
+
+        Example:
+            >>> term = Term(0, "mean", 0.125, 0.125, number=0.5, is_mean=True)
+            >>> [term.weight(mode) for mode in MODES]
+            [4.0, 4.0, 8.0, 8.0, 2.0, None]
+        """
+        if mode == SUM:
+            return None if isinstance(self.total, Tensor) or self.total != 0 else 0.0  # nothing at all
+        if mode == ONCE:
+            return 1.0
+        number = size_of(self.number) if self.is_mean else 1.0
+        if mode == COUNT:
+            weight = quotient(number, self.losses if isinstance(self.total, float) and math.isnan(self.total) else self.total)
+            are_none = not self.is_mean and self.losses == 0  # a mean counts what a mask leaves out of it
+            if isinstance(are_none, Tensor):
+                return tensor_of(weight, are_none.device, exact_dtype(are_none.device)).masked_fill(are_none, 0.0)
+            return 0.0 if are_none else weight
+        if mode == NUMBER:
+            is_nothing = not isinstance(self.total, Tensor) and self.total == 0
+            return 0.0 if is_nothing else quotient(1.0, number if self.is_mean and not isinstance(number, Tensor) else math.nan)
+        if mode == TOTAL:
+            return quotient(1.0, self.total)
+        return quotient(number if mode == MEAN else 1.0, self.losses)
+
+    def oddities(self, mode: Mode) -> dict[str, Denominator]:
+        """What a check must have seen of it to trust its mode: not 0 where all its losses are masked, or have several weights."""
+        losses, total = self.losses, self.total
+        goes_by_losses = mode in (MEAN, LOSSES) or (mode == COUNT and not self.is_mean)
+        is_masked: Any = (losses == 0) & (total != 0) & (total == total)  # and not nan
+        are_several = len(self.shares) != 1 or (isinstance(self.shares[0], Tensor) and self.shares[0].numel() > 1)
+        return {"masked": is_masked if goes_by_losses else 0.0, "uneven": losses != losses if are_several else 0.0}
+
+    def may_be_raised(self, mode: Mode, weight: Denominator | None, unit: float = 1.0) -> Denominator:
+        """Not 0 where a count of 0 may have been raised to 1 to divide by it: no mask leaves out a loss of its sum."""
+        if weight is None or not self.is_divided or mode not in (COUNT, MEAN, LOSSES, TOTAL):
+            return 0.0
+        is_one: Denominator = size_of(weight * unit - 1) < _ROUNDING
+        for share in self.shares:
+            if not isinstance(share, Tensor):
+                is_one = is_one if share else 0.0
+            elif isinstance(is_one, Tensor) or is_one:
+                is_one = on_host((share != 0).all() & (share.numel() > 1 or not share.dim()) & is_one)
+        return is_one
+
+    def factor(self, mode: Mode) -> Denominator:
+        """What is the same in all micro-batches of a window."""
+        if mode == ONCE:
+            return float(len(self.edges))
+        if mode in (SUM, COUNT, MEAN):
+            own = self.total + 1.0 if mode == SUM else self.number if self.is_mean else 1.0
+            is_unknown = not isinstance(own, Tensor) and math.isnan(own)
+            return own * self.kink if not is_unknown else 0.0 if mode == SUM else self.kink
+        return 0.0 if isinstance(self.kink, float) and self.kink == 1.0 else self.kink
+
+    @property
+    def default_mode(self) -> Mode:
+        """What is not checked is taken for."""
+        if self.is_penalty:
+            return ONCE
+        return COUNT if self.is_mean or self.is_divided else SUM
 
 
 def on_host(value: Denominator) -> Denominator:
@@ -66,7 +137,7 @@ def tensor_of(value: Denominator, device: torch.device, dtype: torch.dtype | Non
 
 def size_of(share: Denominator) -> Denominator:
     """Without its sign."""
-    return on_host(share.abs()) if isinstance(share, Tensor) else abs(share)
+    return on_host(share.abs() if isinstance(share, Tensor) else abs(share))
 
 
 def quotient(number: Denominator, divisor: Denominator) -> Denominator:
@@ -74,11 +145,6 @@ def quotient(number: Denominator, divisor: Denominator) -> Denominator:
     if isinstance(divisor, Tensor):
         return torch.where(divisor == 0, torch.zeros_like(divisor), number / divisor)
     return number / divisor if divisor else 0.0 * number
-
-
-def is_nan(value: Denominator) -> Denominator:
-    """Whether it is, a tensor on a device."""
-    return value.isnan() if isinstance(value, Tensor) else math.isnan(value)
 
 
 def same(numbers: Sequence[Denominator]) -> Denominator:
@@ -119,8 +185,7 @@ def _joined(key: int, terms: Sequence[Term]) -> Term:
         total=one_of([term.total for term in terms]),
         number=same([term.number for term in terms]),
         kink=math.prod(term.kink for term in terms),
-        edges=tuple(edge for term in terms for edge in term.edges),
-        above=tuple(above for term in terms for above in term.above),
+        edges={edge: above for term in terms for edge, above in term.edges.items()},
         divisions=tuple(division for term in terms for division in term.divisions),
         shares=tuple(share for term in terms for share in term.shares),
     )

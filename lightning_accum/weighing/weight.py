@@ -16,26 +16,35 @@ from torch import Tensor
 from lightning_accum.errors import ArgumentError, DoesNotAddUpError, UnreadableLossError, WrongTypeError
 from lightning_accum.weighing.advice import OF_ANOTHER_MODE, how_to_mend
 from lightning_accum.weighing.counts import Weight, count_by, count_by_all, count_samples, name_of
-from lightning_accum.weighing.functions import FoundFunction, function_of_mean
-from lightning_accum.weighing.modes import (
-    COUNT,
-    MEAN,
-    ONCE,
-    TOTAL,
-    Contribution,
-    Mode,
-    default_mode,
-    factor_of,
-    is_lost,
-    may_be_raised,
-    oddities,
-    weight_of,
-    words_of,
-)
+from lightning_accum.weighing.functions import FoundFunction, OfMean, function_of_mean
 from lightning_accum.weighing.nodes import CRITERIA, MEAN_REDUCTION, Node, kind_of
 from lightning_accum.weighing.safeguards import guard_against_zero
 from lightning_accum.weighing.shares import NOWHERE, terms_of
-from lightning_accum.weighing.terms import Denominator, Term, alike
+from lightning_accum.weighing.terms import COUNT, MEAN, ONCE, SUM, TOTAL, Denominator, Mode, Term, alike, on_host
+
+
+class Contribution(NamedTuple):
+    """What one micro-batch brings into its window.
+
+    Attributes:
+        weight: what its mean loss was divided by; None if the loss is a sum, so that it is added as it is.
+        others: the weights of the other terms, which share its weight. Not the terms: their nodes would keep the graph alive.
+        factors: a number that is another one where a constant factor of the loss is; 0 where that is not known.
+        of_mean: what makes the loss of the mean, or of the sum, that was weighed; None where it is that.
+        structure: the keys of its terms; empty where they are not looked at.
+        of_terms: the weight of each term by itself, by its key, where they are counted first.
+        of_factors: the ``factors`` of each of them.
+        doubt: not 0 where its weight may be none: see :meth:`Term.may_be_raised`.
+    """
+
+    weight: Denominator | None
+    others: tuple[Denominator, ...] = ()
+    factors: Denominator = 0.0
+    of_mean: OfMean | None = None
+    structure: frozenset[int] = frozenset()
+    of_terms: Mapping[int, Denominator | None] | None = None
+    of_factors: Mapping[int, Denominator] | None = None
+    doubt: Denominator = 0.0
 
 
 class Reading(NamedTuple):
@@ -53,6 +62,15 @@ class Reading(NamedTuple):
 _UNREAD = Reading()
 
 
+class _Weighed(NamedTuple):
+    """A term of a micro-batch: how it is weighed, the unit of that, and its weight in units."""
+
+    term: Term
+    mode: Mode
+    unit: float
+    weight: Denominator | None
+
+
 class Weigher:
     """Finds the weight of each micro-batch, by the rule that the user chose.
 
@@ -68,7 +86,7 @@ class Weigher:
         units: of each term, by its key, the modes by which it adds up, as the check has found, and what they weigh for one of what
             it was weighed by first. It is weighed by the first of them, by a count of the batch as all of them say.
         of_samples: terms that weigh as many as there are rows, in all that was checked.
-        seen: what the check has seen of terms, by key, see :func:`lightning_accum.weighing.modes.oddities`.
+        seen: what the check has seen of terms, by key, see :func:`lightning_accum.weighing.terms.Term.oddities`.
         counts_first: terms have weights of their own: those of a window are counted before it runs.
         takes_functions: a loss may be a function of a mean.
         hidden: counts by which the loss adds up, if its graph is hidden in training, as where it is compiled.
@@ -195,71 +213,68 @@ class Weigher:
         return first if not isinstance(weight, Tensor) and weight == first.weight else first._replace(weight=weight)
 
     def _weigh(self, reading: Reading, loss: Tensor, batch: Any, rows: int | None) -> Contribution:
-        terms, modes = reading.terms, [self.mode_of(term) for term in reading.terms]
-        weights = [self._weight_of(term, batch) for term in terms]
-        doubt = self._doubt(terms, modes, weights, batch, rows)
-        if len(terms) == 1 and callable(modes[0]) and weights[0] is not None:
-            doubt = doubt + is_lost(loss, weights[0], terms)
+        terms = [self._weighed(term, batch) for term in reading.terms]
+        doubt = self._doubt(terms, batch, rows)
+        if len(terms) == 1 and callable(terms[0].mode) and terms[0].weight is not None:
+            doubt = doubt + is_lost(loss, terms[0].weight, reading.terms)
         of_mean = None if reading.function is None else reading.function.of_mean(loss)
-        structure = frozenset(term.key for term in terms)
+        structure = frozenset(term.key for term in reading.terms)
         if self.counts_first:
             if of_mean is not None:
                 raise UnreadableLossError(how_to_mend("a function of means with weights of their own"))
             if self.criterion is None or not self.criterion.startswith("each"):
-                names = ", ".join(term.words or "a term" for term in terms if not term.is_penalty)
+                names = ", ".join(term.words or "a term" for term in reading.terms if not term.is_penalty)
                 self.criterion = f"each term by its own count ({names}), with one more forward, which weight=[...] saves"
-            of_terms = {term.key: weight for term, weight in zip(terms, weights, strict=True)}
-            factors_of = {term.key: factor_of(term, mode) for term, mode in zip(terms, modes, strict=True)}
-            return Contribution(None, structure=structure, of_terms=of_terms, of_factors=factors_of, doubt=doubt)
-        of_batch = [place for place, mode in enumerate(modes) if mode != ONCE]
+            of_terms = {term.key: weight for term, *_, weight in terms}
+            of_factors = {term.key: term.factor(mode) for term, mode, *_ in terms}
+            return Contribution(None, structure=structure, of_terms=of_terms, of_factors=of_factors, doubt=doubt)
+        of_batch = [one for one in terms if one.mode != ONCE]
         # the term whose weight is shown: a cross entropy if there is one
-        main = next((place for place in of_batch if terms[place].words == "cross entropy"), next(iter(of_batch), None))
+        main = next((one for one in of_batch if one.term.words == "cross entropy"), next(iter(of_batch), None))
         if main is None:
-            raise UnreadableLossError(how_to_mend("nothing that depends on the batch" if not terms else terms[0].words or "a node"))
-        term, mode = terms[main], modes[main]
-        if not term.words and term.key not in self.units:
+            found = reading.terms[0].words or "a node" if terms else "nothing that depends on the batch"
+            raise UnreadableLossError(how_to_mend(found))
+        if not main.term.words and main.term.key not in self.units:
             if not self.hidden or len(terms) > 1:
                 raise UnreadableLossError(how_to_mend("a node that hides its sum"))
             structure = frozenset()
-        weight, others = self._of_all(terms, modes, weights, main)
+        weight, others = self._of_all(terms, main)
         if isinstance(weight, float) and math.isnan(weight):
             if loss.isfinite():
                 raise UnreadableLossError(how_to_mend("a sum of losses with several factors"))
             weight = 1.0  # whatever it weighs, its gradient is not finite
-        factors, kinks = factor_of(term, mode), math.prod(one.kink for place, one in enumerate(terms) if place != main)
+        factors, kinks = main.term.factor(main.mode), math.prod(one.term.kink for one in terms if one is not main)
         factors = factors * kinks if isinstance(factors, Tensor) or factors else kinks - 1.0
-        self.criterion = self.criterion or words_of(term, mode)
+        self.criterion = self.criterion or words_of(main.term, main.mode)
         contribution = Contribution(weight, others, factors, of_mean, structure, doubt=doubt)
         root: Node = loss.grad_fn
         kind = kind_of(root)
-        is_criterion = len(terms) == 1 and mode in (COUNT, MEAN) and kind in CRITERIA and of_mean is None
+        is_criterion = len(terms) == 1 and main.mode in (COUNT, MEAN) and kind in CRITERIA and of_mean is None
         if is_criterion and root._saved_reduction == MEAN_REDUCTION:
             self._plain = (type(root), CRITERIA[kind][1], contribution)
         return contribution
 
-    def _of_all(
-        self, terms: Sequence[Term], modes: Sequence[Mode], weights: Sequence[Denominator | None], main: int
-    ) -> tuple[Denominator | None, tuple[Denominator, ...]]:
+    def _of_all(self, terms: Sequence[_Weighed], main: _Weighed) -> tuple[Denominator | None, tuple[Denominator, ...]]:
         """The weight that all terms share, and what those of the others are in its unit."""
-        weight, others = weights[main], list[Denominator]()
-        for place, own in enumerate(weights):
-            if place == main or modes[place] == ONCE or own is None:
+        weight, others = main.weight, list[Denominator]()
+        for term, mode, _, own in terms:
+            if term is main.term or mode == ONCE or own is None:
                 continue
-            others.append(own / self.ratios.get(terms[place].key, 1.0))
+            others.append(own / self.ratios.get(term.key, 1.0))
             if not isinstance(own, Tensor) and not isinstance(weight, Tensor) and weight == 0:
                 weight = others[-1]
         if weight is not None and any(ONCE in units for units in self.units.values()):
             # what counts once goes with the weights only if all have it
-            others.append(weight * sum(len(term.edges) for term, mode in zip(terms, modes, strict=True) if mode == ONCE))
+            others.append(weight * sum(len(one.term.edges) for one in terms if one.mode == ONCE))
         return weight, tuple(others)
 
-    def _doubt(self, terms: Sequence[Term], modes: Sequence[Mode], weights: Sequence[Any], batch: Any, rows: int | None) -> Any:
+    def _doubt(self, terms: Sequence[_Weighed], batch: Any, rows: int | None) -> Any:
         """Not 0 where a weight may be none."""
         doubts: list[Denominator] = []
-        for term, mode, weight in zip(terms, modes, weights, strict=True):
+        for term, mode, unit, weight in terms:
             if term.key in self.units and mode != ONCE:
-                doubts += [doubt for name, doubt in oddities(term, mode).items() if (term.key, name) not in self.seen]
-            doubt = may_be_raised(term, mode, None if weight is None else weight * self._units_of(term)[mode])
+                doubts += [doubt for name, doubt in term.oddities(mode).items() if (term.key, name) not in self.seen]
+            doubt = term.may_be_raised(mode, weight, unit)
             if isinstance(doubt, Tensor) or (doubt and not (term.key in self.of_samples and self._is_one(batch, rows))):
                 doubts.append(doubt)
         return sum(doubts)
@@ -269,28 +284,27 @@ class Weigher:
         """A micro-batch is one sample, as far as that is known."""
         return (count_samples(batch) if rows is None else rows) in (1, None)
 
-    def _weight_of(self, term: Term, batch: Any) -> Denominator | None:
-        """By the first of its modes, by another that adds up, too, if it cannot be read by that; by counts as all of them say."""
+    def _weighed(self, term: Term, batch: Any) -> _Weighed:
         units = self._units_of(term)
         (mode, unit), *others = units.items()
         if callable(mode):
-            return count_by_all(units, batch)
-        weight = weight_of(term, mode)
-        if weight is None or (unit == 1.0 and not others):
-            return weight
-        weight = weight / unit
-        more = next((one for one in (TOTAL, COUNT, MEAN) if one in units and one != mode), None)
-        if more is None or (not isinstance(weight, Tensor) and not math.isnan(weight)):
-            return weight
-        other: Any = weight_of(term, more)
-        return torch.where(weight.isnan(), other / units[more], weight) if isinstance(weight, Tensor) else other / units[more]
+            return _Weighed(term, mode, unit, count_by_all(units, batch))
+        weight = term.weight(mode)
+        if weight is not None and (unit != 1.0 or others):
+            weight = weight / unit
+            more: Any = next((one for one in (TOTAL, COUNT, MEAN) if one in units and one != mode), None)
+            if more is not None and (isinstance(weight, Tensor) or math.isnan(weight)):  # it cannot be read by the first
+                other: Any = term.weight(more)
+                other = other / units[more]
+                weight = torch.where(weight.isnan(), other, weight) if isinstance(weight, Tensor) else other
+        return _Weighed(term, mode, unit, weight)
 
     def mode_of(self, term: Term) -> Mode:
         """How a term is weighed."""
         return next(iter(self._units_of(term)))
 
     def _units_of(self, term: Term) -> Mapping[Mode, float]:
-        return self.units.get(term.key) or ({} if term.words else self.hidden) or {default_mode(term): 1.0}
+        return self.units.get(term.key) or ({} if term.words else self.hidden) or {term.default_mode: 1.0}
 
     def _listed(self, reading: Reading, batch: Any, rows: int | None) -> tuple[Contribution, Reading]:
         """A weight for each term."""
@@ -316,6 +330,23 @@ class Weigher:
         return Contribution(None, of_terms=dict(enumerate(counts)), of_factors=of_factors), Reading(terms)
 
 
+def words_of(term: Term, mode: Mode) -> str:
+    """How a term is weighed, in words."""
+    if mode == SUM:
+        return f"{term.words or 'loss'}, summed, not averaged" if term.words != "sum" else "summed, not averaged"
+    if callable(mode):
+        return f"weighted by the {name_of(mode)}, which the check has found"
+    return term.words if term.words.startswith("mean") else f"mean {term.words}".rstrip()
+
+
+def is_lost(loss: Tensor, weight: Denominator, terms: Sequence[Term]) -> Denominator:
+    """Not 0 where a count is 0 of a loss that is not: its gradient is in no window."""
+    if any(term.is_penalty for term in terms) or (not isinstance(weight, Tensor) and weight):
+        return 0.0
+    loss = loss.detach()
+    return on_host(loss.isfinite() & (loss != 0) & (weight == 0))
+
+
 def weight_alone(loss: Tensor) -> tuple[Denominator | None, FoundFunction | None]:
     """The weight of a value that is looked at by itself, as one that is logged; and the function of a mean that it is.
 
@@ -326,7 +357,7 @@ def weight_alone(loss: Tensor) -> tuple[Denominator | None, FoundFunction | None
     term = next((term for term in reading.terms if not term.is_penalty), None)
     if term is None or not term.words:
         raise UnreadableLossError("no sum")
-    weight = weight_of(term, default_mode(term))
+    weight = term.weight(term.default_mode)
     if isinstance(weight, float) and math.isnan(weight):
         raise UnreadableLossError("a sum of losses with several factors")
     return weight, reading.function

@@ -32,7 +32,7 @@ from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.counts import count_samples
-from lightning_accum.weighing.modes import ONCE
+from lightning_accum.weighing.terms import ONCE
 from lightning_accum.whole.forms import INSTEAD
 from lightning_accum.whole.row_wise import RowWise
 
