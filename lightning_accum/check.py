@@ -41,7 +41,7 @@ from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.counts import counts_of, name_of
-from lightning_accum.weighing.terms import MODES, ONCE, SUM, Mode, Term
+from lightning_accum.weighing.terms import ONCE, SUM, Mode, Term
 from lightning_accum.weighing.weight import Weigher, words_of
 from lightning_accum.whole.row_proof import moved
 
@@ -300,11 +300,11 @@ class Check:
         verdict = Verdict(max(size, 2 * tolerance) if wrong else size, tolerance, worst.deviation.seen, tuple(worst.deviation.rows))
         mend = self._weight_that_adds_up(looks, terms, trial) if wrong else None
         if not wrong and weight == "auto":
-            weigher.units = {key: self._units(looks, key, fit, eps) for key, fit in chosen.items() if fit.mode is not None}
+            weigher.units = {key: self._units(looks, key, fit) for key, fit in chosen.items() if fit.mode is not None}
             is_sharded = checked.sync.is_waited_for_in_forward
             if len(terms) == 1 and next(iter(chosen.values())).mode != SUM and not is_sharded:
                 adopted_fit = self._adopted(looks, next(iter(terms)), eps)
-                weigher.hidden = {} if adopted_fit is None else self._units(looks, next(iter(terms)), adopted_fit, eps)
+                weigher.hidden = {} if adopted_fit is None else self._units(looks, next(iter(terms)), adopted_fit)
             odd = [(key, term.oddities(weigher.mode_of(term))) for one in measured_of(looks) for key, term in one.terms.items()]
             weigher.seen = frozenset((key, name) for key, found in odd for name, is_so in found.items() if is_so)
             weigher.of_samples = frozenset(key for key, mode in weigher.modes.items() if goes_by_rows(looks, key, mode))
@@ -316,13 +316,12 @@ class Check:
         are_alike = checked.on_any(max(losses) - min(losses) <= trial.tolerance * abs(max(losses)))
         return _Found(verdict, not wrong, weigher, constants, terms, mend, are_alike)
 
-    def _units(self, looks: Sequence[Look], key: int, fit: Fit, eps: float) -> dict[Mode, float]:
+    def _units(self, looks: Sequence[Look], key: int, fit: Fit) -> dict[Mode, float]:
         """What a term weighs by each mode that adds up, for one of the first; as it was if there is nothing to weigh."""
         assert fit.mode is not None
-        known, is_sharded = self._accumulation.weigher.units.get(key, {}), self._checked.sync.is_waited_for_in_forward
-        others = fit.counts or [mode for mode in MODES if not is_sharded and fit_of(looks, key, mode, eps).mode is not None]
-        weights = {mode: looks[0].whole.weight(key, mode) or math.nan for mode in (fit.mode, *others)}
-        if not math.isfinite(weights[fit.mode]):
+        known = self._accumulation.weigher.units.get(key, {})
+        weights = {mode: looks[0].whole.weight(key, mode) or math.nan for mode in (fit.mode, *fit.modes)}
+        if not fit.modes or not math.isfinite(weights[fit.mode]):
             return {fit.mode: 1.0} if fit.mode not in known else {fit.mode: known[fit.mode], **known}
         return {mode: weight / weights[fit.mode] for mode, weight in weights.items() if math.isfinite(weight)}
 
@@ -335,18 +334,18 @@ class Check:
             found.append((mode, own, checked.largest(code)))
             if checked.sync.is_waited_for_in_forward and found[-1][2] == 1:
                 break  # each other way would run all rows again
-        right = [(mode, own) for mode, own, code in found if code == 1]
+        modes = tuple(mode for mode, _, code in found if code == 1)
+        right = [own._replace(modes=modes) for _, own, code in found if code == 1]
         known = self._accumulation.weigher.modes.get(key)
-        if len({mode == SUM for mode, _ in right}) > 1 and known is None:
-            return right[0][1]._replace(is_open=True)
-        for mode, own in right:
-            if known is None or mode == known:
-                constant = checked.largest(own.constant)
-                return own._replace(mode=mode, constant=constant)
+        if len({own.mode == SUM for own in right}) > 1 and known is None:
+            return right[0]._replace(is_open=True)
+        for own in right:
+            if known is None or own.mode == known:
+                return own._replace(constant=checked.largest(own.constant))
         if any(code == 0 for *_, code in found):
             return found[0][1]._replace(mode=known, is_open=True)
         if right:
-            return right[0][1]._replace(mode=right[0][0], constant=checked.largest(right[0][1].constant))
+            return right[0]._replace(constant=checked.largest(right[0].constant))
         return min((own for _, own, _ in found), key=lambda own: (own.mode is not None, own.deviation.size))._replace(mode=None)
 
     def _adopted(self, looks: Sequence[Look], key: int, eps: float) -> Fit | None:
@@ -363,7 +362,7 @@ class Check:
             if self._checked.on_any(not most - least <= 1e-9 * most):
                 return None
         counts = tuple(fit.mode for fit in right if fit.mode and (known or looks[0].whole.weight(key, fit.mode)))
-        return first._replace(mode=counts[0], counts=counts) if counts else None
+        return first._replace(mode=counts[0], modes=counts) if counts else None
 
     def _combine(self, looks: Sequence[Look], weigher: Weigher, terms: dict[int, Term]) -> tuple[str, str] | None:
         """One weight for all terms, if they are in proportion; else they are counted first. Returns what to do if neither works."""

@@ -136,14 +136,14 @@ class Fit(NamedTuple):
         deviation: of that, or the least of all.
         constant: what each weight has in it beside what adds up.
         is_open: nothing was there to be compared, or the rows do not show whether it is a mean or a sum.
-        counts: all of the batch by which it adds up, where it is weighed by one.
+        modes: all by which it adds up.
     """
 
     mode: Mode | None
     deviation: Deviation
     constant: float = 0.0
     is_open: bool = False
-    counts: tuple[Mode, ...] = ()
+    modes: tuple[Mode, ...] = ()
 
 
 def fit_of(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> Fit:

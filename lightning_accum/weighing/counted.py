@@ -59,7 +59,7 @@ class Counted:
         self._is_ambiguous = False
         self.loader_batches_left = 0.0
         """Of the window, where its tokens end it."""
-        self.values: deque[list[tuple[set[int], Denominator]] | None] = deque()
+        self.values: deque[dict[int, Denominator] | None] = deque()
         """Of the terms of each micro-batch that was counted; None where they are not known."""
 
     @property
@@ -145,8 +145,8 @@ class Counted:
         """What a micro-batch adds to the loss of its window: that of the first term's weight if the values are not known."""
         values = self.values.popleft() if self.values else None
         total = torch.zeros_like(loss)
-        for keys, value in values or [({next(iter(factors), 0)}, loss.detach())]:
-            factor = factors.get(min(keys), 0.0)
+        for key, value in (values or {next(iter(factors), 0): loss.detach()}).items():
+            factor = factors.get(key, 0.0)
             if isinstance(factor, Tensor) or factor:
                 total = total + factor * value
         return total.detach()
@@ -191,24 +191,22 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         return result
 
     @torch.no_grad()
-    def of(self, loss: Tensor, terms: Sequence[Term]) -> list[tuple[set[int], Denominator]] | None:
-        """What terms add to the loss, some of them together; None if that is not known."""
-        found: list[tuple[set[int], Denominator]] = []
-        inside: dict[Any, tuple[set[int], Denominator]] = {}
+    def of(self, loss: Tensor, terms: Sequence[Term]) -> dict[int, Denominator] | None:
+        """What each term adds to the loss, by its key; None if that is not known."""
+        found: dict[int, Denominator] = {}
+        inside = set[Any]()
         for term in terms:
             for (node, place), above in term.edges.items():
                 operands = self._operands.get(node, [])
                 value = loss.detach() if place is None else operands[place] if place < len(operands) else None
-                if value is not None:
-                    found.append(({term.key}, value if place is None else above * value))
-                elif node in self._results:  # added up inside of a criterion
-                    keys, of_all = inside.get(node, (set(), above * self._results[node]))
-                    inside[node] = ({*keys, term.key}, of_all)
-                else:
+                if value is None and node in self._results:  # added up inside of a criterion: the first has the sum
+                    value = torch.zeros_like(loss) if node in inside else self._results[node]
+                    inside.add(node)
+                if value is None:
                     return None
-        known = [*found, *inside.values()]
-        constant = (loss.detach() - sum(value for _, value in known)).nan_to_num(0.0, 0.0, 0.0)  # a term may be a mean of nothing
-        return [(keys, value + constant if at == 0 else value) for at, (keys, value) in enumerate(known)]
+                found[term.key] = found.get(term.key, 0.0) + above * value
+        constant = (loss.detach() - sum(found.values())).nan_to_num(0.0, 0.0, 0.0)  # a term may be a mean of nothing
+        return {key: value + constant if at == 0 else value for at, (key, value) in enumerate(found.items())}
 
 
 _MOST_ADDED = 64
