@@ -71,7 +71,7 @@ class Watch:
                 raise seams.broken(f"{seam} was not called before the first loader batch.")
         if number == self._epoch:
             raise seams.broken(f"_TrainingEpochLoop.run was called twice for epoch {number}.")
-        self._epoch = number
+        self._epoch, self._rates = number, None  # schedulers of epochs step inside of windows that are carried on
 
     # --- the loss -------------------------------------------------------------------------------------------------------
 
