@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.prove import Look, Measured
+from lightning_accum.splitting.auto import is_out_of_memory
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.rows import split_lists
 from lightning_accum.step import Trained
@@ -202,25 +203,46 @@ def looks_at(checked: Checked, trial: Trial, rows: Rows, weigher: Weigher) -> li
         whole = trial.measure(found.whole, weigher, None, 0)
         return [Look(whole, [trial.measure(part, weigher, None, 0, MOST_ROWS) for part in found.parts], [1] * found.number)]
     number = max(2, min(rows.number, MOST_ROWS, 2 if rows.size == 1 else max(4, rows.size)))
-    base = [*range(number)]
-    looks = _looks_at(checked, trial, found, weigher, base, by_row=True)
+    last = min(rows.number, MOST_ROWS)
+    looks = _as_memory_allows(checked, number, 2, lambda size: _look_at_few(checked, trial, found, weigher, size, last))
+    of_training = int(-checked.largest(-min(found.of_batch, rows.size)))  # what few rows cannot show
+    in_training = partial(_look_in_size_of_training, checked, trial, found, weigher)
+    return looks + _as_memory_allows(checked, of_training, 1, lambda size: in_training(size) if size > number else [])
+
+
+def _as_memory_allows(checked: Checked, size: int, least: int, look: Callable[[int], list[Look]]) -> list[Look]:
+    """What ``look`` sees in so many rows, or where memory runs out in half as many: ``"auto"`` begins with a whole batch."""
+    while True:
+        try:
+            return look(size)
+        except CannotCheckError as error:
+            if size // 2 < least or not checked.on_any(is_out_of_memory(error.__cause__)):
+                raise
+            size //= 2
+
+
+def _look_at_few(checked: Checked, trial: Trial, found: FewRows, weigher: Weigher, size: int, last: int) -> list[Look]:
+    """The first rows, so many at once."""
+    looks = _looks_at(checked, trial, found, weigher, [*range(size)], by_row=True)
     if checked.on_any(trial.draws_unlike_numbers):  # not for each row: then all rows draw the same
-        looks = _looks_at(checked, trial, found, weigher, base, by_row=False)
-    for first in range(number, min(rows.number, MOST_ROWS), number):  # the others, as many at once
-        others = [*range(first, min(first + number, rows.number, MOST_ROWS))]
+        looks = _looks_at(checked, trial, found, weigher, [*range(size)], by_row=False)
+    for first in range(size, last, size):
+        others = [*range(first, min(first + size, last))]
         alone = [trial.measure(partial(found.take, [row]), weigher, None, 0, is_part=True) for row in others]
         whole = trial.measure(partial(found.take, others), weigher, None, 0) if len(others) > 1 else alone[0]
         looks.append(Look(whole, alone, [1] * len(others)))
-    of_training = int(-checked.largest(-min(found.of_batch, rows.size)))
-    if of_training > number:  # what few rows cannot show
-        halves = [[*range(of_training // 2)], [*range(of_training // 2, of_training)]]
-        whole, *parts = (
-            trial.measure(partial(found.take, part), weigher, part, of_training, scale, scale != 1.0)
-            for part, scale in (([*range(of_training)], 1.0), *((half, float(MOST_ROWS)) for half in halves))
-        )
-        if not checked.on_any(trial.draws_unlike_numbers):
-            looks.append(Look(whole, parts, [len(half) for half in halves]))
     return looks
+
+
+def _look_in_size_of_training(checked: Checked, trial: Trial, found: FewRows, weigher: Weigher, size: int) -> list[Look]:
+    """A micro-batch against its halves."""
+    halves = [[*range(size // 2)], [*range(size // 2, size)]]
+    whole, *parts = (
+        trial.measure(partial(found.take, part), weigher, part, size, scale, scale != 1.0)
+        for part, scale in (([*range(size)], 1.0), *((half, float(MOST_ROWS)) for half in halves))
+    )
+    is_alike = not checked.on_any(trial.draws_unlike_numbers)
+    return [Look(whole, parts, [len(half) for half in halves])] if is_alike else []
 
 
 def _looks_at(checked: Checked, trial: Trial, found: FewRows, weigher: Weigher, base: list[int], by_row: bool) -> list[Look]:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import Language, Limit, Scalar, Toy, ddp, fit, labelled, loader, pad, relative_error, sentences, trainer, x
+from support import Language, Limit, Scalar, Toy, ddp, fit, labelled, loader, pad, relative_error, sentences, trainer, warned, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -61,6 +61,15 @@ def test_the_step_is_the_one_that_was_due_with_the_gradients_of_earlier_batches(
 ) -> None:
     module, whole = trained(Limited(most, where, less=less), **policy), trained(Language("adamw"), policy.get("window", 1) * BATCH)
     assert relative_error(module.parameters(), whole.parameters()) < 1e-12
+
+
+@pytest.mark.parametrize("most", [2, 5, 12])
+def test_what_does_not_fit_into_memory_is_checked_all_the_same(most: int) -> None:
+    with warned() as messages:
+        run = fit(module := Limited(most), batches(), GradientAccumulation(micro_batch="auto"))
+    assert not messages
+    assert run.global_step == len(batches())
+    assert max(module.attempts) > most  # it did run out
 
 
 @pytest.mark.some_cases(1)
