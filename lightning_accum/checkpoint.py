@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lightning_accum.main_gradients import GradientSums
 from lightning_accum.ranks import Ranks
 from lightning_accum.window import WindowLoss
 
-FORMAT = 7
+FORMAT = 8
 """Of the state of ``GradientAccumulation``. One more whenever a key is added, left out or means something else."""
 
 _MEND = (
@@ -54,6 +54,7 @@ class PartialLoss:
         gradients: their sum over the ranks, on the host, by the name of the parameter; empty on ranks that do not keep them.
         term_totals: what each term of the loss is divided by in all of the window, if that was counted ahead.
         loader_batches_left: of that window.
+        units: see :meth:`Weigher.units_to_keep`.
     """
 
     weight_scale: float | None
@@ -61,6 +62,7 @@ class PartialLoss:
     gradients: dict[str, Tensor]
     term_totals: list[float] | None = None
     loader_batches_left: float = 0
+    units: dict[int, dict[Any, float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -94,9 +96,9 @@ class PartialWindow:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> PartialWindow:
         """The window of a :meth:`state_dict`, or a ValueError if it has other fields."""
-        check_keys(state, [field.name for field in fields(cls)], (), "an unfinished window")
+        check_keys(state, [one.name for one in fields(cls)], (), "an unfinished window")
         for loss in state["losses"]:
-            check_keys(loss, [field.name for field in fields(PartialLoss)], (), "a loss of an unfinished window")
+            check_keys(loss, [one.name for one in fields(PartialLoss)], (), "a loss of an unfinished window")
         return cls(**{**state, "losses": [PartialLoss(**loss) for loss in state["losses"]]})
 
 
@@ -108,8 +110,9 @@ def gather_loss(loss: WindowLoss, named: Mapping[str, nn.Parameter], ranks: Rank
         dist.all_gather_object(of_all, of_all[0], group=ranks.group)
     weighed = [micro_batch for of_rank in of_all for micro_batch in of_rank]
     gradients, terms = _summed_gradients(named, ranks, is_reduced, loss.sums), loss.window.counted
-    counted = () if terms is None else (terms.totals, terms.loader_batches_left)
-    return PartialLoss(loss.window.weight_scale, weighed, gradients, *counted)
+    counted = (None, 0.0) if terms is None else (terms.totals, terms.loader_batches_left)
+    units = loss.weigher.units_to_keep()
+    return PartialLoss(loss.window.weight_scale, weighed, gradients, *counted, units)
 
 
 def _summed_gradients(
@@ -159,6 +162,7 @@ def restore_loss(
         ValueError: a gradient has another shape than its parameter.
     """
     window, sums = loss.window, loss.sums
+    loss.weigher.units.update(kept.units)
     window.restore(kept.weight_scale, kept.weighed if ranks.is_first else [])
     if kept.term_totals is not None and window.counted is not None:
         window.counted.restore(kept.term_totals)

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_accum.errors import DoesNotAddUpError
-from lightning_accum.prove import Look, Measured
+from lightning_accum.prove import ALL, Look, Measured
 from lightning_accum.splitting.auto import is_out_of_memory
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.rows import split_lists
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
-from lightning_accum.trial import Trial
+from lightning_accum.trial import Trial, difference_of
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.terms import Term
@@ -45,6 +45,7 @@ class Checked:
         is_window_long: a window may have several loader batches.
         may_count_first: the terms of a window can be counted before it runs.
         is_manual: the module optimizes by itself; its loss is that of one backward call.
+        next_step: runs it as for the loader batch after, where it is told which it is.
     """
 
     trained: Trained
@@ -55,6 +56,7 @@ class Checked:
     inform: Callable[[str], None]
     may_count_first: bool = False
     is_manual: bool = False
+    next_step: Callable[[Any], Any] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -289,10 +291,12 @@ def _emptied(found: FewRows, rows: Sequence[int]) -> Any:
 
 def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) -> None:
     """Buffers and attributes that change with each micro-batch, such as running statistics, change the loss of the next."""
-    whole = found.whole if isinstance(found, SplitRows) else partial(found.take, range(min(found.number, MOST_ROWS)))
+    number = min(found.number, MOST_ROWS)
+    whole = found.whole if isinstance(found, SplitRows) else partial(found.take, range(number))
+    others = found.whole if isinstance(found, SplitRows) else partial(found.take, [0] * number)
     is_moved = not checked.sync.is_waited_for_in_forward  # what has converged, as a spectral norm, changes with its parameters
     with suppress(CannotCheckError), moved(checked.module) if is_moved else nullcontext():
-        of_buffers, of_attributes = trial.changed_state(whole)
+        of_buffers, of_attributes = trial.changed_state(whole, others)
         buffers = f"the buffer{'s' * (len(of_buffers) > 1)} {' and '.join(map(repr, of_buffers))}"
         sizes = {
             buffers: max(of_buffers.values(), default=0.0),
@@ -301,6 +305,16 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
         for what, size in sizes.items():
             if size:
                 checked.accumulation.warn_once(advice.of_state(what, size))
+        if checked.is_window_long and checked.next_step is not None:
+            this, following = (_result(of.trial(), whole) for of in (checked, replace(checked, step=checked.next_step)))
+            if checked.on_any(difference_of(following, this) > trial.tolerance):
+                checked.accumulation.warn_once(advice.OF_BATCH_IDX)
+
+
+def _result(trial: Trial, batch: Callable[[], Any]) -> tuple[float, dict[int, Tensor]]:
+    with trial.held():
+        measured = trial.measure(batch, None, None, 0)
+    return measured.loss, measured.gradients[ALL]
 
 
 def has_several_terms(checked: Checked, batches: Sequence[Any]) -> bool:

@@ -128,8 +128,8 @@ class Trial:
         with self.held():
             return [self.together(partial(loss_of, batch)) for batch in batches]
 
-    def changed_state(self, batch: Callable[[], Any]) -> tuple[dict[str, float], float]:
-        """What a step changes and its loss depends on. Called on all ranks.
+    def changed_state(self, batch: Callable[[], Any], others: Callable[[], Any]) -> tuple[dict[str, float], float]:
+        """What a step on ``others`` changes and the loss of ``batch`` depends on. Called on all ranks.
 
         Returns:
             How far the loss of the same rows, or its gradient, is from what it was, as part of its size, where only one buffer is
@@ -140,7 +140,9 @@ class Trial:
         """
         named = self._module.named_buffers
 
-        def result(changed: Mapping[str, Tensor], keeps_attributes: bool = False) -> tuple[float, dict[int, Tensor]]:
+        def result(
+            changed: Mapping[str, Tensor], keeps_attributes: bool = False, rows: Any = batch
+        ) -> tuple[float, dict[int, Tensor]]:
             if keeps_attributes:
                 random_state.restore()
                 self.mode.restore()
@@ -149,15 +151,16 @@ class Trial:
             for name, buffer in named():
                 if name in changed and buffer.shape == changed[name].shape:
                     buffer.data.copy_(changed[name])
-            loss = self.step(batch())
+            loss = self.step(rows())
             return float(loss.detach()), self.gradients(loss, 1.0)
 
         with self.held():
             random_state = RandomState(self.device)
             before_step = {name: buffer.detach().clone() for name, buffer in named()}
             before = self.together(partial(result, {}))
+            self.together(partial(result, {}, rows=others))
             after = {name: buffer.detach().clone() for name, buffer in named()}
-            of_attributes = self.largest(_difference(self.together(partial(result, before_step, True)), before))
+            of_attributes = self.largest(difference_of(self.together(partial(result, before_step, True)), before))
             self.restore()
             changed = [
                 name for name, old in named() if name in after and old.shape == after[name].shape and not old.equal(after[name])
@@ -165,12 +168,12 @@ class Trial:
             number = min(int(self.largest(len(changed))), MOST_ROWS)
             has_attributes = of_attributes > self.tolerance
             again = self.together(partial(result, {})) if number or has_attributes else before
-            if self.largest(_difference(again, before)) > self.tolerance:
+            if self.largest(difference_of(again, before)) > self.tolerance:
                 raise CannotCheckError("training_step gives the same rows another loss each time")
             of_buffers: dict[str, float] = {}
             for index in range(number):  # as many steps on every rank
                 names = changed[index : index + 1]
-                difference = _difference(self.together(partial(result, {name: after[name] for name in names})), before)
+                difference = difference_of(self.together(partial(result, {name: after[name] for name in names})), before)
                 if names and difference > self.tolerance:
                     of_buffers[names[0]] = difference
         return of_buffers, of_attributes if has_attributes else 0.0
@@ -416,7 +419,7 @@ def _without_gradients(module: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _difference(now: tuple[float, dict[int, Tensor]], before: tuple[float, dict[int, Tensor]]) -> float:
+def difference_of(now: tuple[float, dict[int, Tensor]], before: tuple[float, dict[int, Tensor]]) -> float:
     """How far a loss or its gradient, whichever is farther, is from what it was, as part of its size."""
     (loss, gradients), (old_loss, old_gradients) = now, before
     both = gradients.keys() & old_gradients.keys()

@@ -112,7 +112,7 @@ def parse(value: Any, path: str = "", key: Any = None) -> Part:
         part.parts = _parse_all(enumerate(value), path)
         if not (hasattr(value, "_fields") or hasattr(value, "n_fields")):  # a named tuple, what torch.max returns
             part.size = len(value)
-    elif _is_record(value):
+    elif is_record(value):
         part.parts = _parse_all(((f.name, getattr(value, f.name)) for f in dataclasses.fields(value)), path)
     elif not isinstance(value, type) and (
         isinstance(value, Iterator) or hasattr(value, "to") or bool(getattr(value, "shape", ())) or holds_tensors(value, depth=4)
@@ -214,7 +214,7 @@ def may_be_samples(batch: Any) -> bool:
     return (
         isinstance(batch, list)
         and bool(batch)
-        and all((isinstance(e, (dict, tuple)) and not hasattr(e, "_fields")) or _is_record(e) for e in batch)
+        and all((isinstance(e, (dict, tuple)) and not hasattr(e, "_fields")) or is_record(e) for e in batch)
     )
 
 
@@ -225,7 +225,8 @@ def _may_be_of_several_loaders(root: Part) -> bool:
     return len(sizes) == 1 and not any(isinstance(value, (int, float)) for value in values)
 
 
-def _is_record(value: Any) -> bool:
+def is_record(value: Any) -> bool:
+    """An instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -243,7 +244,7 @@ def first_tensor_or_list(batch: Any, is_root: bool = True) -> Tensor | Sequence[
         if may_be_samples(batch) or (is_list and holds_tensors(batch, depth=3)):
             return batch
         children = batch
-    elif _is_record(batch):
+    elif is_record(batch):
         children = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
     found = (first_tensor_or_list(child, is_root=False) for child in children)
     return next((tensor for tensor in found if tensor is not None), None)

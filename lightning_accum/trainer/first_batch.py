@@ -78,7 +78,10 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
     assert accumulation is not None
     step, samples = unlogged_step(trainer, kwargs), strategy.samples_of_loader()
     is_long = accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
-    checked = Checked(strategy, step, accumulation, samples, is_long, rank_zero_info, _may_count_first(strategy, is_long))
+    may_count = _may_count_first(strategy, is_long)
+    is_told = "batch_idx" in kwargs
+    after = unlogged_step(trainer, OrderedDict(kwargs, batch_idx=kwargs["batch_idx"] + 1)) if is_told else None
+    checked = Checked(strategy, step, accumulation, samples, is_long, rank_zero_info, may_count, next_step=after)
     check.check_first_batch(checked, list(kwargs.values())[:1])
     accumulation.look_at_doubted = partial(check_doubted, checked)
 

@@ -95,6 +95,13 @@ def of_state(what: str, size: float) -> str:
     )
 
 
+OF_BATCH_IDX = (
+    "The loss depends on the batch_idx of training_step (the same rows have another loss, or another gradient, at the next), and"
+    " a window has several, where its full batch has one. Use global_step, which is constant within a window, or have the loader"
+    " yield the full batch: micro_batch=, and a window of 1."
+)
+
+
 def how_to_mend(found: str) -> str:
     """The error of a loss that shows no weight."""
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Number
 from typing import Any, TypeAlias
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_accum.errors import ArgumentError, MissingEntryError, UnreadableLossError, UnsplittableBatchError, WrongTypeError
 from lightning_accum.exact import exact
-from lightning_accum.splitting.rows import first_tensor_or_list, read_parts
+from lightning_accum.splitting.rows import first_tensor_or_list, is_record, read_parts
 from lightning_accum.weighing.terms import Denominator
 
 Weight: TypeAlias = Callable[[Any], Any]
@@ -192,7 +192,7 @@ class Count:
     def __call__(self, batch: Any) -> float:
         """How many there are."""
         for key in self.path:
-            batch = batch[key]
+            batch = _look_up(batch, key)
         return float(_COUNTED[self.what](batch[..., 1:] if self.is_shifted else batch))
 
     def __str__(self) -> str:
@@ -242,7 +242,9 @@ def counts_of(batch: Any) -> list[Any]:
 
 
 def tensors_of(batch: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Those of a batch, each with the keys and places that lead to it."""
+    """Those of a batch, each with the keys, names and places that lead to it."""
+    if is_record(batch):
+        batch = {field.name: getattr(batch, field.name) for field in fields(batch)}
     if isinstance(batch, Tensor):
         if batch.dim() > 0:
             yield path, batch

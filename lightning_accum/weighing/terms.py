@@ -94,15 +94,19 @@ class Term(NamedTuple):
         return {"masked": is_masked if goes_by_losses else 0.0, "uneven": losses != losses if are_several else 0.0}
 
     def may_be_raised(self, mode: Mode, weight: Denominator | None, unit: float = 1.0) -> Denominator:
-        """Not 0 where a count of 0 may have been raised to 1 to divide by it: no mask leaves out a loss of its sum."""
+        """Not 0 where a count of 0 may have been raised to 1 to divide by it: no mask leaves out some losses of its sum.
+
+        Nor all of them, but for a mean, which weighs the same where a mask leaves out all.
+        """
         if weight is None or not self.is_divided or mode not in (COUNT, MEAN, LOSSES, TOTAL):
             return 0.0
         is_one: Denominator = size_of(weight * unit - 1) < _ROUNDING
         for share in self.shares:
             if not isinstance(share, Tensor):
-                is_one = is_one if share else 0.0
+                is_one = is_one if share or self.is_mean else 0.0
             elif isinstance(is_one, Tensor) or is_one:
-                is_one = on_host((share != 0).all() & (share.numel() > 1 or not share.dim()) & is_one)
+                are_alike = (share != 0).all() | (self.is_mean & (share == 0).all())
+                is_one = on_host(are_alike & (share.numel() > 1 or not share.dim()) & is_one)
         return is_one
 
     def factor(self, mode: Mode) -> Denominator:

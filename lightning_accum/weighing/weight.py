@@ -188,6 +188,11 @@ class Weigher:
         self.looped, self.aliases, self.of_samples = other.looped, other.aliases, other.of_samples
         self.hidden, self.takes_functions = other.hidden, other.takes_functions
 
+    def units_to_keep(self) -> dict[int, dict[str, float]]:
+        """For a checkpoint: the units without counts of the batch."""
+        kept = {key: {mode: unit for mode, unit in units.items() if not callable(mode)} for key, units in self.units.items()}
+        return {key: units for key, units in kept.items() if units}
+
     def is_new(self, structure: frozenset[int]) -> bool:
         """Terms that the check has not seen; or fewer that look alike, of which nobody knows which."""
         known = self.units.keys()

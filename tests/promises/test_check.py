@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,9 @@ ALIKE: dict[str, Callable[..., Tensor]] = {  # a loss that compares its rows whe
 }  # fmt: skip
 
 
+Record = make_dataclass("Record", ["x", "y", "weights"], namespace={"__getitem__": lambda self, at: [*vars(self).values()][at]})
+
+
 def of_weights(*of_batches: Sequence[float]) -> list[list[Tensor]]:
     batches = labelled(*map(len, of_batches))
     return [[*batch, torch.tensor(weights, dtype=torch.float64)] for batch, weights in zip(batches, of_batches, strict=True)]
@@ -301,8 +305,17 @@ def of_weights(*of_batches: Sequence[float]) -> list[list[Tensor]]:
 def test_rows_are_looked_at_again_where_they_are_not_alike_in_what_all_that_were_checked_were(
     name: str, later: list[float]
 ) -> None:
-    data = of_weights([1] * 8, [1] * 8, later)
-    assert window_that_is_told_of(Toy(ALIKE[name]), data, window=1, micro_batch=2) == 2
+    for data in (of_weights([1] * 8, [1] * 8, later), [Record(*batch) for batch in of_weights([1] * 8, [1] * 8, later)]):
+        assert window_that_is_told_of(Toy(ALIKE[name]), data, window=1, micro_batch=2) == 2
+
+
+def test_a_micro_batch_of_which_no_row_is_chosen_by_its_values_is_not_counted_as_one() -> None:  # 0.2, in silence, before
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        losses, is_chosen = (net(b[0]) - b[0]).square().mean(1), b[0][:, 0] > -50
+        return (losses * is_chosen).sum() / is_chosen.sum().clamp(min=1)
+
+    (data := labelled(*[8] * 4))[2][0][:4, 0] = -60.0
+    assert window_that_is_told_of(Toy(loss), data, micro_batch=4) == 2
 
 
 @pytest.mark.some_cases(1)

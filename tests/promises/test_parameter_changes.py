@@ -133,14 +133,19 @@ class Memory(Net):
 
 
 class OfStatistic(Net):
-    """Its loss is divided by a moving average of itself, in an attribute."""
+    """Its loss is divided by a moving average of itself, in an attribute: a second step on the same rows has the first's loss."""
 
-    average = 1.0
+    average: float | None = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.average = 0.9 * self.average + 0.1 * loss.item()
+        self.average = loss.item() if self.average is None else 0.9 * self.average + 0.1 * loss.item()
         return loss / self.average
+
+
+def _reverses_more(self: Net, batch: Any, batch_idx: int) -> Tensor:  # as domain-adversarial training
+    (features := self.online[0](batch)).register_hook(lambda gradient: -batch_idx * gradient)
+    return F.mse_loss(self.online[2](features), self.target(batch).detach())
 
 
 class Anneals(Net):
@@ -191,6 +196,7 @@ CASES: dict[str, tuple[type[Net], type[pl.Callback] | None, str | None, str | No
     "a codebook at optimizer steps": (CodebookOnce, None, None, None),
     "what no loss depends on": (Memory, None, None, None),
     "an average in an attribute": (OfStatistic, None, "attribute", "attribute"),
+    "a gradient by batch_idx": (with_(training_step=_reverses_more), None, "batch_idx", None),
     "a number of steps": (Anneals, None, "attribute", "attribute"),
     "clamped gradients": (with_(on_after_backward=Net.clamp), None, "on_after_backward", "on_after_backward"),
     "gradients measured by a callback": (Net, Measures, "Measures", "Measures"),

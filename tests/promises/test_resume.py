@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,23 @@ class Manual(Placed):
         optimizer.step()
 
 
+def _masked(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    losses = (w * batch[:, None] * x(1, 2, 4)).mean(1) * (batch > 0)
+    return losses.sum() / (batch > 0).sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("loss", [_masked, lambda w, batch: (w * batch).mean() + 3 * (w * w + w) / 7], ids=["masked", "penalty"])
+def test_a_window_goes_on_by_what_its_terms_were_weighed_that_are_in_it(loss: Any) -> None:  # refused, or 0.2 off
+    whole, begun, ended = modules = [Placed([]) for _ in range(3)]
+    for module in modules:
+        module.batches = [x(1, 2, -1), x(3, -1, 4), x(5, 6), x(7, -2), x(8, 9), x(-4, 3, 2), x(-5, 5), x(-3), x(4, 6)]
+        module.loss = partial(loss, module.w)
+    fit(whole, None, GradientAccumulation(3))
+    interrupted(begun, 3, after=4)
+    fit(ended, None, GradientAccumulation(3), ckpt_path="inside.ckpt")
+    assert [*begun.gradients, *ended.gradients] == pytest.approx(whole.gradients, rel=1e-14)
+
+
 class EpochLosses(Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if "window/loss_epoch" in trainer.callback_metrics:
@@ -284,7 +302,7 @@ def with_state(change: Callable[[dict[str, Any]], Any]) -> None:
     torch.save(checkpoint, "inside.ckpt")
 
 
-@pytest.mark.parametrize("state", [{"format": 8}, {"optimizer_steps": 2}], ids=str)
+@pytest.mark.parametrize("state", [{"format": 9}, {"optimizer_steps": 2}], ids=str)
 def test_a_state_of_another_version_is_an_error(state: dict[str, int]) -> None:
     with_state(lambda callbacks: callbacks.update(GradientAccumulation=state))
     with pytest.raises(AccumulationError, match="format"):
