@@ -248,7 +248,7 @@ class Accumulation(Windows):
         shown = counted.shown(loss, factors)
         window.add(shown if self.sums is None else shown.to(window.dtype), contribution)
         is_weightless = not any(isinstance(factor, Tensor) or factor for factor in own)
-        is_whole = len(terms) == 1 and all(place is None for _, place in terms[0].edges)
+        is_whole = len(terms) == 1 and all(edge.place is None for edge in terms[0].edges)
         grad_output = torch.ones_like(loss).detach() * own[0] if is_whole and own[0] != 1.0 else None
         if self.observer is not None:
             self.observer.begin_backward(micro_batch, 0.0 if is_weightless else 1.0)

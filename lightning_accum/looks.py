@@ -305,9 +305,12 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
         for what, size in sizes.items():
             if size:
                 checked.accumulation.warn_once(advice.of_state(what, size))
-        if checked.is_window_long and checked.next_step is not None:
-            this, following = (_result(of.trial(), whole) for of in (checked, replace(checked, step=checked.next_step)))
-            if checked.on_any(difference_of(following, this) > trial.tolerance):
+        if checked.is_window_long and checked.next_step is not None and is_moved:
+            this, own = checked.trial(), replace(checked, step=checked.next_step)
+            result = _result(this, whole)
+            if checked.on_any(this.mode.has_waited):
+                return  # on another rank the next step may have no loss
+            if checked.on_any(difference_of(_result(own.trial(), whole), result) > trial.tolerance):
                 checked.accumulation.warn_once(advice.OF_BATCH_IDX)
 
 

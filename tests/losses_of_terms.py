@@ -219,6 +219,14 @@ LOSSES: dict[str, Row] = {
         by_loop(ce(o, b), [masked(each(o, b)[:, 0], b.some), boxes(o, b), edges(o, b)])),
     "a stack, summed": Row("tokens, samples, edges", lambda o, b, m: torch.stack([ce(o, b), value(o, b), edges(o, b)]).sum()),
     "a stack, its mean": Row("tokens, samples", lambda o, b, m: torch.stack([ce(o, b), each(o, b).mean()]).mean()),
+    "softmax of learned factors": Row("tokens, samples, edges", lambda o, b, m:
+        (m.net.log_vars.softmax(0) * torch.stack([ce(o, b), value(o, b), edges(o, b)])).sum()),
+    "a vector of learned uncertainties": Row("tokens, samples, boxes", lambda o, b, m:
+        ((-(s := m.net.log_vars)).exp() * torch.stack([ce(o, b), value(o, b), boxes(o, b)]) + s).sum()),
+    "the mean of a stack times factors": Row("tokens, edges", lambda o, b, m:
+        (torch.stack([ce(o, b), edges(o, b)]) * WEIGHTS[:2] / 3).mean()),
+    "a stack times factors": Row("tokens, samples, boxes", lambda o, b, m:
+        torch.stack([ce(o, b), classes(o, b), boxes(o, b)]) @ WEIGHTS[:3]),
     "a dictionary, summed": Row("tokens, samples", lambda o, b, m: sum({"ce": ce(o, b), "value": value(o, b)}.values())),
     "in place": Row("tokens, samples", lambda o, b, m: in_place(ce(o, b), value(o, b))),
     "a buffer for a factor": Row("tokens, samples", lambda o, b, m: ce(o, b) + m.net.factor * value(o, b)),
@@ -244,9 +252,7 @@ OF_NOTHING: dict[str, Function] = {  # means of nothing are NaN, as losses; the 
         m.net.log_vars[0] * value(o, b) + m.net.log_vars[1].exp() * each(o, b)[b.some][:, 1].mean(),
 }
 MULTIPLIED: dict[str, Function] = {  # a vector of terms, which a graph shows as one
-    "softmax of learned factors": lambda o, b, m:
-        (m.net.log_vars.softmax(0) * torch.stack([ce(o, b), value(o, b), edges(o, b)])).sum(),
-    "a stack times factors": lambda o, b, m: torch.stack([ce(o, b), classes(o, b), boxes(o, b)]) @ WEIGHTS[:3],
+    "a stack times learned factors": lambda o, b, m: torch.stack([ce(o, b), classes(o, b), boxes(o, b)]) @ m.net.log_vars,
 }
 
 

@@ -141,7 +141,7 @@ class WindowOptimization(_AutomaticOptimization):
         optimizer, watch = strategy._lightning_optimizers[0], strategy.watch
         watch.begin_step(optimizer._optimizer)
         accumulation.gradient_norm = None
-        if not accumulation.is_closed_empty or (accumulation.is_step and accumulation.is_passthrough()):  # else hooks see none
+        if not accumulation.is_closed_empty:  # else optimizer and hooks see no step
             has_moved = _changes_of(optimizer._optimizer, by_value=watch.is_close)
             closure = WindowClosure(outcome, again, lambda: self._moves_first or has_moved())
             with _noting_gradient_norm(trainer, strategy):

@@ -186,8 +186,7 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         if isinstance(result, Tensor) and result.numel() <= _MOST_ADDED and (node := result.grad_fn) is not None:
             if numbers:
                 self._operands[node] = numbers
-            if result.numel() == 1:
-                self._results[node] = result.detach().clone()
+            self._results[node] = result.detach().clone()
         return result
 
     @torch.no_grad()
@@ -196,17 +195,26 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         found: dict[int, Denominator] = {}
         inside = set[Any]()
         for term in terms:
-            for (node, place), above in term.edges.items():
+            for (node, place, element), above in term.edges.items():
                 operands = self._operands.get(node, [])
                 value = loss.detach() if place is None else operands[place] if place < len(operands) else None
-                if value is None and node in self._results:  # added up inside of a criterion: the first has the sum
+                if value is None and place is not None and (vector := self._vector(node, place)) is not None:
+                    value = vector if element is None else vector[element]
+                # what is added up inside of a criterion: the first has the sum
+                if value is None and node in self._results and self._results[node].numel() == 1:
                     value = torch.zeros_like(loss) if node in inside else self._results[node]
                     inside.add(node)
                 if value is None:
                     return None
-                found[term.key] = found.get(term.key, 0.0) + above * value
+                found[term.key] = found.get(term.key, 0.0) + (above * value).sum()
         constant = (loss.detach() - sum(found.values())).nan_to_num(0.0, 0.0, 0.0)  # a term may be a mean of nothing
         return {key: value + constant if at == 0 else value for at, (key, value) in enumerate(found.items())}
+
+    def _vector(self, node: Any, place: int) -> Tensor | None:
+        """The numbers of an operand, which may be a parameter."""
+        operand = node.next_functions[place][0]
+        value = self._results.get(operand, getattr(operand, "variable", None))
+        return value.detach().reshape(-1) if value is not None and 1 < value.numel() <= _MOST_ADDED else None
 
 
 _MOST_ADDED = 64

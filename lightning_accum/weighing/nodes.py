@@ -5,6 +5,7 @@ The names of nodes were read in torch 2.13; those of what they save are listed i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -19,6 +20,9 @@ THROUGH = {
     "Squeeze", "T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View", "Where",
 }  # fmt: skip
 SUMS = {"Sum", "Nansum", "Dot"}
+ADDITIONS, STACKS = {"Add", "Sub", "Rsub"}, {"Stack", "Cat"}
+_OF_EACH = {*ADDITIONS, "Clone", "Div", "Mul", "Neg", "ToCopy"}
+"""What does the same to each number of a vector."""
 CONTRACTIONS = {"Bmm", "Mm", "Mv"}  # products that sum
 # Some of the elements, or all in other places.
 SELECTIONS = {
@@ -196,3 +200,31 @@ def is_of_parameters_only(root: Node) -> bool:
         elif kind not in _OF_PARAMETERS or (kind in ("Add", "Sub", "Rsub", "Dot", *CONTRACTIONS) and len(inputs) < 2):
             return False  # what is added without a gradient is not saved, and may be the batch
     return True
+
+
+def is_multiplied_by_parameters(node: Node) -> bool:
+    """A product, of which one factor depends on parameters only; or a quotient."""
+    return kind_of(node) in ("Mul", "Div") and any(is_of_parameters_only(child) for child, _ in inputs_of(node))
+
+
+def is_of_numbers(node: Node, index: int) -> bool:
+    """Whether a vector is made of numbers, as ``torch.stack(losses)``, and the same was done to each."""
+    kind, inputs = kind_of(node), inputs_of(node)
+    if kind in STACKS:
+        return len(node.next_functions) == numel_of(node, index) and all(numel_of(*one) == 1 for one in inputs)
+    of_batch = [one for one in inputs if not is_of_parameters_only(one[0])] if kind in _OF_EACH else []
+    are_as_long = all(numel_of(*one) == numel_of(node, index) for one in inputs)
+    return bool(of_batch) and are_as_long and all(is_of_numbers(*one) for one in of_batch)
+
+
+def numel_of(node: Node, index: int) -> int:
+    """The numbers of an output; 2 for those of a nested tensor, whose sizes are no numbers."""
+    try:
+        return math.prod(map(int, node._input_metadata[index].shape))
+    except AttributeError:
+        return 2
+
+
+def are_numbers(*outputs: tuple[Node, int]) -> bool:
+    """Without dimensions: a row has one."""
+    return not any(len(node._input_metadata[index].shape) for node, index in outputs)

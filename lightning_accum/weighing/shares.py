@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import exact
 from lightning_accum.weighing.nodes import (
+    ADDITIONS,
     CONTRACTIONS,
     CRITERIA,
     KINKS,
@@ -27,24 +28,28 @@ from lightning_accum.weighing.nodes import (
     MEAN_REDUCTION,
     PRODUCTS_ADDED,
     SOMETIMES,
+    STACKS,
     SUMS,
     THROUGH,
     Node,
+    are_numbers,
     factor_in_sum,
     head_of,
     ignored_of,
     inputs_of,
     is_first_layer,
+    is_of_numbers,
     is_of_parameters_only,
     kind_of,
     kinds_below,
     number_of,
+    numel_of,
 )
-from lightning_accum.weighing.terms import PENALTY, Denominator, Term, on_host, one_of, quotient, same, size_of, tensor_of
+from lightning_accum.weighing.terms import PENALTY, Denominator, Edge, Term, on_host, one_of, quotient, same, size_of, tensor_of
 
 NOWHERE: Mapping[int, int] = MappingProxyType({})
 
-_ADDITIONS, _STACKS, _CROSS_ENTROPIES = {"Add", "Sub", "Rsub"}, {"Stack", "Cat"}, {"NllLoss", "NllLoss2D"}
+_CROSS_ENTROPIES = {"NllLoss", "NllLoss2D"}
 _PRODUCTS, _LAYERS = {"Div", "Dot", "Lerp", "Mul", *CONTRACTIONS}, {*CONTRACTIONS, *PRODUCTS_ADDED}
 _NOT_LINEAR_IN = {"Addcdiv": 2, "Div": 1, "Lerp": 2}
 _CHANGES_SOME = {"MaskedFill", "NanToNum", "Where"}
@@ -54,12 +59,12 @@ class Summand(NamedTuple):
     """What the loss adds up last.
 
     Attributes:
-        edge: the addition, and the place of the summand there; None for all of a node.
+        edge: the addition, and where the summand is there.
         place: in the sum.
         above: what it is multiplied by on the way to the loss.
     """
 
-    edge: tuple[Node, int | None]
+    edge: Edge
     place: tuple[int, ...]
     above: Denominator
 
@@ -70,6 +75,7 @@ class Arrived(NamedTuple):
     Attributes:
         share: one number if all numbers of the gradient are the same, else the gradient.
         path: the kinds of nodes above, below the addition.
+        is_vector: of numbers, each of which is a summand of its own.
     """
 
     share: Denominator
@@ -81,6 +87,7 @@ class Arrived(NamedTuple):
     is_divided: bool = False
     path: tuple[str, ...] = ()
     divisions: tuple[Node, ...] = ()
+    is_vector: bool = False
 
     @property
     def is_one(self) -> bool:
@@ -98,7 +105,7 @@ _Input: TypeAlias = tuple[int, Node, int]
 """The place of an operand, its node, and the place among the outputs of that."""
 _Below: TypeAlias = list[tuple[Node, int, Arrived]]
 """Where to go on: a node, the place among its outputs, and what arrives there."""
-_Found: TypeAlias = dict[tuple[Node, int | None], list[tuple[Node, Arrived]]]
+_Found: TypeAlias = dict[Edge, list[tuple[Node, Arrived]]]
 """The losses that are reached, by the edge of their summand."""
 
 
@@ -125,7 +132,7 @@ def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mappin
     root, place = (loss.grad_fn, loss.output_nr) if below is None else below
     found: _Found = {}
     try:
-        _walk(root, place, Arrived(1.0, Summand((root, None), (), 1.0)), found)
+        _walk(root, place, Arrived(1.0, Summand(Edge(root), (), 1.0)), found)
         terms = [_term(losses, places) for losses in sorted(found.values(), key=lambda losses: losses[0][1].summand.place)]
     except (RuntimeError, AttributeError, TypeError) as error:
         raise UnreadableLossError(f"a node that cannot be run ({error})") from error
@@ -178,19 +185,23 @@ def _together(first: Arrived, other: Arrived, node: Node, index: int) -> Arrived
 
 def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
     """Where to go on from ``node``; nothing if it is a loss, which is noted."""
-    kind, own = kind_of(node), _numel_of(node, index)
+    kind, own = kind_of(node), numel_of(node, index)
     inputs = [(place, child, at) for place, (child, at) in enumerate(node.next_functions) if child is not None]
     if own == 0:  # nothing is chosen: there are no losses, whatever divides them
         arrived = arrived._replace(share=0.0)
+    elif arrived.is_vector and inputs and (numbers := _of_vector(node, kind, index, inputs, arrived)):
+        return numbers
+    elif kind == "Dot" and len(inputs) == 1 and arrived.is_one and arrived.total is None and is_of_numbers(*inputs[0][1:]):
+        return [_of_dot(node, *inputs[0], arrived)]
     elif kind == "_DDPSink":  # every tensor goes in and out of that at the same place
         return [(*node.next_functions[index], arrived)]
     elif kind in CRITERIA and arrived.is_one and node._saved_reduction != 0:
         arrived = _of_criterion(node, kind, arrived)
-    elif kind in KINKS and arrived.is_one and len(inputs) == 1 and _are_numbers((node, index), inputs[0][1:]):
+    elif kind in KINKS and arrived.is_one and len(inputs) == 1 and are_numbers((node, index), inputs[0][1:]):
         return [_beside_a_kink(node, kind, *inputs[0], arrived)]
     elif kind in LINEAR and inputs:
-        sizes = [_numel_of(child, at) for _, child, at in inputs] if kind in _ADDITIONS or kind in _STACKS else []
-        is_addition = kind in _ADDITIONS or (kind in _STACKS and max(sizes) == min(sizes) == 1)
+        sizes = [numel_of(child, at) for _, child, at in inputs] if kind in ADDITIONS or kind in STACKS else []
+        is_addition = kind in ADDITIONS or (kind in STACKS and max(sizes) == min(sizes) == 1)
         if is_addition and arrived.is_one and own <= max(sizes) * len(inputs):
             return _summands(node, kind, inputs, sizes, own, arrived)
         of_batch = [one for one in inputs if not is_of_parameters_only(one[1])] if len(inputs) > 1 else inputs
@@ -206,19 +217,53 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
 # --- below a node that is linear
 
 
+def _of_vector(node: Node, kind: str, index: int, inputs: Sequence[_Input], arrived: Arrived) -> _Below:
+    """Where to go on with a vector of summands; nowhere if the node is a product of two."""
+    if kind in STACKS:
+        return [(child, at, _element(arrived.through(kind), place)) for place, child, at in inputs]
+    of_batch = [one for one in inputs if not is_of_parameters_only(one[1])]
+    if kind in ADDITIONS:
+        result = []
+        for place, child, at in inputs:
+            share = factor_in_sum(node, kind, place) * arrived.share
+            summand = Summand(Edge(node, place), (*arrived.summand.place, place), share)
+            is_vector = (place, child, at) in of_batch
+            result.append((child, at, arrived._replace(share=share, path=(), summand=summand, is_vector=is_vector)))
+        return result
+    return [] if _is_loss(node, kind, of_batch, len(inputs), arrived) else _run(node, kind, index, of_batch, arrived, True)
+
+
+def _of_dot(node: Node, place: int, child: Node, at: int, arrived: Arrived) -> tuple[Node, int, Arrived]:
+    """A vector of summands times one of numbers."""
+    share = node(_spread(arrived.share, node, 0))[place]
+    summand = Summand(Edge(node, place), (*arrived.summand.place, place), share)
+    return child, at, arrived._replace(share=share, path=(), summand=summand, is_vector=True)
+
+
+def _element(arrived: Arrived, element: int) -> Arrived:
+    """One number of a vector."""
+
+    def of(share: Denominator) -> Denominator:
+        return _wide(share.reshape(-1)[element]) if isinstance(share, Tensor) and share.dim() else share
+
+    edge, place, above = arrived.summand
+    summand = Summand(edge._replace(element=element), (*place, element), of(above))
+    return arrived._replace(share=of(arrived.share), summand=summand, is_vector=False)
+
+
 def _summands(node: Node, kind: str, inputs: Sequence[_Input], sizes: Sequence[int], own: int, arrived: Arrived) -> _Below:
     """The operands of an addition, of these sizes, that has ``own`` numbers."""
     result = []
-    is_own = (own == 1 or kind in _STACKS) and len(inputs) > 1 and arrived.total is None
+    is_own = (own == 1 or kind in STACKS) and len(inputs) > 1 and arrived.total is None
     for (place, child, at), numel in zip(inputs, sizes, strict=True):
         share = arrived.share
-        if kind in _ADDITIONS:
+        if kind in ADDITIONS:
             times = own // numel if numel else 1  # what is small is added to each number
             factor = factor_in_sum(node, kind, place) * max(1, times)
             share = share if factor == 1.0 else factor * share
         below = arrived._replace(share=share)
         if is_own:
-            below = below._replace(path=(), summand=Summand((node, place), (*arrived.summand.place, place), share))
+            below = below._replace(path=(), summand=Summand(Edge(node, place), (*arrived.summand.place, place), share))
         result.append((child, at, below))
     return result
 
@@ -262,14 +307,18 @@ def _of_criterion(node: Node, kind: str, arrived: Arrived) -> Arrived:
 
 def _of_all_alike(node: Node, kind: str, own: int, place: int, child: Node, at: int, arrived: Arrived) -> Arrived | None:
     """Go on with one number; None if what arrives below is not all the same."""
-    numel, share = _numel_of(child, at), arrived.share
+    numel, share = numel_of(child, at), arrived.share
     total = share if arrived.total is None else arrived.total
     if kind in ("Mean", "Sum"):
-        if _are_numbers((child, at)):
+        if are_numbers((child, at)):
             return arrived
-        if kind_of(child) in _STACKS and all(below is None or _numel_of(below, n) == 1 for below, n in child.next_functions):
+        if kind_of(child) in STACKS and all(below is None or numel_of(below, n) == 1 for below, n in child.next_functions):
             number = 1 / numel if kind == "Mean" else 1.0  # a sum or mean of terms
             return arrived._replace(share=share * number, number=arrived.number * number)
+        if own == 1 and arrived.total is None and is_of_numbers(child, at):
+            share = share / numel if kind == "Mean" else share
+            summand = Summand(Edge(node, place), (*arrived.summand.place, place), share)
+            return arrived._replace(share=share, path=(), summand=summand, is_vector=True)
         if kind == "Sum":
             return arrived.through(kind, total=total)
         # the elements that go into one result; a nested tensor goes into a mean as a whole, and its sizes are no numbers
@@ -324,19 +373,6 @@ def _run(node: Node, kind: str, index: int, inputs: Sequence[_Input], arrived: A
     return found
 
 
-def _numel_of(node: Node, index: int) -> int:
-    """The numbers of an output; 2 for those of a nested tensor, whose sizes are no numbers."""
-    try:
-        return math.prod(map(int, node._input_metadata[index].shape))
-    except AttributeError:
-        return 2
-
-
-def _are_numbers(*outputs: tuple[Node, int]) -> bool:
-    """Without dimensions: a row has one."""
-    return not any(len(node._input_metadata[index].shape) for node, index in outputs)
-
-
 def _spread(share: Denominator, node: Node, index: int) -> Tensor:
     """One number as a gradient of what an output is."""
     if isinstance(share, Tensor) and share.dim():
@@ -357,9 +393,9 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
     """The losses of one summand."""
     (node, first), *others = losses
     kind, summand, ways = kind_of(node), first.summand, [arrived for _, arrived in losses]
-    addition, place = summand.edge
+    addition, place, element = summand.edge
     top = addition if place is None else addition.next_functions[place][0]
-    is_penalty = place is not None and is_of_parameters_only(top)
+    is_penalty = place is not None and element is None and is_of_parameters_only(top)
     path = (*first.path, *kinds_below(node), *("penalty",) * is_penalty)
     key, head = zlib.crc32("/".join(path).encode()), head_of(node, places) if places else ()
     words = CRITERIA[kind][0] if kind in CRITERIA else "mean" if first.is_mean else "sum" if first.total is not None else ""
@@ -377,7 +413,9 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
         is_mean=all(one.is_mean for one in ways),
         is_divided=any(one.is_divided for one in ways),
         is_penalty=is_penalty,
-        is_learned=kind_of(top) in ("Mul", "Div") and any(is_of_parameters_only(child) for child, _ in inputs_of(top)),
+        is_learned=element is None
+        and kind_of(top) in ("Mul", "Div")
+        and any(is_of_parameters_only(child) for child, _ in inputs_of(top)),
         edges={summand.edge: summand.above},
         divisions=tuple(dict.fromkeys(division for one in ways for division in one.divisions)),
         shares=tuple(shares),

@@ -25,6 +25,20 @@ each loss; one over the latter; one over the former; one over the constant facto
 _ROUNDING = 1e-6
 
 
+class Edge(NamedTuple):
+    """Where the gradient of a summand can be scaled.
+
+    Attributes:
+        node: the last addition above it.
+        place: its own there; None for all of the node.
+        element: of what is there, where numbers are added up as a vector; None for all of it.
+    """
+
+    node: Node
+    place: int | None = None
+    element: int | None = None
+
+
 class Term(NamedTuple):
     """One summand of a loss, or several that are alike.
 
@@ -39,8 +53,7 @@ class Term(NamedTuple):
         is_divided: something else has divided it.
         is_penalty: it depends on parameters only.
         is_learned: a parameter multiplies it.
-        edges: where its gradient can be scaled: the last addition above it, and its place there, None for all of the node's; and
-            what is multiplied with it there on the way to the loss.
+        edges: where its gradient can be scaled, and what is multiplied with it there on the way to the loss.
         divisions: by tensors, on the way to it.
         shares: those of its losses, one number each where they are all the same.
     """
@@ -55,7 +68,7 @@ class Term(NamedTuple):
     is_divided: bool = False
     is_penalty: bool = False
     is_learned: bool = False
-    edges: Mapping[tuple[Node, int | None], Denominator] = {}
+    edges: Mapping[Edge, Denominator] = {}
     divisions: tuple[Node, ...] = ()
     shares: tuple[Denominator, ...] = ()
 
@@ -244,19 +257,27 @@ def scale_terms(terms: Sequence[Term], factors: list[Denominator]) -> None:
         tensor([13., 23.])
     """
     for number, term in enumerate(terms):
-        for node, place in term.edges:
+        for edge in term.edges:
 
-            def hook(gradients: tuple[Tensor | None, ...], *_: Any, number: int = number, place: int | None = place) -> Any:
+            def hook(gradients: tuple[Tensor | None, ...], *_: Any, number: int = number, edge: Edge = edge) -> Any:
                 factor, is_learned = factors[number], terms[number].is_learned
                 return tuple(
-                    _times(gradient, factor, is_learned) if gradient is not None and place in (None, at) else gradient
-                    for at, gradient in enumerate(gradients)
+                    _times_at(edge.element, g, factor, is_learned) if g is not None and edge.place in (None, at) else g
+                    for at, g in enumerate(gradients)
                 )
 
-            if place is None:
-                node.register_prehook(hook)
+            if edge.place is None:
+                edge.node.register_prehook(hook)
             else:
-                node.register_hook(hook)
+                edge.node.register_hook(hook)
+
+
+def _times_at(element: int | None, gradient: Tensor, factor: Denominator, is_learned: bool) -> Tensor | None:
+    scaled = _times(gradient, factor, is_learned)
+    if element is None or scaled is None:
+        return scaled
+    is_it = torch.arange(gradient.numel(), device=gradient.device).view(gradient.shape) == element
+    return torch.where(is_it, scaled, gradient)
 
 
 def _times(gradient: Tensor, factor: Denominator, is_learned: bool) -> Tensor | None:

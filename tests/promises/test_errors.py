@@ -65,7 +65,7 @@ def test_every_error_about_a_program_is_of_the_base(kinds: set[type[Accumulation
     others = [(file, name) for file, name in seen if name not in {kind.__name__ for kind in kinds}]
     assert {name for _, name in others} == set(OTHERS)  # none too many
     of_trials = {file for file, name in others if name == "RuntimeError"}
-    assert of_trials == {"splitting/trimming.py", "verification/processes.py"}
+    assert of_trials == {"splitting/trimming.py"}
 
 
 def test_every_error_goes_from_process_to_process_with_its_message(kinds: set[type[AccumulationError]]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from known import case, classified, noted
+from known import case, classified, noted, open_until
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from sharded import ShardedScalar, fsdp2, needs_sharding_on_cpu, total_of
@@ -69,6 +69,7 @@ def trained(kind: type[Toy], **arguments: Any) -> list[Any]:  # with this packag
     return modules
 
 
+@open_until(23, "where training_step returned None, hooks of the step and clipping are left out")
 @pytest.mark.parametrize("hook", ["on_before_optimizer_step", "configure_gradient_clipping"])
 def test_where_training_step_returns_none_hooks_of_the_step_are_called_as_by_lightning(hook: str, monkeypatch: Any) -> None:
     calls: list[Any] = []
@@ -76,6 +77,7 @@ def test_where_training_step_returns_none_hooks_of_the_step_are_called_as_by_lig
     assert [calls.count(module) for module in trained(NoLossInTheSecond)] == [4, 4]
 
 
+@open_until(23, "0.19 off: where training_step returned None, the optimizer takes no step with gradients of 0")
 def test_where_training_step_returns_none_momentum_goes_on_as_with_lightning() -> None:
     assert error_of_updates(*trained(NoLossInTheSecond), NoLossInTheSecond(classified)) <= EXACT
 

@@ -23,15 +23,15 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 14_490,
-    "lines of the package": 21_560,
+    "lines of code": 14_552,
+    "lines of the package": 21_655,
     "files of the package": 117,
     "width of the package": 152,
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 0,
     "assignments to an attribute of another object": 232,
-    "lines of tests": 26_800,
-    "lines of tests in files that import private modules": 580,
+    "lines of tests": 26_803,
+    "lines of tests in files that import private modules": 573,
 }
 
 
