@@ -207,14 +207,19 @@ def is_multiplied_by_parameters(node: Node) -> bool:
     return kind_of(node) in ("Mul", "Div") and any(is_of_parameters_only(child) for child, _ in inputs_of(node))
 
 
-def is_of_numbers(node: Node, index: int) -> bool:
-    """Whether a vector is made of numbers, as ``torch.stack(losses)``, and the same was done to each."""
+def is_of_numbers(node: Node, index: int, is_learned: bool = False) -> bool:
+    """Whether a vector is made of numbers, as ``torch.stack(losses)``, and the same was done to each.
+
+    Not those of a loop over rows, which are all of one kind: but nothing learned (``is_learned``) multiplies rows one by one.
+    """
     kind, inputs = kind_of(node), inputs_of(node)
     if kind in STACKS:
-        return len(node.next_functions) == numel_of(node, index) and all(numel_of(*one) == 1 for one in inputs)
+        are_numbers = len(node.next_functions) == numel_of(node, index) and all(numel_of(*one) == 1 for one in inputs)
+        return are_numbers and (is_learned or len({kinds_below(child) for child, _ in inputs}) > 1)
     of_batch = [one for one in inputs if not is_of_parameters_only(one[0])] if kind in _OF_EACH else []
     are_as_long = all(numel_of(*one) == numel_of(node, index) for one in inputs)
-    return bool(of_batch) and are_as_long and all(is_of_numbers(*one) for one in of_batch)
+    is_learned |= len(of_batch) < len(inputs)
+    return bool(of_batch) and are_as_long and all(is_of_numbers(*one, is_learned) for one in of_batch)
 
 
 def numel_of(node: Node, index: int) -> int:
