@@ -186,7 +186,8 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         if isinstance(result, Tensor) and result.numel() <= _MOST_ADDED and (node := result.grad_fn) is not None:
             if numbers:
                 self._operands[node] = numbers
-            self._results[node] = result.detach().clone()
+            if result.numel() == 1 or result.dim() == 1:
+                self._results[node] = result.detach().clone()
         return result
 
     @torch.no_grad()

@@ -36,8 +36,8 @@ from lightning_accum.weighing.nodes import (
     factor_in_sum,
     head_of,
     ignored_of,
-    inputs_of,
     is_first_layer,
+    is_multiplied_by_parameters,
     is_of_numbers,
     is_of_parameters_only,
     kind_of,
@@ -93,6 +93,11 @@ class Arrived(NamedTuple):
     def is_one(self) -> bool:
         """One number for all."""
         return not isinstance(self.share, Tensor) or not self.share.dim()
+
+    def summed(self, node: Node, place: int, share: Denominator, is_vector: bool = False) -> Arrived:
+        """What goes on to an operand of an addition: a summand of its own, or a vector of them."""
+        summand = Summand(Edge(node, place), (*self.summand.place, place), share)
+        return self._replace(share=share, path=(), summand=summand, is_vector=is_vector)
 
     def through(self, kind: str, **changes: Any) -> Arrived:
         """What goes on below a node of that kind."""
@@ -223,21 +228,17 @@ def _of_vector(node: Node, kind: str, index: int, inputs: Sequence[_Input], arri
         return [(child, at, _element(arrived.through(kind), place)) for place, child, at in inputs]
     of_batch = [one for one in inputs if not is_of_parameters_only(one[1])]
     if kind in ADDITIONS:
-        result = []
-        for place, child, at in inputs:
-            share = factor_in_sum(node, kind, place) * arrived.share
-            summand = Summand(Edge(node, place), (*arrived.summand.place, place), share)
-            is_vector = (place, child, at) in of_batch
-            result.append((child, at, arrived._replace(share=share, path=(), summand=summand, is_vector=is_vector)))
-        return result
+        shares = [factor_in_sum(node, kind, place) * arrived.share for place, *_ in inputs]
+        return [
+            (child, at, arrived.summed(node, place, share, (place, child, at) in of_batch))
+            for (place, child, at), share in zip(inputs, shares, strict=True)
+        ]
     return [] if _is_loss(node, kind, of_batch, len(inputs), arrived) else _run(node, kind, index, of_batch, arrived, True)
 
 
 def _of_dot(node: Node, place: int, child: Node, at: int, arrived: Arrived) -> tuple[Node, int, Arrived]:
     """A vector of summands times one of numbers."""
-    share = node(_spread(arrived.share, node, 0))[place]
-    summand = Summand(Edge(node, place), (*arrived.summand.place, place), share)
-    return child, at, arrived._replace(share=share, path=(), summand=summand, is_vector=True)
+    return child, at, arrived.summed(node, place, node(_spread(arrived.share, node, 0))[place], is_vector=True)
 
 
 def _element(arrived: Arrived, element: int) -> Arrived:
@@ -261,10 +262,7 @@ def _summands(node: Node, kind: str, inputs: Sequence[_Input], sizes: Sequence[i
             times = own // numel if numel else 1  # what is small is added to each number
             factor = factor_in_sum(node, kind, place) * max(1, times)
             share = share if factor == 1.0 else factor * share
-        below = arrived._replace(share=share)
-        if is_own:
-            below = below._replace(path=(), summand=Summand(Edge(node, place), (*arrived.summand.place, place), share))
-        result.append((child, at, below))
+        result.append((child, at, arrived.summed(node, place, share) if is_own else arrived._replace(share=share)))
     return result
 
 
@@ -316,9 +314,7 @@ def _of_all_alike(node: Node, kind: str, own: int, place: int, child: Node, at: 
             number = 1 / numel if kind == "Mean" else 1.0  # a sum or mean of terms
             return arrived._replace(share=share * number, number=arrived.number * number)
         if own == 1 and arrived.total is None and is_of_numbers(child, at):
-            share = share / numel if kind == "Mean" else share
-            summand = Summand(Edge(node, place), (*arrived.summand.place, place), share)
-            return arrived._replace(share=share, path=(), summand=summand, is_vector=True)
+            return arrived.summed(node, place, share / numel if kind == "Mean" else share, is_vector=True)
         if kind == "Sum":
             return arrived.through(kind, total=total)
         # the elements that go into one result; a nested tensor goes into a mean as a whole, and its sizes are no numbers
@@ -413,9 +409,7 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
         is_mean=all(one.is_mean for one in ways),
         is_divided=any(one.is_divided for one in ways),
         is_penalty=is_penalty,
-        is_learned=element is None
-        and kind_of(top) in ("Mul", "Div")
-        and any(is_of_parameters_only(child) for child, _ in inputs_of(top)),
+        is_learned=element is None and is_multiplied_by_parameters(top),
         edges={summand.edge: summand.above},
         divisions=tuple(dict.fromkeys(division for one in ways for division in one.divisions)),
         shares=tuple(shares),
