@@ -71,7 +71,7 @@ class Accumulation(Windows):
         self.sums = sums
         self._loss = WindowLoss(self.window, self.weigher, sums)
         self.closed: ClosedWindow | None = None
-        """The last window that ended; None while the next is about to end, and where its closure was not called."""
+        """The last window that ended; None before the first, and after one that was dropped."""
         self.gradient_norm: Tensor | None = None
         """The norm of its gradient, where it was clipped by norm."""
         self.closed_loader_batches = 0

@@ -111,10 +111,10 @@ def _usual(now: Tensor, then: Tensor) -> Tensor:
     return ((now - then).abs() / then.abs().clamp(min=torch.finfo(then.dtype).tiny)).median()
 
 
-def elements_of(gradient: Tensor | None) -> Tensor:
-    """Some of a gradient, copied; none where there is none."""
-    is_read = gradient is not None and gradient.layout == torch.strided
-    return _elements(gradient) if is_read else torch.empty(0)  # type: ignore[arg-type]
+def elements_of(tensor: Tensor | None) -> Tensor:
+    """Some of a gradient or a parameter, copied; none where there is none."""
+    is_read = tensor is not None and tensor.layout == torch.strided
+    return _elements(tensor) if is_read else torch.empty(0)  # type: ignore[arg-type]
 
 
 def _message(changed: dict[str, float], once_a_window: str) -> str:

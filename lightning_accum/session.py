@@ -125,9 +125,9 @@ class Session:
             log.weigh([(weighed, 1)])
             step.show_logs(log, self.guard.has_left_out)
         if not ends_window:
-            return Outcome(lambda: (loss, extra), None)
+            return Outcome(None, lambda: (loss, extra))
         window_loss = self.end_window(seen) if is_boundary else self.finish_window(seen)
-        return Outcome(lambda: (loss, extra), loss if accumulation.is_passthrough() else window_loss)
+        return Outcome(loss if accumulation.is_passthrough() else window_loss, lambda: (loss, extra))
 
     def _run_in_micro_batches(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
         accumulation, splitting = self._accumulation, self._accumulation.splitting
@@ -141,7 +141,7 @@ class Session:
             window_loss = self.finish_window(seen)
         is_window = ends_window and begun == 0 and accumulation.world_size == 1
         of_window = window_loss if is_window else None
-        return Outcome(lambda: (joined_loss(outputs, of_window), joined_extra(outputs, order)), window_loss)
+        return Outcome(window_loss, lambda: (joined_loss(outputs, of_window), joined_extra(outputs, order)))
 
     def _mark(self) -> Mark:
         """Where the window stands, before an attempt at a loader batch that may have to be undone."""
@@ -290,7 +290,7 @@ class Session:
             window_loss = self.finish_window(seen)
         if self._has_doubts:
             self.look_at_doubted()
-        return Outcome(lambda: (None, {}), window_loss)
+        return Outcome(window_loss)
 
     def _run_shadow_batches(self, done: int, rounds: int, seen: int, has_boundary: bool) -> Tensor | None:
         """Other ranks have more micro-batches in a loader batch: this one takes part in them, with weight 0.

@@ -118,10 +118,10 @@ class Outcome(NamedTuple):
     """What came of a loader batch.
 
     Attributes:
-        returned: gives what ``training_step`` returned for it, put together: the loss, None where it had none, and what else.
         window_loss: the loss of the window that it ends, which is its own where everything is left to Lightning; None inside of a
             window, and where the window had no weight.
+        returned: gives what ``training_step`` returned for it, put together: the loss, None where it had none, and what else.
     """
 
-    returned: Callable[[], tuple[Tensor | None, dict[str, Any]]]
     window_loss: Tensor | None
+    returned: Callable[[], tuple[Tensor | None, dict[str, Any]]] = lambda: (None, {})

@@ -286,7 +286,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 
     def _step_without_batch(self) -> None:
         window_loss = self.strategy.session.finish_window(self.batch_progress.total.ready)
-        self.optimization.step(Outcome(lambda: (None, {}), window_loss), None)
+        self.optimization.step(Outcome(window_loss), None)
 
     @override
     def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:

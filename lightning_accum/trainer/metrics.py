@@ -34,10 +34,9 @@ class WindowMetrics:
         self._last_end: float | None = None
 
     def log_window(self, windows: Accumulation) -> None:
-        """Show the window that ended last; None did if the optimizer's closure was not called."""
+        """Show the window that ended last."""
         closed = windows.closed
-        if closed is None:
-            return
+        assert closed is not None
         others: dict[str, Tensor | float] = {}
         if windows.policy.on_nonfinite == "skip":
             others["window/skipped_micro_batches"] = closed.left_out

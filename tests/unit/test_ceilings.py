@@ -23,8 +23,8 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 14_554,
-    "lines of the package": 21_660,
+    "lines of code": 14_546,
+    "lines of the package": 21_654,
     "files of the package": 117,
     "width of the package": 152,
     "lines of its largest file": 430,
