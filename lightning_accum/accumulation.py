@@ -69,7 +69,7 @@ class Accumulation(Windows):
         if isinstance(policy.weight, tuple):
             self.count_first()
         self.sums = sums
-        self._loss = WindowLoss(self.window, self.weigher, sums)
+        self.loss = WindowLoss(self.window, self.weigher, sums)
         self.closed: ClosedWindow | None = None
         """The last window that ended; None before the first, and after one that was dropped."""
         self.gradient_norm: Tensor | None = None
@@ -117,7 +117,7 @@ class Accumulation(Windows):
     @property
     @override
     def losses(self) -> Sequence[WindowLoss]:
-        return (self._loss,)
+        return (self.loss,)
 
     @override
     def begin_epoch(self, epoch: int) -> None:
@@ -347,7 +347,7 @@ class Accumulation(Windows):
         if disagrees and is_auto and self.ranks.largest(float(self.closed.do_terms_disagree))[0]:
             self.counted_next = ()
         elif self.closed.is_doubtful:
-            self._loss.warn_of(self.closed, self.warn_once)
+            self.loss.warn_of(self.closed, self.warn_once)
         if self.sums is not None:
             self.sums.write_to_grad()
         if not math.isfinite(self.closed.slope) and self.policy.on_nonfinite != "propagate":

@@ -7,7 +7,7 @@ all of it. The page ``reference/exclusions.md`` of the site has the same rows in
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,66 +59,18 @@ class Asked:
     same_rows: int = 1
 
     @property
-    def is_window_long(self) -> bool:
-        """A window may have several loader batches."""
-        return self.policy.may_be_longer_than_one(self.trainers_window)
-
-    @property
     def is_sharded(self) -> bool:
         """No rank has all parameters."""
         return self.engine in ("fsdp1", "fsdp2")
 
     @property
-    def looks_at_micro_batches(self) -> bool:
-        """Those that are not finite are left out, or an error."""
-        return self.policy.on_nonfinite != "propagate"
-
-    @property
-    def has_unknown_rounds(self) -> bool:
-        """Ranks may come to different numbers of micro-batches."""
-        return isinstance(self.policy.micro_batch, Tokens) or self.policy.micro_batch == "auto"
-
-    @property
-    def is_summed_apart(self) -> bool:
-        """Gradients are added up in a wider type than that of a parameter."""
-        dtype = self.policy.accumulate_dtype
-        return dtype is not None and any(is_narrower(parameter.dtype, dtype) for parameter in self.parameters)
-
-    @property
-    def draws_batches(self) -> bool:
-        """``training_step`` takes an iterator."""
-        step = getattr(self.module, "training_step", None)
-        return step is not None and "dataloader_iter" in inspect.signature(step).parameters
-
-    @property
-    def has_lbfgs(self) -> bool:
-        """An optimizer runs its closure several times in a step."""
-        return any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers)
-
-    @property
-    def sparse_layers(self) -> list[str]:
-        """Those with sparse gradients."""
-        return [] if self.module is None else sparse_layers(self.module)
-
-    # --- in words
-
-    @property
-    def only_for_split(self) -> str:
-        """An argument that is for split batches; empty where none is given."""
-        if self.policy.split is not None:
-            return "split="
-        return f"trim_padding={self.policy.trim_padding!r}" if isinstance(self.policy.trim_padding, str) else ""
-
-    @property
-    def one_backward(self) -> str:
-        """What has a micro-batch reduce its gradients in its one backward; empty where nothing does."""
-        return 'sync="micro_batch"' if self.sync == "micro_batch" else "static_graph=True" if self.is_static_graph else ""
-
-    @property
     def needs_as_many_rounds(self) -> str:
         """What waits for all ranks in every micro-batch; empty where nothing does."""
-        if self.engine != "ddp" or self.one_backward:
-            return f"{self.strategy}({self.one_backward})" if self.engine == "ddp" else ""
+        if self.engine != "ddp":
+            return ""
+        if self.sync == "micro_batch" or self.is_static_graph:  # its gradients are reduced in one backward
+            one_backward = "static_graph=True" if self.is_static_graph else 'sync="micro_batch"'
+            return f"{self.strategy}({one_backward})"
         modules = () if self.module is None else self.module.named_modules()
         return next((f"SyncBatchNorm ({name})" for name, layer in modules if isinstance(layer, nn.SyncBatchNorm)), "")
 
@@ -131,34 +83,7 @@ class Asked:
             return f'sync="{self.sync}"'
         if self.tensor_parallel > 1:
             return "tensor parallelism"
-        if self.is_manual:
-            return "automatic_optimization=False"
-        return f"on_nonfinite={self.policy.on_nonfinite!r}" if self.looks_at_micro_batches else ""
-
-    @property
-    def runs_whole(self) -> str:
-        """What has ``training_step`` run on whole batches."""
-        return f"row_wise={self.row_wise}" if self.policy.row_wise else 'micro_batch="offload"'
-
-    @property
-    def counts_or_splits(self) -> str:
-        """What needs the batches of the loader."""
-        return f"weight={self.weights}" if self.policy.micro_batch is None else f"micro_batch={self.policy.micro_batch!r}"
-
-    @property
-    def row_wise(self) -> list[str]:
-        """The submodules that were named."""
-        return list(self.policy.row_wise)
-
-    @property
-    def weights(self) -> list[object]:
-        """One for each term."""
-        return list(self.policy.weight) if isinstance(self.policy.weight, tuple) else [self.policy.weight]
-
-    @property
-    def module_name(self) -> str:
-        """Its class."""
-        return type(self.module).__name__
+        return f"on_nonfinite={self.policy.on_nonfinite!r}" if self.policy.on_nonfinite != "propagate" else ""
 
 
 def refuse(asked: Asked) -> None:
@@ -167,143 +92,143 @@ def refuse(asked: Asked) -> None:
     Raises:
         ValueError: a row of the table applies; the first one says why.
     """
-    for applies, message in EXCLUSIONS:
-        if applies(asked):
-            raise ArgumentError(message.format(a=asked))
+    for why in _exclusions(asked):
+        raise ArgumentError(why)
 
 
-_IN_MANUAL = " is not for modules with automatic_optimization=False, such as {a.module_name}: they run their backwards and steps. "
-_RECORDED = " is decided after a backward, but {a.strategy}(static_graph=True) reduces in the one that it has recorded. "
-_PARTS_OF_ROWS = ", but {a.same_rows} ranks have parts of the same rows, and run them together. "
+def _exclusions(a: Asked) -> Iterator[str]:
+    """The table: the message of each row that applies."""
+    policy, strategy, row_wise = a.policy, a.strategy, list(a.policy.row_wise)
+    weights = list(policy.weight) if isinstance(policy.weight, tuple) else [policy.weight]
+    is_long, is_split = policy.may_be_longer_than_one(a.trainers_window), policy.micro_batch is not None
+    looks_at_gradients, nonfinite = policy.on_nonfinite != "propagate", f"on_nonfinite={policy.on_nonfinite!r}"
+    micro_batch, window, dtype = f"micro_batch={policy.micro_batch!r}", f"window={policy.window!r}", policy.accumulate_dtype
+    widens = dtype is not None and any(is_narrower(parameter.dtype, dtype) for parameter in a.parameters)
+    module_name = type(a.module).__name__
 
-EXCLUSIONS: tuple[tuple[Callable[[Asked], bool], str], ...] = (
-    (
-        lambda a: bool(a.only_for_split) and a.policy.micro_batch is None and not a.policy.row_wise and not a.policy.offload,
-        "{a.only_for_split} says how loader batches are split, but not into which size, and so none is: set micro_batch= too.",
-    ),
-    (
-        lambda a: bool(a.only_for_split) and (bool(a.policy.row_wise) or a.policy.offload),
-        "{a.only_for_split} is for loader batches that are split; {a.runs_whole} has training_step see them whole. Leave it out.",
-    ),
-    (
-        lambda a: a.policy.counts_ahead and a.policy.tail == "carry" and a.is_window_long,
-        "weight={a.weights} counts a window before it runs, but with tail='carry' it may go on in the next epoch, whose"
-        " batches are not there yet. Use tail='step' or 'drop', or one weight for all terms.",
-    ),
-    (
-        lambda a: (a.policy.micro_batch is not None or a.policy.counts_ahead) and a.draws_batches,
-        "{a.counts_or_splits} counts or splits the batches of the loader, but the training_step of {a.module_name} draws them by"
-        " itself (`dataloader_iter`). Have it take a batch.",
-    ),
-    (
-        lambda a: a.has_lbfgs and a.is_window_long,
-        "LBFGS runs its closure several times in a step, and a window of several loader batches cannot be run again: their"
-        " data is gone. Use GradientAccumulation(1) or another optimizer.",
-    ),
-    (
-        lambda a: a.has_lbfgs and a.policy.on_nonfinite == "skip",
-        "LBFGS compares the losses of a batch that it runs several times in a step, and none of them can be left out. Use"
-        ' on_nonfinite="raise" or another optimizer.',
-    ),
-    (
-        lambda a: a.has_lbfgs and a.is_manual and a.ranks > 1,
-        "LBFGS runs its closure several times in a step, and with automatic_optimization=False what these have reduced"
-        " over the ranks cannot be run again. Use one rank, or another optimizer.",
-    ),
-    (
-        lambda a: a.is_manual and a.policy.ends_by_tokens,
-        "window={a.policy.window!r}" + _IN_MANUAL + "Give the window in loader batches.",
-    ),
-    (
-        lambda a: a.is_manual and a.policy.micro_batch is not None,
-        "micro_batch={a.policy.micro_batch!r}" + _IN_MANUAL + 'GradientAccumulation(micro_batch="offload") runs the batch whole.',
-    ),
-    (
-        lambda a: a.is_manual and a.policy.counts_ahead,
-        "weight={a.weights}, one for each term," + _IN_MANUAL + 'Give one weight, or "auto".',
-    ),
-    (
-        lambda a: a.is_manual and a.policy.accumulate_dtype is not None,
-        "accumulate_dtype={a.policy.accumulate_dtype}" + _IN_MANUAL + "Leave it out.",
-    ),
-    (
-        lambda a: a.is_manual and a.looks_at_micro_batches,
-        "on_nonfinite={a.policy.on_nonfinite!r}" + _IN_MANUAL + 'Look in training_step, or leave it at "propagate".',
-    ),
-    (
-        lambda a: a.is_summed_apart and not a.is_sharded and bool(a.sparse_layers),
-        "accumulate_dtype={a.policy.accumulate_dtype} adds up dense gradients, but those of {a.sparse_layers[0]} are sparse. Leave"
-        " sparse=True out of it, or accumulate_dtype.",
-    ),
-    (
-        lambda a: a.is_summed_apart and a.engine in ("ddp", "fsdp2") and a.sync == "micro_batch",
-        "accumulate_dtype={a.policy.accumulate_dtype} has the sum of the gradients reduced, but {a.strategy}"
-        '(sync="micro_batch") those of each micro-batch, in the type of the parameters. Use sync="window".',
-    ),
-    (
-        lambda a: a.is_summed_apart and a.has_comm_hook,
-        "accumulate_dtype={a.policy.accumulate_dtype} reduces its sums by itself, but {a.strategy}(ddp_comm_hook=...) changes how"
-        " DistributedDataParallel reduces gradients. Leave one of them out.",
-    ),
-    (
-        lambda a: a.engine == "fsdp1" and a.policy.accumulate_dtype is not None,
-        "accumulate_dtype={a.policy.accumulate_dtype}: FSDP1 adds up the gradients of a window in the type that it computes in."
-        ' Use FSDPAccumulationStrategy(sync="micro_batch") without accumulate_dtype and keep the parameters in float32'
-        ' (precision="bf16-mixed"), whose shards are added up in float32; or strategy="accum_model_parallel" (FSDP2).',
-    ),
-    (
-        lambda a: a.engine == "fsdp1" and a.looks_at_micro_batches,
-        "on_nonfinite={a.policy.on_nonfinite!r} looks at gradients before they are reduced, but FSDP1 gives them to nobody until"
-        ' then. Use strategy="accum_model_parallel" (FSDP2, fully_shard).',
-    ),
-    (
-        lambda a: a.looks_at_micro_batches and a.sync != "window",
-        "on_nonfinite={a.policy.on_nonfinite!r} looks at the gradients of each rank, but with {a.strategy}(sync={a.sync!r}) each"
-        ' backward reduces them, and one that is not finite gets into those of all ranks. Use sync="window".',
-    ),
-    (
-        lambda a: a.looks_at_micro_batches and a.is_static_graph,
-        "What on_nonfinite={a.policy.on_nonfinite!r} leaves out or raises" + _RECORDED + "Leave static_graph out.",
-    ),
-    (
-        lambda a: bool(a.policy.row_wise) and a.is_static_graph and not a.is_manual,
-        "row_wise={a.row_wise} runs submodules again in the backward of the loss, and {a.strategy}(static_graph=True) records one"
-        " backward. Leave static_graph out.",
-    ),
-    (
-        lambda a: bool(a.policy.row_wise) and a.engine == "fsdp1",
-        "row_wise={a.row_wise} runs submodules again in the backward of the loss, but {a.strategy} gathers and frees their"
-        ' parameters for one forward and backward. Use Trainer(strategy="accum_model_parallel") (FSDP2) or "accum_ddp".',
-    ),
-    (
-        lambda a: bool(a.policy.row_wise) and a.engine == "fsdp2" and bool(a.not_row_wise_sharded),
-        "row_wise={a.row_wise} runs submodules again in the backward of the loss, on all ranks together, which {a.strategy} cannot"
-        ' beside {a.not_row_wise_sharded}. Leave that out, or use Trainer(strategy="accum_ddp").',
-    ),
-    (
-        lambda a: a.policy.ends_by_tokens and a.is_static_graph,
-        "The end of window={a.policy.window!r}" + _RECORDED + "Leave static_graph out, or give the window in loader batches.",
-    ),
-    (
-        lambda a: a.has_unknown_rounds and bool(a.needs_as_many_rounds),
-        "micro_batch={a.policy.micro_batch!r} may split the batches of the ranks into different numbers of micro-batches, but"
-        " {a.needs_as_many_rounds} has all ranks run each of them together. Leave that out, or give a number of samples.",
-    ),
-    (
-        lambda a: a.policy.micro_batch == "auto" and a.is_sharded,
-        'micro_batch="auto" runs a batch again if a rank runs out of memory, which {a.strategy} cannot do without the other ranks.'
-        " Pass a number of samples, or Tokens(...).",
-    ),
-    (
-        lambda a: a.same_rows > 1 and a.policy.micro_batch is not None,
-        "micro_batch={a.policy.micro_batch!r} splits the batch of each rank" + _PARTS_OF_ROWS + "Use smaller loader batches.",
-    ),
-    (
-        lambda a: a.same_rows > 1 and a.policy.weight not in ("auto", "equal"),
-        "weight={a.weights} counts a batch, or a part of it" + _PARTS_OF_ROWS + 'Use weight="auto".',
-    ),
-    (
-        lambda a: a.same_rows > 1 and a.policy.on_nonfinite == "skip",
-        'on_nonfinite="skip" leaves out the micro-batch of one rank' + _PARTS_OF_ROWS + 'Use on_nonfinite="raise".',
-    ),
-)
+    # --- arguments of GradientAccumulation beside each other
+    trims = f"trim_padding={policy.trim_padding!r}" if isinstance(policy.trim_padding, str) else ""
+    if only_for_split := trims if policy.split is None else "split=":
+        if row_wise or policy.offload:
+            whole = f"row_wise={row_wise}" if row_wise else 'micro_batch="offload"'
+            yield f"{only_for_split} is for loader batches that are split; {whole} has training_step see them whole. Leave it out."
+        elif not is_split:
+            yield f"{only_for_split} says how loader batches are split, but not the size, and so none is: set micro_batch= too."
+    if policy.counts_ahead and policy.tail == "carry" and is_long:
+        yield (
+            f"weight={weights} counts a window before it runs, but with tail='carry' it may go on in the next epoch, whose"
+            " batches are not there yet. Use tail='step' or 'drop', or one weight for all terms."
+        )
+
+    # --- and beside a module or an optimizer
+    training_step = getattr(a.module, "training_step", None)
+    draws = training_step is not None and "dataloader_iter" in inspect.signature(training_step).parameters
+    if (is_split or policy.counts_ahead) and draws:
+        yield (
+            f"{micro_batch if is_split else f'weight={weights}'} counts or splits the batches of the loader, but the training_step"
+            f" of {module_name} draws them by itself (`dataloader_iter`). Have it take a batch."
+        )
+    if any(isinstance(optimizer, LBFGS) for optimizer in a.optimizers):
+        again = "LBFGS runs its closure several times in a step, and"
+        if is_long:
+            yield (
+                f"{again} a window of several loader batches cannot be run again: their data is gone. Use"
+                " GradientAccumulation(1) or another optimizer."
+            )
+        if policy.on_nonfinite == "skip":
+            yield (
+                "LBFGS compares the losses of a batch that it runs several times in a step, and none of them can be left out. Use"
+                ' on_nonfinite="raise" or another optimizer.'
+            )
+        if a.is_manual and a.ranks > 1:
+            yield (
+                f"{again} with automatic_optimization=False what these have reduced over the ranks cannot be run again. Use one"
+                " rank, or another optimizer."
+            )
+    if a.is_manual:
+        alone = f"is not for modules with automatic_optimization=False, such as {module_name}: they run their backwards and steps."
+        if policy.ends_by_tokens:
+            yield f"{window} {alone} Give the window in loader batches."
+        if is_split:
+            yield f'{micro_batch} {alone} GradientAccumulation(micro_batch="offload") runs the batch whole.'
+        if policy.counts_ahead:
+            yield f'weight={weights}, one for each term, {alone} Give one weight, or "auto".'
+        if dtype is not None:
+            yield f"accumulate_dtype={dtype} {alone} Leave it out."
+        if looks_at_gradients:
+            yield f'{nonfinite} {alone} Look in training_step, or leave it at "propagate".'
+        if a.is_sharded and (a.ranks > 1 or is_long or row_wise):
+            yield (
+                f"{module_name} has automatic_optimization=False, and each of its backwards reduces the gradients of {strategy} by"
+                ' itself, so that those of a window do not add up. Use Trainer(strategy="accum_ddp"), or automatic optimization.'
+            )
+
+    # --- and beside an engine
+    if widens and not a.is_sharded and a.module is not None and (layers := sparse_layers(a.module)):
+        yield (
+            f"accumulate_dtype={dtype} adds up dense gradients, but those of {layers[0]} are sparse. Leave sparse=True out of it,"
+            " or accumulate_dtype."
+        )
+    if widens and a.engine in ("ddp", "fsdp2") and a.sync == "micro_batch":
+        yield (
+            f'accumulate_dtype={dtype} has the sum of the gradients reduced, but {strategy}(sync="micro_batch") those of each'
+            ' micro-batch, in the type of the parameters. Use sync="window".'
+        )
+    if widens and a.has_comm_hook:
+        yield (
+            f"accumulate_dtype={dtype} reduces its sums by itself, but {strategy}(ddp_comm_hook=...) changes how"
+            " DistributedDataParallel reduces gradients. Leave one of them out."
+        )
+    if a.engine == "fsdp1" and dtype is not None:
+        yield (
+            f"accumulate_dtype={dtype}: FSDP1 adds up the gradients of a window in the type that it computes in. Use"
+            ' FSDPAccumulationStrategy(sync="micro_batch") without accumulate_dtype and keep the parameters in float32'
+            ' (precision="bf16-mixed"), whose shards are added up in float32; or strategy="accum_model_parallel" (FSDP2).'
+        )
+    if a.engine == "fsdp1" and looks_at_gradients:
+        yield (
+            f"{nonfinite} looks at gradients before they are reduced, but FSDP1 gives them to nobody until then. Use"
+            ' strategy="accum_model_parallel" (FSDP2, fully_shard).'
+        )
+    if looks_at_gradients and a.sync != "window":
+        yield (
+            f"{nonfinite} looks at the gradients of each rank, but with {strategy}(sync={a.sync!r}) each backward reduces them, and"
+            ' one that is not finite gets into those of all ranks. Use sync="window".'
+        )
+    again = "runs submodules again in the backward of the loss"
+    if a.is_static_graph:
+        recorded = f"is decided after a backward, but {strategy}(static_graph=True) reduces in the one that it has recorded."
+        if looks_at_gradients:
+            yield f"What {nonfinite} leaves out or raises {recorded} Leave static_graph out."
+        if row_wise and not a.is_manual:
+            yield f"row_wise={row_wise} {again}, and {strategy}(static_graph=True) records one backward. Leave static_graph out."
+        if policy.ends_by_tokens:
+            yield f"The end of {window} {recorded} Leave static_graph out, or give the window in loader batches."
+    if row_wise and a.engine == "fsdp1":
+        yield (
+            f"row_wise={row_wise} {again}, but {strategy} gathers and frees their parameters for one forward and backward. Use"
+            ' Trainer(strategy="accum_model_parallel") (FSDP2) or "accum_ddp".'
+        )
+    if row_wise and a.engine == "fsdp2" and a.not_row_wise_sharded:
+        yield (
+            f"row_wise={row_wise} {again}, on all ranks together, which {strategy} cannot beside {a.not_row_wise_sharded}. Leave"
+            ' that out, or use Trainer(strategy="accum_ddp").'
+        )
+    if (isinstance(policy.micro_batch, Tokens) or policy.micro_batch == "auto") and a.needs_as_many_rounds:
+        yield (
+            f"{micro_batch} may split the batches of the ranks into different numbers of micro-batches, but"
+            f" {a.needs_as_many_rounds} has all ranks run each of them together. Leave that out, or give a number of samples."
+        )
+    if policy.micro_batch == "auto" and a.is_sharded:
+        yield (
+            f"{micro_batch} runs a batch again if a rank runs out of memory, which {strategy} cannot do without the other ranks."
+            " Pass a number of samples, or Tokens(...)."
+        )
+    if a.same_rows > 1:
+        parts = f"but {a.same_rows} ranks have parts of the same rows, and run them together."
+        if is_split:
+            yield f"{micro_batch} splits the batch of each rank, {parts} Use smaller loader batches."
+        if policy.weight not in ("auto", "equal"):
+            yield f'weight={weights} counts a batch, or a part of it, {parts} Use weight="auto".'
+        if policy.on_nonfinite == "skip":
+            yield f'{nonfinite} leaves out the micro-batch of one rank, {parts} Use on_nonfinite="raise".'

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,33 +14,23 @@ from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.window import WindowLoss
 from lightning_accum.windows import Windows
 
-SAME_CALLS = (
-    " Over ranks, all of them make the same calls of manual_backward and step, where gradients are reduced or sharded: a rank that"
-    " has nothing to add takes part with a loss of 0 that depends on the parameters. With automatic optimization a rank may return"
-    " None."
-)
 
-
-class CheckedCall(Accumulation):
-    """What the check goes by, and what it finds, of the losses of one backward call."""
+class Call(Accumulation):
+    """One of the backward calls in a ``training_step``: its windows, each with one loss, and what the check finds of that."""
 
     def __init__(self, windows: Windows, weight_scale: float | None, checks: int, row_wise: RowWise | None) -> None:
         super().__init__(windows.policy, windows.ranks, windows.warn_once, weight_scale=weight_scale)
         self.boundary, self.checks_left, self.row_wise, self._windows = windows.boundary, checks, row_wise, windows
+        self.given = GradientSums()
+        """What it has given to the gradients in this window."""
+        self.loss = WindowLoss(self.window, self.weigher, self.given)
+        self.line = ""
+        """Of the user's code, which makes it."""
 
     @property
     @override
     def position(self) -> int:
         return self._windows.position
-
-
-@dataclass
-class Call(WindowLoss):
-    """One of the backward calls in a ``training_step``: what it has given to the gradients so far, and the line that makes it."""
-
-    sums: GradientSums = field(default_factory=GradientSums)
-    line: str = ""
-    check: CheckedCall = field(kw_only=True)
 
 
 @dataclass
@@ -58,7 +46,6 @@ class ManualMicroBatch:
         stepped: the optimizers whose step it has called.
         versions: of the parameters before it.
         before: what was in ``.grad`` before its first backward.
-        begun: the time when it entered ``training_step``.
     """
 
     batch: Any = None
@@ -69,14 +56,3 @@ class ManualMicroBatch:
     stepped: list[str] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     before: dict[nn.Parameter, Tensor] | None = None
-    begun: float = field(default_factory=time.monotonic)
-
-
-def listed_steps(stepped: Sequence[str]) -> str:
-    """The optimizers that were stepped."""
-    return ", ".join(stepped) or "nothing"
-
-
-def times_called(calls: int) -> str:
-    """How often ``manual_backward`` was called."""
-    return f"manual_backward {calls} time{'s' * (calls != 1)}"

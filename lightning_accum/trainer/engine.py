@@ -53,8 +53,6 @@ class Engine(Strategy, Trained):
     accumulation: Accumulation | None = None
     """The state of the running ``fit``; None outside of one, and in manual optimization."""
     policy: Policy = Policy()
-    estimated_windows: int | None = None
-    """How many windows of tokens a training will have; None where it was not asked."""
     gradient_reads: AbstractContextManager[Any] | None = None
     """Notices hooks that look at gradients inside of a window."""
     listener: WindowListener | None = None

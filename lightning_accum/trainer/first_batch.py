@@ -108,7 +108,7 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDic
         return torch.where((found == 0).any(), torch.nan, (places * found).sum())  # one that is 0 shows nothing
 
     while number < windows.ranks.largest(windows.most_tried)[0]:
-        accumulation = windows.call(number).check
+        accumulation = windows.call(number)
         step, inform = partial(loss_of_call, number=number), lambda _: None  # the line at the start says it for each call
         checked = Checked(strategy, step, accumulation, strategy.samples_of_loader(), is_long, inform, is_manual=True)
         if accumulation.checks_left:

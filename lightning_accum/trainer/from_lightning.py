@@ -46,7 +46,6 @@ FSDPPrecision = pl.plugins.precision.FSDPPrecision
 FSDPStrategy = pl.strategies.FSDPStrategy
 GradientAccumulationScheduler = pl.callbacks.GradientAccumulationScheduler
 HalfPrecision = pl.plugins.precision.HalfPrecision
-has_iterable_dataset = fabric.utilities.data.has_iterable_dataset
 is_overridden = pl.utilities.model_helpers.is_overridden
 isolate_rng = pl.utilities.seed.isolate_rng
 LightningEnvironment = fabric.plugins.environments.LightningEnvironment

@@ -15,7 +15,6 @@ from typing import Any, cast
 from lightning_accum.failures import reraise_first_rank_error
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop
-from lightning_accum.trainer.estimate import AccumulatingTrainer
 from lightning_accum.trainer.fit import AccumulatingFitLoop
 from lightning_accum.trainer.from_lightning import (
     SIGTERMException,
@@ -32,6 +31,7 @@ from lightning_accum.trainer.optimization import WindowOptimization
 from lightning_accum.trainer.results import BatchResults, WindowRows
 from lightning_accum.trainer.specialised import specialised
 from lightning_accum.trainer.uneven import DeferredSigterm, NonPaddingSampling
+from lightning_accum.trainer.validation import AccumulatingTrainer
 
 
 @contextmanager

@@ -9,7 +9,6 @@ on with that: clipping, ``step``, ``zero_grad``, in its order. Before the bounda
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
@@ -22,9 +21,8 @@ from typing_extensions import override
 
 from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.errors import UsageError
-from lightning_accum.failures import have_all_left
 from lightning_accum.main_gradients import as_number
-from lightning_accum.manual_calls import SAME_CALLS, Call, CheckedCall, ManualMicroBatch, listed_steps, times_called
+from lightning_accum.manual_calls import Call, ManualMicroBatch
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import in_lines, window_in_words
@@ -36,11 +34,9 @@ from lightning_accum.weighing.advice import OF_UNSEEN_TERMS
 from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.whole.row_wise import RowWise
+from lightning_accum.window import WindowLoss
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
-
-PATIENCE = 10.0
-"""Seconds that a rank which has left training_step early waits for the others to leave it, beside ten times what it took."""
 
 
 class ManualWindows(Windows):
@@ -49,7 +45,6 @@ class ManualWindows(Windows):
     Args:
         trained: the module of the fit.
         schedulers: of the fit.
-        reduces_by_itself: every backward leaves gradients that are averaged over the ranks, as those of sharded modules are.
         row_wise: runs submodules in micro-batches.
         checks: at how many loader batches the losses may be checked.
     """
@@ -60,7 +55,6 @@ class ManualWindows(Windows):
         trained: Trained,
         schedulers: Iterable[Any],
         warn: Callable[[str], None],
-        reduces_by_itself: bool = False,
         row_wise: RowWise | None = None,
         checks: int = 0,
     ) -> None:
@@ -78,13 +72,11 @@ class ManualWindows(Windows):
         self.is_free_of_steps: bool | None = None
         """No loss depends on a step that ``training_step`` makes before it; None where that was not tried out."""
         self._module = cast("LightningModule", trained.module)
-        self._parameters, self._loss_scale, self._reduces_by_itself = trained.parameters, trained.loss_scale, reduces_by_itself
+        self._parameters, self._loss_scale = trained.parameters, trained.loss_scale
         self._micro_batches_begun = 0
         """Those of the window."""
         self._has_called = False
         """A micro-batch of the window has called ``manual_backward``."""
-        self._most_calls = 0
-        """Of ``manual_backward``, in any ``training_step`` so far."""
         self._of_first: tuple[list[str], int] | None = None
         """What the first micro-batch of the window stepped, and how many backward calls it made."""
         self._is_announced = False
@@ -95,8 +87,8 @@ class ManualWindows(Windows):
 
     @property
     @override
-    def losses(self) -> list[Call]:
-        return self.calls
+    def losses(self) -> list[WindowLoss]:
+        return [call.loss for call in self.calls]
 
     @property
     def is_first(self) -> bool:
@@ -120,16 +112,15 @@ class ManualWindows(Windows):
         Raises:
             RuntimeError: on all ranks, some have a batch and others have None, and those that have one would wait for the others.
         """
-        if self.ranks.size == 1 or not (is_boundary or self._reduces_by_itself):
+        if self.ranks.size == 1 or not is_boundary:
             return
         some_have, some_lack = self.ranks.largest(has_batch, not has_batch)
         if some_have and some_lack:
-            which = "a loader batch" if self._reduces_by_itself else "the last loader batch of a window"
+            has, others = ("", "another has None for it") if has_batch else ("None for ", "others have a batch")
             raise UsageError(
-                f"Rank {self.ranks.rank} has {'' if has_batch else 'None for '}{which}, and {'another' if has_batch else 'others'}"
-                f" {'has None for it' if has_batch else 'have a batch'}. With automatic_optimization=False the module's own"
-                " training_step reduces gradients and steps, on all ranks or on none: leave None out of the loaders, or use"
-                " automatic optimization."
+                f"Rank {self.ranks.rank} has {has}the last loader batch of a window, and {others}. With"
+                " automatic_optimization=False the module's own training_step reduces gradients and steps, on all ranks or on none:"
+                " leave None out of the loaders, or use automatic optimization."
             )
 
     def begin_training_step(self, batch: Any, is_boundary: bool) -> None:
@@ -170,7 +161,7 @@ class ManualWindows(Windows):
         if reading.function is not None:
             reading.function.leave_out(loss)
         del reading  # before the backward: its terms may be as large as the losses
-        if call.check.verdict is not None:  # else it is not checked
+        if call.verdict is not None:  # else it is not checked
             is_new = bool(contribution.structure) and call.weigher.is_new(contribution.structure)
             call.window.note_doubt(is_new + contribution.doubt)
         factor = as_number(call.window.add(loss.detach().to(call.window.dtype), contribution))
@@ -179,8 +170,6 @@ class ManualWindows(Windows):
             current.before = dict(before)
         for parameter in before:
             parameter.grad = None
-        if self._reduces_by_itself:  # a mean over ranks, each of which has its own factor
-            loss, factor = (loss * factor).to(loss.dtype), 1.0
         is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         with gradients_of_zero(loss) if is_weightless else nullcontext():
             result = run(loss, *args, **kwargs)
@@ -189,8 +178,6 @@ class ManualWindows(Windows):
 
     def _look_for_changes(self) -> None:
         """Compare the parameters that the last micro-batch of a window has run forward with to those of its first."""
-        if self._reduces_by_itself:  # they are others between forward and backward
-            return
         if self.changes.is_under_way and not self.current.defers_steps:
             if not self.current.stepped:
                 self.changes.end(self._micro_batches_begun)
@@ -202,7 +189,7 @@ class ManualWindows(Windows):
         is_boundary, scale = not self.current.defers_steps, self._loss_scale()
         given = {p: p.grad.detach() for p in self._parameters() if p.grad is not None}
         for parameter, gradient in given.items():  # a copy, since the module may clip what it sees
-            call.sums.add(parameter, gradient if is_boundary else gradient.clone(), factor / scale)
+            call.given.add(parameter, gradient if is_boundary else gradient.clone(), factor / scale)
         if is_boundary:
             given = self._close(call, scale)
         for parameter, gradient in given.items():
@@ -213,18 +200,17 @@ class ManualWindows(Windows):
 
     def _close(self, call: Call, scale: float) -> dict[nn.Parameter, Tensor]:
         """End the window of a call. Returns the gradients of the full batch."""
-        if not self._reduces_by_itself:
-            self._compare_places(is_end=False)
+        self._compare_places(is_end=False)
         call.window.reduce()
-        if self.ranks.size > 1 and not self._reduces_by_itself:
-            used = call.sums.of
-            call.sums.reduce(self.ranks, [p for p in self._parameters() if p.requires_grad or used(p) is not None])
-        closed = call.window.close(call.sums.gradients)
-        call.warn_of(closed, self.warn_once)
+        if self.ranks.size > 1:
+            used = call.given.of
+            call.given.reduce(self.ranks, [p for p in self._parameters() if p.requires_grad or used(p) is not None])
+        closed = call.window.close(call.given.gradients)
+        call.loss.warn_of(closed, self.warn_once)
         if closed.has_doubts:
             self.warn_once(OF_UNSEEN_TERMS)
         self.closed.append(closed)
-        sums = call.sums.take()
+        sums = call.given.take()
         if closed.is_empty:
             return {}
         if scale != 1.0:
@@ -252,11 +238,10 @@ class ManualWindows(Windows):
         """Leave training_step, with loader batch number ``seen``.
 
         Raises:
-            RuntimeError: other ranks wait for this one in training_step, or have stepped other optimizers.
+            RuntimeError: other ranks are elsewhere in training_step, or have stepped other optimizers.
         """
         current = self.current
         current.is_running, is_boundary = False, not current.defers_steps
-        self._wait_for_others()
         if is_boundary:
             self._compare_places(is_end=True)
         elif current.versions != [p._version for p in self._parameters()]:
@@ -271,8 +256,8 @@ class ManualWindows(Windows):
         stepped, calls = self._of_first
         if current.stepped != stepped and current.next_call:
             self.warn_once(
-                f"training_step stepped {listed_steps(current.stepped)} in a micro-batch of a window, and"
-                f" {listed_steps(stepped)} in the first. Only what the last one steps is stepped; does it depend on"
+                f"training_step stepped {', '.join(current.stepped) or 'nothing'} in a micro-batch of a window, and"
+                f" {', '.join(stepped) or 'nothing'} in the first. Only what the last one steps is stepped; does it depend on"
                 " batch_idx, on what the loss is, or does the module accumulate by itself?"
             )
         if current.next_call != calls:
@@ -304,15 +289,14 @@ class ManualWindows(Windows):
         self.boundary.close(seen)
         self._micro_batches_begun, self._of_first, self._has_called = 0, None, False
         for call in self.calls:
-            call.sums.clear()
+            call.given.clear()
 
     def call(self, index: int) -> Call:
         """The call of a ``training_step`` that has the number ``index``, from 0."""
         if index == len(self.calls):
             # not from the first weights: other ranks may be at other calls, since they may have other numbers of micro-batches
-            weight_scale = 1.0 if self.ranks.size > 1 and not self._reduces_by_itself else None
-            check = CheckedCall(self, weight_scale, max(0, self.checks), self.row_wise)
-            self.calls.append(Call(check.window, check.weigher, check=check))
+            weight_scale = 1.0 if self.ranks.size > 1 else None
+            self.calls.append(Call(self, weight_scale, max(0, self.checks), self.row_wise))
         return self.calls[index]
 
     def announce(self, batch: Any, loader_batches: int, samples: frozenset[int]) -> None:
@@ -326,7 +310,7 @@ class ManualWindows(Windows):
         parts.append("manual optimization")
         for number, call in enumerate(self.calls, 1):
             name = "window/loss" if number == 1 else f"window/loss_{number}"
-            verdict = "" if call.check.verdict is None else f" ({call.check.verdict})"
+            verdict = "" if call.verdict is None else f" ({call.verdict})"
             parts.append(f"{name} of {call.line}: {call.weigher.criterion}{verdict}")
         rank_zero_info(in_lines(parts))
 
@@ -341,33 +325,16 @@ class ManualWindows(Windows):
         if self.ranks.size == 1:
             return
         calls, stepped = self.current.next_call, self.current.stepped
-        called = f"has called {times_called(calls)}"
-        if not is_end:
-            called += f" ({users_line()})"
-        where = f"{called}, stepped {listed_steps(stepped)}" + (", and left training_step" if is_end else "")
+        line, left = ("", ", and left training_step") if is_end else (f" ({users_line()})", "")
+        where = f"has called manual_backward {calls} times{line}, stepped {', '.join(stepped) or 'nothing'}{left}"
         code = crc32(f"{calls} {stepped} {is_end}".encode()) & 0xFFFFFF  # exact in any type
         most, fewest = self.ranks.largest(code, -code)
         if most != -fewest:
             places = [f"rank {rank} {self.ranks.share(where, rank)}" for rank in range(self.ranks.world_size)]
             raise UsageError(
-                f"The ranks are at different places in the training_step that ends a window: {'; '.join(places)}.{SAME_CALLS}"
-            )
-
-    def _wait_for_others(self) -> None:
-        """Where each backward waits for the other ranks, leave ``training_step`` with them. Called on all, if all come to it.
-
-        Raises:
-            RuntimeError: this rank has called backward less often than before, and others are still in training_step.
-        """
-        if self.ranks.size == 1 or not self._reduces_by_itself:
-            return
-        calls, begun = self.current.next_call, self.current.begun
-        may_be_early = calls < self._most_calls or not self._most_calls
-        self._most_calls = max(self._most_calls, calls)
-        if not have_all_left(may_be_early, PATIENCE + 10 * (time.monotonic() - begun)):
-            raise UsageError(
-                f"Rank {self.ranks.rank} has called {times_called(calls)} and left training_step, and"
-                f" another rank is still in it, where it waits for this one.{SAME_CALLS}"
+                f"The ranks are at different places in the training_step that ends a window: {'; '.join(places)}. Over ranks, all"
+                " of them make the same calls of manual_backward and step: a rank that has nothing to add takes part with a loss of"
+                " 0 that depends on the parameters. With automatic optimization a rank may return None."
             )
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -390,10 +357,6 @@ class ManualWindows(Windows):
         for index in range(int(self.ranks.largest(len(self.calls))[0])):  # those of all ranks
             self.call(index)
         return super().partial_window(training, size)
-
-    @override
-    def _is_reduced_inside(self, training: Trained) -> bool:
-        return self._reduces_by_itself
 
     @override
     def _loss_scale_of(self, training: Trained) -> float:

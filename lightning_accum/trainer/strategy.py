@@ -34,7 +34,6 @@ from lightning_accum.trainer.watch import Watch
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import Verdict
-from lightning_accum.weighing import advice
 from lightning_accum.weighing.safeguards import warn_of_batch_norm, warn_of_hooks
 from lightning_accum.whole.offload import Offload, offload_in_words
 from lightning_accum.whole.row_proof import unproven
@@ -120,7 +119,7 @@ class AccumulationMixin(Engine):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self.accumulation, self.estimated_windows = None, None
+        self.accumulation = None
         if trainer.state.fn == TrainerFn.FITTING:
             for hook, made in {"connect": "_fit", "setup_environment": "ranks"}.items():
                 if vars(self).get(made) is None:
@@ -236,14 +235,10 @@ class AccumulationMixin(Engine):
             rank_zero_info(f"accumulating 1 loader batch a step{how}; manual optimization: Lightning runs it unchanged")
             return
         warn_of_batch_norm(module, is_split=False, is_window_long=is_long, warn=rank_zero_warn)
-        reduces = self.reduces_every_backward_by_itself
         self.snapshotter = Undo(module, self.root_device)
         checks = MOST_BATCHES if self.policy.check and self._why_unchecked() is None else 0
-        if checks and reduces:
-            checks = 0
-            rank_zero_warn(advice.of_unchecked(Verdict(None, seen="the module is sharded, and optimizes by itself"), True))
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        self.manual = ManualWindows(self.policy, self, schedulers, rank_zero_warn, reduces, self.row_wise, checks)
+        self.manual = ManualWindows(self.policy, self, schedulers, rank_zero_warn, self.row_wise, checks)
         self._fit.callback(self.manual.steps.end)
         self.listener = callback
         if callback is not None:

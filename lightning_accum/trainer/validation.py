@@ -1,17 +1,68 @@
-"""Validation every so many optimizer steps."""
+"""Numbers of a Trainer that count windows: the optimizer steps that a training will have, and those between two validations."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from typing_extensions import override
 
-from lightning_accum.boundary import ValidationClock
-from lightning_accum.trainer.from_lightning import _DataFetcher, _TrainingEpochLoop
+from lightning_accum.boundary import ValidationClock, count_windows
+from lightning_accum.errors import UsageError
+from lightning_accum.policy import Policy
+from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.trainer.engine import Engine
+from lightning_accum.trainer.from_lightning import GradientAccumulationScheduler, _DataFetcher, _TrainingEpochLoop, pl
+from lightning_accum.trainer.hooks import callbacks_of
 
-if TYPE_CHECKING:
-    from lightning_accum.trainer.estimate import AccumulatingTrainer
+
+def _argument(name: str, where_steps_decide: Callable[[int], int | None]) -> Any:
+    """An argument of a Trainer's, as it is where validation comes every so many optimizer steps."""
+
+    def value(trainer: AccumulatingTrainer) -> Any:
+        every = trainer.validates_every
+        return where_steps_decide(every) if every else vars(trainer).get(name)
+
+    return property(value, lambda trainer, own: vars(trainer).update({name: own}))
+
+
+class AccumulatingTrainer(pl.Trainer):
+    """``estimated_stepping_batches`` is the number of optimizer steps that will happen."""
+
+    @property
+    def validates_every(self) -> int | None:
+        """Optimizer steps from one validation to the next; None where Lightning's own arguments decide."""
+        if self.fast_dev_run:  # type: ignore[attr-defined]  # set by a function
+            return None
+        policies = (getattr(callback, "policy", None) for callback in callbacks_of(self))
+        return next((policy.validate_every for policy in policies if isinstance(policy, Policy)), None)
+
+    # EarlyStopping and ModelCheckpoint ask these two whether they are to look after a validation or after an epoch
+    val_check_interval = _argument("val_check_interval", lambda every: every)
+    check_val_every_n_epoch = _argument("check_val_every_n_epoch", lambda every: None)
+
+    @property
+    @override
+    def estimated_stepping_batches(self) -> int | float:
+        lightnings = super().estimated_stepping_batches  # also sets up the data, and knows the cases without a length
+        policy = cast("Engine", self.strategy).policy
+        batches, epochs = self.num_training_batches, self.max_epochs
+        if epochs is None or epochs == -1 or batches == float("inf"):
+            return lightnings
+        scheduler = next((c for c in callbacks_of(self) if isinstance(c, GradientAccumulationScheduler)), None)
+
+        def size(epoch: int, step: int) -> int:
+            if scheduler is not None:
+                return scheduler.get_accumulate_grad_batches(epoch)
+            return policy.size_at(epoch, step) or self.accumulate_grad_batches
+
+        if isinstance(policy.window, Tokens):
+            raise UsageError(
+                f"estimated_stepping_batches cannot be known: a window of {policy.window} ends when its tokens are there. Say how"
+                " many steps there are to be, Trainer(max_steps=...) without max_epochs."
+            )
+        steps = count_windows(int(batches), max(epochs, 1), size, policy.tail)
+        return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
 
 class ValidatingEpochLoop(_TrainingEpochLoop):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from numbers import Number
 from typing import Any, TypeAlias
@@ -154,22 +153,6 @@ def count_by(source: Any, batch: Any, rows: int | None = None) -> Denominator:
     if not (number >= 0 and math.isfinite(number)):
         raise ArgumentError(f"weight={source} must be a count, finite and not negative, but returned {weight}")
     return number
-
-
-def expected_weight(batch: Any, weight: Weight | str | tuple[Weight, ...]) -> float:
-    """What a batch will about weigh, before there is a loss to tell: its labels that are not ignored, else its samples.
-
-    Example:
-        >>> expected_weight({"labels": torch.tensor([[1, 2, -100]])}, "auto")
-        2.0
-        >>> expected_weight([torch.zeros(3, 2)], "auto")
-        3.0
-    """
-    if callable(weight):
-        return float(weight(batch))
-    with suppress(Exception):
-        return float(TokenCount(shift=False)(batch))
-    return float(count_samples(batch) or 1)
 
 
 # --- adopted ones, for losses that hide their sum

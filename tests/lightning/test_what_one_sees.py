@@ -243,12 +243,6 @@ def line_of(function: Callable[..., Any], text: str) -> int:
     return first + next(number for number, line in enumerate(lines) if text in line)
 
 
-class Estimates(Scalar):
-    def configure_optimizers(self) -> Any:
-        assert self.trainer.estimated_stepping_batches  # the line
-        return super().configure_optimizers()
-
-
 class Shows(Scalar):
     def __init__(self, batches: Any) -> None:
         super().__init__(batches)
@@ -272,7 +266,6 @@ class Alternates(Scalar):
 # what warns, and whose line it is
 SOURCES: dict[str, tuple[type[Scalar], list[Any], list[Callback], Any]] = {
     "empty window": (Scalar, [x(1), x(2)], [GradientAccumulation(2, weight=lambda _: 0.0, check=False)], None),
-    "estimate": (Estimates, [x(1), x(2)], [GradientAccumulation(Tokens(1))], Estimates.configure_optimizers),
     "non-finite": (Scalar, [x(torch.inf), x(1)], [GradientAccumulation(1, on_nonfinite="skip")], None),
     "metric": (Shows, [x(1, 2), x(3, 4)], [GradientAccumulation(micro_batch=1)], None),
     "noise": (Scalar, [x(1), x(2)], [GradientAccumulation(1), GradientNoiseScale()], None),

@@ -84,11 +84,14 @@ def test_verify_starts_its_ranks_in_fresh_processes(monkeypatch: pytest.MonkeyPa
 
 
 # --- 18: schedules over windows of tokens; 19: a list that all rows share ---
-@open_until(23, "near the end of training the schedule raises: Tried to step 17 times", ValueError)
 def test_a_schedule_over_the_estimated_steps_of_windows_of_tokens_lasts_until_training_ends() -> None:
-    module = scheduled(lambda module, optimizer: OneCycleLR(optimizer, 0.1, module.trainer.estimated_stepping_batches))
-    run = fit(module, labelled(*[2] * 8, *[6] * 24), GradientAccumulation(Tokens(8)), max_epochs=2)
-    assert run.global_step == 28  # four batches of 2 rows or two of 6 make a window
+    def train(**ends: int) -> Any:
+        module = scheduled(lambda module, optimizer: OneCycleLR(optimizer, 0.1, module.trainer.estimated_stepping_batches))
+        return fit(module, labelled(*[2] * 8, *[6] * 24), GradientAccumulation(Tokens(8)), **ends)
+
+    with pytest.raises(AccumulationError, match="max_steps"):
+        train(max_epochs=2)
+    assert train(max_steps=28, max_epochs=-1).global_step == 28  # four batches of 2 rows or two of 6 make a window
 
 
 def test_a_list_of_names_as_long_as_the_batch_is_shared_by_its_rows() -> None:

@@ -11,9 +11,9 @@ import torch
 from harness import ENGINES as HELD
 from harness import assert_one_window_one_batch, on
 from sharded import ShardedLanguage
-from support import Language, Scalar, fit, pad, sentences, x
+from support import Scalar, fit, sentences, x
 
-from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, Tokens
+from lightning_accum import AccumulationError, GradientAccumulation, Tokens
 
 
 class Estimates(Scalar):
@@ -142,18 +142,6 @@ def test_a_batch_size_in_tokens_may_grow() -> None:
     windows = windows_of_tokens(shares(1), size)
     weights, policy = [tokens_of(rows) for rows in windows], GradientAccumulation(Tokens(size))
     assert_one_window_one_batch(ShardedLanguage, shares(1), policy, windows=windows, weights=weights)
-
-
-def test_the_number_of_steps_of_windows_of_tokens_is_an_estimate_that_says_so() -> None:
-    class OfText(Language):
-        def configure_optimizers(self) -> Any:
-            self.estimate = self.trainer.estimated_stepping_batches
-            return super().configure_optimizers()
-
-    module = OfText("sgd")
-    with pytest.warns(AccumulationWarning, match="estimate"):
-        run = fit(module, [pad(rows) for rows in shares(1)[0]], GradientAccumulation(Tokens(70)), max_epochs=4)
-    assert module.estimate == pytest.approx(run.global_step, rel=0.25)
 
 
 class Sum(Scalar):
