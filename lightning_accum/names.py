@@ -17,7 +17,7 @@ from lightning_accum.trainer.ddp import DDPAccumulationStrategy
 from lightning_accum.trainer.fsdp import FSDPAccumulationStrategy
 from lightning_accum.trainer.model_parallel import ModelParallelAccumulationStrategy
 from lightning_accum.trainer.noise import GradientNoiseScale
-from lightning_accum.trainer.one_device import AccumulationStrategy
+from lightning_accum.trainer.strategy import AccumulationStrategy
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification.run import verify
 from lightning_accum.weighing.counts import SampleCount, TokenCount

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -11,19 +11,29 @@ from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import SchedulerCounts, Tail
-from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.exclusions import Asked, refuse
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize, checked_policy, row_wise_fields
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
 from lightning_accum.trainer import seams
-from lightning_accum.trainer.arguments import MisconfiguredError, check_validation_is_left_to, misconfigured, what_to_use_instead_of
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import Callback, SIGTERMException, pl
+from lightning_accum.trainer.from_lightning import (
+    Callback,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    MisconfiguredError,
+    ModelParallelStrategy,
+    SIGTERMException,
+    SingleDeviceXLAStrategy,
+    Strategy,
+    XLAStrategy,
+    misconfigured,
+    pl,
+)
 from lightning_accum.trainer.hooks import callbacks_of
 from lightning_accum.trainer.manual import ManualWindows
-from lightning_accum.trainer.metrics import WindowMetrics
 from lightning_accum.trainer.package import check_package
+from lightning_accum.trainer.results import WindowMetrics
 from lightning_accum.weighing.counts import Weight
 from lightning_accum.windows import Windows
 
@@ -164,11 +174,10 @@ class GradientAccumulation(Callback):
                 )
             )
             refuse(Asked(self.policy))
-        self._windows: Windows | None = None
+        self._strategy: Engine | None = None  # in a fit
         self._state: dict[str, Any] = {}
         self._trainers_own: int | None = None
         self._metrics: WindowMetrics | None = None
-        self._partial_window: Callable[[], PartialWindow | None] | None = None
         self._may_gather = False
 
     # --- before training --------------------------------------------------------------------------------------------
@@ -178,18 +187,18 @@ class GradientAccumulation(Callback):
         if stage != "fit":
             return
         check_package(trainer)
-        self._windows, self._state = None, {}  # of an earlier fit, or of a checkpoint that was validated
+        self._strategy, self._state = None, {}  # of an earlier fit, or of a checkpoint that was validated
         if not isinstance(trainer.strategy, Engine):
             raise MisconfiguredError(
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
-                f" {what_to_use_instead_of(trainer.strategy)}"
+                f" {_what_to_use_instead_of(trainer.strategy)}"
             )
         if (number := sum(isinstance(callback, GradientAccumulation) for callback in callbacks_of(trainer))) > 1:
             raise MisconfiguredError(
                 f"There are {number} GradientAccumulation callbacks: pass one, to the Trainer or from configure_callbacks."
             )
         if self.policy.validate_every is not None:
-            check_validation_is_left_to(self.policy.validate_every, trainer)
+            _check_validation_is_left_to(self.policy.validate_every, trainer)
         size = 1 if isinstance(self.policy.window, Tokens) else self.policy.size_at(trainer.current_epoch, trainer.global_step)
         if size is None:
             return
@@ -201,17 +210,15 @@ class GradientAccumulation(Callback):
         self._trainers_own = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = size  # where tuners, monitors and Lightning itself look for it
 
-    def connect(self, windows: Windows, partial_window: Callable[[], PartialWindow | None]) -> None:
-        """Take hold of the run's state, and give it what a checkpoint said. Called by the strategy.
-
-        Args:
-            windows: the state.
-            partial_window: gives the unfinished window, for a checkpoint. Called on all ranks.
-        """
-        self._windows, self._partial_window, self._may_gather = windows, partial_window, True
-        self._metrics = None
-        windows.resume(self._state)
+    def connect(self, strategy: Engine) -> None:
+        """Take hold of the strategy's windows, and give them what a checkpoint said. Called by the strategy."""
+        self._strategy, self._metrics, self._may_gather = strategy, None, True
+        self.load_state_dict(self._state)
         self._state = {}
+
+    @property
+    def _windows(self) -> Windows | None:
+        return None if self._strategy is None else self._strategy.windows
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -270,18 +277,18 @@ class GradientAccumulation(Callback):
             self._state = self._counts()
         if self._metrics is not None:
             self._metrics.close()
-        self._windows, self._metrics, self._partial_window = None, None, None
+        self._strategy = self._metrics = None
         if self._trainers_own is not None:
             trainer.accumulate_grad_batches = self._trainers_own
             self._trainers_own = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is in no fit."""
-        return {**vars(self), "_windows": None, "_metrics": None, "_partial_window": None, "_state": self._counts()}
+        return {**vars(self), "_strategy": None, "_metrics": None, "_state": self._counts()}
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        partial = None if self._partial_window is None or not self._may_gather else self._partial_window()
+        partial = None if self._strategy is None or not self._may_gather else self._strategy.partial_window()
         return self._counts() if partial is None else {**self._counts(), "window": partial.state_dict()}
 
     def _counts(self) -> dict[str, Any]:
@@ -299,3 +306,40 @@ class GradientAccumulation(Callback):
             self._state = state_dict
         else:  # sharded modules are restored after the strategy has been set up
             self._windows.resume(state_dict)
+
+
+def _check_validation_is_left_to(every: int, trainer: pl.Trainer) -> None:
+    """Refuse a Trainer that says when to validate, as ``validate_every`` does.
+
+    Raises:
+        MisconfigurationException: its arguments are not those of a Trainer by default.
+    """
+    own = {name: vars(trainer).get(name) for name in ("val_check_interval", "check_val_every_n_epoch")}
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        own["val_check_interval"] = "a time"
+    if trainer.fast_dev_run or own == {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}:  # type: ignore[attr-defined]
+        return
+    said = ", ".join(f"{name}={value}" for name, value in own.items())
+    raise MisconfiguredError(
+        f"Trainer({said}) and GradientAccumulation(validate_every={every}) both say when to validate. Leave val_check_interval and"
+        " check_val_every_n_epoch out, to validate every so many optimizer steps; or leave validate_every out."
+    )
+
+
+def _what_to_use_instead_of(strategy: Strategy) -> str:
+    """Of this package, for a Trainer that has another strategy."""
+    sharded = 'Trainer(strategy="accum_fsdp") or "accum_model_parallel" (FSDP2, fully_shard)'
+    if isinstance(strategy, DeepSpeedStrategy):
+        return (
+            "DeepSpeed's engine divides, reduces and steps by itself. For shards as with its stages, use"
+            f" {sharded}; or stay with DeepSpeed and its gradient_accumulation_steps, without this callback."
+        )
+    if isinstance(strategy, (XLAStrategy, SingleDeviceXLAStrategy)):
+        return "The weight of a loss that XLA computes cannot be read. Leave this callback out, or use another device."
+    if isinstance(strategy, FSDPStrategy):
+        return 'Use Trainer(strategy="accum_fsdp"), or FSDPAccumulationStrategy(...) with the same arguments.'
+    if isinstance(strategy, ModelParallelStrategy):
+        return 'Use Trainer(strategy="accum_model_parallel"), or ModelParallelAccumulationStrategy(...) with the same arguments.'
+    return (
+        f'Use Trainer(strategy="accum") on one device, or Trainer(strategy="accum_ddp") on several; for sharded modules {sharded}.'
+    )

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_accum.policy import check_is_one_of
 from lightning_accum.sync.base import GradientSync, SyncPolicy
 from lightning_accum.sync.ddp import DDPSync, WideDDPSync, sync_buffers
-from lightning_accum.trainer.arguments import checked_sync
-from lightning_accum.trainer.from_lightning import DDPStrategy, ParallelStrategy
+from lightning_accum.trainer.from_lightning import DDPStrategy, ParallelStrategy, misconfigured
 from lightning_accum.trainer.strategy import AccumulationMixin
+
+_Sync = TypeVar("_Sync", bound=str)
+
+
+def checked_sync(sync: _Sync, *others: str) -> _Sync:
+    """The argument ``sync`` of a strategy.
+
+    Raises:
+        MisconfigurationException: it is none of them.
+    """
+    with misconfigured():
+        check_is_one_of("sync", sync, "window", "micro_batch", *others)
+    return sync
 
 
 class ParallelMixin(AccumulationMixin, ParallelStrategy):

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
@@ -40,6 +41,9 @@ _MOVES = ("on_after_batch_transfer", "transfer_batch_to_device")
 class WindowListener(Protocol):
     """What is called at the windows of a training."""
 
+    def connect(self, strategy: Engine) -> None:
+        """Training is about to begin, or to go on from a checkpoint."""
+
     def end_window(self, trainer: pl.Trainer) -> None:
         """One has ended."""
 
@@ -55,7 +59,7 @@ class Engine(Strategy, Trained):
     policy: Policy = Policy()
     gradient_reads: AbstractContextManager[Any] | None = None
     """Notices hooks that look at gradients inside of a window."""
-    listener: WindowListener | None = None
+    listener: WindowListener
     world_size: int
     global_rank: int
     ranks: Ranks = Ranks(torch.device("cpu"))
@@ -83,6 +87,10 @@ class Engine(Strategy, Trained):
     def windows(self) -> Windows | None:
         """Those of the running ``fit``; None outside of one, and where a window is one micro-batch of manual optimization."""
         return self.accumulation if self.manual is None else self.manual
+
+    def partial_window(self) -> PartialWindow | None:
+        """The unfinished window, for a checkpoint; None at a boundary. Called on all ranks."""
+        return None if self.windows is None else self.windows.partial_window(self, self.trainer().accumulate_grad_batches)
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop
 from lightning_accum.trainer.from_lightning import _DataFetcher, _FitLoop, _PrefetchDataFetcher
-from lightning_accum.trainer.specialised import specialised
+from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import UnevenDataFetcher
 
 if TYPE_CHECKING:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lightning_accum.errors import AccumulationError, ArgumentError
 from lightning_accum.trainer.package import take
 
 if TYPE_CHECKING:
@@ -70,3 +73,16 @@ TrainerFn = pl.trainer.states.TrainerFn
 TrainerStatus = pl.trainer.states.TrainerStatus
 WeightAveraging = pl.callbacks.WeightAveraging
 XLAStrategy = pl.strategies.XLAStrategy
+
+
+class MisconfiguredError(AccumulationError, MisconfigurationException):
+    """Arguments, a module, data or a Trainer are wrong: Lightning's error for that, and this package's."""
+
+
+@contextmanager
+def misconfigured() -> Iterator[None]:
+    """An ArgumentError in here is raised as the error that Lightning has for wrong arguments."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise MisconfiguredError(str(error)) from error.__cause__

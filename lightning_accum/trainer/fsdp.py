@@ -15,9 +15,8 @@ from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.errors import UsageError
 from lightning_accum.sync.base import SyncPolicy, forward_replaced
 from lightning_accum.sync.sharded import FSDP1Sync, ShardedSync
-from lightning_accum.trainer.arguments import MisconfiguredError, checked_sync
-from lightning_accum.trainer.ddp import ParallelMixin
-from lightning_accum.trainer.from_lightning import FSDPStrategy
+from lightning_accum.trainer.ddp import ParallelMixin, checked_sync
+from lightning_accum.trainer.from_lightning import FSDPStrategy, MisconfiguredError
 from lightning_accum.trainer.optimization import loss_unlogged
 from lightning_accum.user_warnings import rank_zero_warn
 

@@ -29,7 +29,7 @@ from lightning_accum.trainer.from_lightning import (
 from lightning_accum.trainer.manual_optimization import WindowManualOptimization
 from lightning_accum.trainer.optimization import WindowOptimization
 from lightning_accum.trainer.results import BatchResults, WindowRows
-from lightning_accum.trainer.specialised import specialised
+from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import DeferredSigterm, NonPaddingSampling
 from lightning_accum.trainer.validation import AccumulatingTrainer
 

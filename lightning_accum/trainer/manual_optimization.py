@@ -49,8 +49,7 @@ class WindowManualOptimization(_ManualOptimization):
         manual.end_training_step(seen)
         manual.announce(batch, self.trainer.accumulate_grad_batches, self.strategy.samples_of_loader())
         if is_boundary:
-            if self.strategy.listener is not None:
-                self.strategy.listener.end_window(self.trainer)
+            self.strategy.listener.end_window(self.trainer)
             self._call_window_hooks(manual.closed, size, before)
         return outputs
 

@@ -20,9 +20,8 @@ from typing_extensions import override
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.sync.sharded import ShardedSync
-from lightning_accum.trainer.arguments import MisconfiguredError
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import Callback, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import Callback, MisconfiguredError, pl, rank_zero_info
 from lightning_accum.trainer.package import check_package
 from lightning_accum.trainer.watch import parameters_of
 from lightning_accum.weighing.counts import count_samples

@@ -160,8 +160,7 @@ class WindowOptimization(_AutomaticOptimization):
             self.optim_progress.optimizer.step.increment_completed()
             if has_stepped and strategy.lr_scheduler_configs:
                 watch.schedulers_due()
-        if strategy.listener is not None:
-            strategy.listener.end_window(trainer)
+        strategy.listener.end_window(trainer)
         if accumulation.is_step:
             numbers = accumulation.closed_loader_batches, accumulation.gradient_norm, is_changed
             call_window_hooks(trainer, lambda: EndedWindow.of(closed, *numbers))

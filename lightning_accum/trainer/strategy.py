@@ -1,4 +1,4 @@
-"""What all strategies share: what a training sets up and takes down around its windows."""
+"""What all strategies share, a training's set-up and end; and that of one device, ``Trainer(strategy="accum")``."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.check import MOST_BATCHES
-from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.exclusions import Asked, refuse
 from lightning_accum.main_gradients import MainGradients, main_gradients
 from lightning_accum.nonfinite import Guard
-from lightning_accum.policy import Policy
 from lightning_accum.session import Session
 from lightning_accum.splitting.auto import RetriedSplitting
 from lightning_accum.splitting.plan import Splitting
 from lightning_accum.trainer import seams
-from lightning_accum.trainer.arguments import MisconfiguredError, misconfigured
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import TrainerFn, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import (
+    MisconfiguredError,
+    SingleDeviceStrategy,
+    TrainerFn,
+    misconfigured,
+    pl,
+    rank_zero_info,
+)
 from lightning_accum.trainer.hooks import callbacks_of, gradient_reads
 from lightning_accum.trainer.installation import installed, naming_launcher
 from lightning_accum.trainer.manual import ManualWindows
-from lightning_accum.trainer.specialised import own_attributes
 from lightning_accum.trainer.watch import Watch
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
@@ -79,13 +82,13 @@ class AccumulationMixin(Engine):
         if not model.automatic_optimization:
             # Lightning refuses manual optimization with it, and looks only once, before the environment is set up
             self._hidden_size, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
-        if _callback_of(trainer) is None:
+        if not any(isinstance(callback, GradientAccumulation) for callback in callbacks_of(trainer)):
             self._fit.enter_context(_inserted(GradientAccumulation(), trainer))  # the strategy alone: default policy
         self._fit.callback(_disconnect_callbacks, trainer)
 
     def _of_this_fit(self) -> set[str]:
         """The attributes that this package has stored in the strategy since the fit began."""
-        return own_attributes(type(self)) - self._from_before
+        return seams.own_attributes(type(self)) - self._from_before
 
     def _forget_fit(self) -> None:
         for name in self._of_this_fit():
@@ -125,15 +128,17 @@ class AccumulationMixin(Engine):
                 if vars(self).get(made) is None:
                     raise seams.broken(f"Strategy.{hook} was not called before Strategy.setup.")
             self.watch.called.add("Strategy.setup")
-            callback = _callback_of(trainer)
-            self.policy = Policy() if callback is None else callback.policy
+            (self.listener,) = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
+            self.policy = self.listener.policy
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             if differing := seams.changed():
                 rank_zero_info(f"GradientAccumulation: {seams.in_words(differing)} Each step is watched.")
-            self._begin(trainer, callback)
+            self._begin(trainer)
+            if self.windows is not None:
+                self.listener.connect(self)
 
-    def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
+    def _begin(self, trainer: pl.Trainer) -> None:
         module = self.module
         with misconfigured():
             refuse(self._asked(trainer))
@@ -142,7 +147,7 @@ class AccumulationMixin(Engine):
             rank_zero_warn(unproven(self.row_wise, "the module optimizes by itself"))
         self.offload = Offload(self.root_device) if self.policy.offload else None
         if not module.automatic_optimization:
-            self._begin_manual(trainer, callback)
+            self._begin_manual(trainer)
             return
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         is_split = self.policy.micro_batch is not None
@@ -163,14 +168,11 @@ class AccumulationMixin(Engine):
                 self.accumulation.checks_left = MOST_BATCHES
             else:
                 self.accumulation.verdict = Verdict(None, seen=reason)
-        self.listener = callback
         self.sync = self._make_sync()
         self.session = Session(self, self.accumulation, self._guard(sums), self.announce)
         self.watch.attend(self.optimizers[0])
         self.watch.may_skip_steps = self._may_skip_steps
         self._fit.callback(self.watch.forget_optimizer)
-        if callback is not None:
-            callback.connect(self.accumulation, self.partial_window)
 
     def _main_gradients(self, dtype: torch.dtype) -> MainGradients | None:
         """Where gradients are added up; None where that is done in ``dtype`` without."""
@@ -226,7 +228,7 @@ class AccumulationMixin(Engine):
         )
         return held
 
-    def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
+    def _begin_manual(self, trainer: pl.Trainer) -> None:
         ranks, module = self.ranks, self.module
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         assert self._fit is not None
@@ -240,9 +242,6 @@ class AccumulationMixin(Engine):
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         self.manual = ManualWindows(self.policy, self, schedulers, rank_zero_warn, self.row_wise, checks)
         self._fit.callback(self.manual.steps.end)
-        self.listener = callback
-        if callback is not None:
-            callback.connect(self.manual, self.partial_window)
 
     def _show_window_size(self) -> None:
         size, self._hidden_size = self._hidden_size, None
@@ -288,8 +287,7 @@ class AccumulationMixin(Engine):
             windows.restore(partial, self)
             windows.end_loader_batch(seen)
         windows.resumed_state = {}
-        if self.listener is not None:
-            self.listener.set_size(trainer)
+        self.listener.set_size(trainer)
 
     @override
     def teardown(self) -> None:
@@ -297,16 +295,6 @@ class AccumulationMixin(Engine):
             self._end_fit()
         finally:
             super().teardown()
-
-    def partial_window(self) -> PartialWindow | None:
-        """The unfinished window, for a checkpoint; None at a boundary. Called on all ranks."""
-        if self.windows is None:
-            return None
-        return self.windows.partial_window(self, self.trainer().accumulate_grad_batches)
-
-
-def _callback_of(trainer: pl.Trainer) -> GradientAccumulation | None:
-    return next((callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)), None)
 
 
 @contextmanager
@@ -321,3 +309,58 @@ def _disconnect_callbacks(trainer: pl.Trainer) -> None:
     for callback in callbacks_of(trainer):
         if isinstance(callback, GradientAccumulation):
             callback.disconnect(trainer)
+
+
+# --- one device -------------------------------------------------------------------------------------------------------
+
+
+class AccumulationStrategy(AccumulationMixin, SingleDeviceStrategy):
+    """Exact gradient accumulation on one device, ``Trainer(strategy="accum")``.
+
+    It runs on the device that the Trainer's ``accelerator`` and ``devices`` name.
+
+    Args:
+        device: the device, if not the Trainer's.
+        kwargs: see :class:`lightning.pytorch.strategies.SingleDeviceStrategy`.
+
+    Raises:
+        MisconfigurationException: (from the Trainer) it names more than one device or node.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_accum import GradientAccumulation
+        >>> trainer = Trainer(accelerator="cpu", strategy="accum", callbacks=[GradientAccumulation(8)], logger=False)
+    """
+
+    strategy_name = "accum"
+
+    def __init__(self, device: torch.device | str | int | None = None, **kwargs: Any) -> None:
+        super().__init__(device="cpu" if device is None else device, **kwargs)
+        self._has_device = device is not None
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The one device, as the Trainer's connector asks for it; None until it is known."""
+        return [self.root_device] if self._has_device else None
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        if len(devices) > 1:
+            raise MisconfiguredError(
+                f'strategy="accum" runs on one device, but the Trainer names {len(devices)}. Use strategy="accum_ddp", or'
+                " devices=1."
+            )
+        self._root_device = devices[0]
+        self._has_device = True
+
+    @property
+    def num_nodes(self) -> int:
+        """Always 1."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes > 1:
+            raise MisconfiguredError(
+                f'strategy="accum" runs on one node, but the Trainer names {num_nodes}. Use strategy="accum_ddp".'
+            )

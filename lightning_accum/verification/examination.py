@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_accum.errors import AccumulationError, DoesNotAddUpError, UnsplittableBatchError
 from lightning_accum.splitting.micro_batch import Layout
-from lightning_accum.trainer.arguments import MisconfiguredError
+from lightning_accum.trainer.from_lightning import MisconfiguredError
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import Change, Step, StepRunner, Tensors

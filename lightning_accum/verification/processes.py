@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from lightning_accum.trainer.arguments import MisconfiguredError
-from lightning_accum.trainer.from_lightning import find_free_network_port, pl
+from lightning_accum.trainer.from_lightning import MisconfiguredError, find_free_network_port, pl
 
 MOST_SECONDS = 300.0
 """The ranks of a step may take this long, all together."""

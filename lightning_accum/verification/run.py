@@ -19,10 +19,9 @@ from lightning_accum.policy import is_natural
 from lightning_accum.randomness import generators_kept
 from lightning_accum.splitting.few_rows import join as join_batches
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.trainer.arguments import MisconfiguredError
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import CombinedLoader, Strategy, is_overridden, isolate_rng, pl
+from lightning_accum.trainer.from_lightning import CombinedLoader, MisconfiguredError, Strategy, is_overridden, isolate_rng, pl
 from lightning_accum.trainer.package import check_package
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.examination import Comparison, Diagnosis

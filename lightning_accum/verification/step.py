@@ -23,10 +23,9 @@ from lightning_accum.errors import UsageError
 from lightning_accum.randomness import NoiseOfRows, seed_everything, switch_off_dropout
 from lightning_accum.step import named_parameters_of
 from lightning_accum.testing import QUIET
-from lightning_accum.trainer.arguments import MisconfiguredError
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import Callback, DummyLogger, fabric, is_overridden, pl
+from lightning_accum.trainer.from_lightning import Callback, DummyLogger, MisconfiguredError, fabric, is_overridden, pl
 from lightning_accum.trainer.installation import forks_or_spawns
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import AccumulationWarning
