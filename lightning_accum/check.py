@@ -243,7 +243,7 @@ class Check:
                 return again
             if not (self._accumulation.splitting or self._checked.is_window_long) and self._checked.on_any(trial.mode.has_waited):
                 raise GathersError("training_step gathers from other ranks")
-            if self._checked.on_any(trial.has_drawn):
+            if self._checked.on_any(trial.draws_others):
                 raise CannotCheckError("training_step draws random numbers that are others for each batch")
             first = looks[0].whole
             same = trial.measure(first.batch, weigher, None if first.rows is None else range(first.rows), first.rows or 0)

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_accum.errors import DoesNotAddUpError
-from lightning_accum.prove import ALL, Look, Measured
+from lightning_accum.prove import Look, Measured
 from lightning_accum.splitting.auto import is_out_of_memory
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.rows import split_lists
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
-from lightning_accum.trial import Trial, difference_of
+from lightning_accum.trial import BATCH_IDX, Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.terms import Term
@@ -295,29 +295,11 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
     whole = found.whole if isinstance(found, SplitRows) else partial(found.take, range(number))
     others = found.whole if isinstance(found, SplitRows) else partial(found.take, [0] * number)
     is_moved = not checked.sync.is_waited_for_in_forward  # what has converged, as a spectral norm, changes with its parameters
+    # on another rank the next step may have no loss
+    is_told = checked.is_window_long and is_moved and not checked.on_any(trial.mode.has_waited)
     with suppress(CannotCheckError), moved(checked.module) if is_moved else nullcontext():
-        of_buffers, of_attributes = trial.changed_state(whole, others)
-        buffers = f"the buffer{'s' * (len(of_buffers) > 1)} {' and '.join(map(repr, of_buffers))}"
-        sizes = {
-            buffers: max(of_buffers.values(), default=0.0),
-            "what it keeps in an attribute (a counter, an output)": of_attributes,
-        }
-        for what, size in sizes.items():
-            if size:
-                checked.accumulation.warn_once(advice.of_state(what, size))
-        if checked.is_window_long and checked.next_step is not None and is_moved:
-            this, own = checked.trial(), replace(checked, step=checked.next_step)
-            result = _result(this, whole)
-            if checked.on_any(this.mode.has_waited):
-                return  # on another rank the next step may have no loss
-            if checked.on_any(difference_of(_result(own.trial(), whole), result) > trial.tolerance):
-                checked.accumulation.warn_once(advice.OF_BATCH_IDX)
-
-
-def _result(trial: Trial, batch: Callable[[], Any]) -> tuple[float, dict[int, Tensor]]:
-    with trial.held():
-        measured = trial.measure(batch, None, None, 0)
-    return measured.loss, measured.gradients[ALL]
+        for what, size in trial.what_stays(whole, others, checked.next_step if is_told else None).items():
+            checked.accumulation.warn_once(advice.OF_BATCH_IDX if what == BATCH_IDX else advice.of_state(what, size))
 
 
 def has_several_terms(checked: Checked, batches: Sequence[Any]) -> bool:

@@ -214,6 +214,22 @@ def _restore_module(module: nn.Module, saved: Any) -> None:
     attributes.update(names)
 
 
+def changed_names(module: nn.Module, saved: Any) -> list[str]:
+    """The attributes of a module that are others than those that were kept."""
+    before = saved[1] if len(saved) == 2 and isinstance(saved[1], dict) else {}
+    return [name for name, value in vars(module).items() if before and value is not before.get(name, _NOTHING)]
+
+
+def is_changed(target: Any, saved: Any) -> bool:
+    """Whether a tensor, a list or a dict holds others than those that were kept."""
+    if isinstance(target, Tensor):
+        return saved is not None and not torch.equal(*saved)
+    if not isinstance(target, (dict, list)):
+        return False
+    now, before = ([*held, *held.values()] if isinstance(held, dict) else [*held] for held in (target, saved))
+    return len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
+
+
 def _save_object(value: Any) -> Any:
     held = getattr(value, "__dict__", None)
     slots = [(name, getattr(value, name, _NOTHING)) for name in _slots(type(value))]

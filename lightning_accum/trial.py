@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,17 @@ from lightning_accum.randomness import RandomState, dropout_switched_off
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial_mode import TrialMode, is_narrow, widened, widened_batch
 from lightning_accum.undo import Snapshot
-from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
+from lightning_accum.user_warnings import listed
+from lightning_accum.verdict import CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.safeguards import freeze_batch_norm, guard_against_zero
 from lightning_accum.weighing.terms import Term, scale_terms
 from lightning_accum.weighing.weight import Reading, Weigher
 
 _T = TypeVar("_T")
+Step: TypeAlias = Callable[[Any], Any]
+"""Runs a batch, and returns what ``training_step`` returns."""
+BATCH_IDX = "batch_idx"
+"""The number of its loader batch, which a step may be told, and go by."""
 
 PATIENCE = 10.0
 """Seconds that a rank which has failed waits for others that do the same, beside ten times what it took itself."""
@@ -56,7 +61,7 @@ class Trial:
     def __init__(
         self,
         module: nn.Module,
-        training_step: Callable[[Any], Any],
+        training_step: Step,
         take_snapshot: Callable[[], Snapshot],
         backward: GradientSync,
         largest: Callable[[float], float],
@@ -70,8 +75,9 @@ class Trial:
         self._dtype = dtype
         self._trained: list[nn.Parameter] = []
         self._has_gradients = True
-        self.has_drawn = False
-        """The step has drawn random numbers that are not those of its rows."""
+        self._end: RandomState | None = None  # after a step on the first rows
+        self.draws_others = False
+        """Some rows have drawn other random numbers than others, which are not those of rows."""
         self._snapshot: Snapshot | None = None
         self.mode = TrialMode((), _EPS if dtype is None else _EPS_OF_ROUNDED)
         """What gives rows their random numbers, and sees whether ranks wait for each other."""
@@ -128,55 +134,62 @@ class Trial:
         with self.held():
             return [self.together(partial(loss_of, batch)) for batch in batches]
 
-    def changed_state(self, batch: Callable[[], Any], others: Callable[[], Any]) -> tuple[dict[str, float], float]:
-        """What a step on ``others`` changes and the loss of ``batch`` depends on. Called on all ranks.
+    def what_stays(self, batch: Callable[[], Any], others: Callable[[], Any], next_step: Step | None) -> dict[str, float]:
+        """What a step on ``others`` leaves behind, and the loss of ``batch`` depends on. Called on all ranks.
+
+        Args:
+            batch: makes rows.
+            others: makes others.
+            next_step: runs a batch as the next one, if the step is told which it is.
 
         Returns:
-            How far the loss of the same rows, or its gradient, is from what it was, as part of its size, where only one buffer is
-            as a step has left it, by its name; and where all attributes are. What is rounding is not there, or 0.
+            In words what it is, and how far the loss, or its gradient, is from what it was with it, as part of its size.
 
         Raises:
             CannotCheckError: the batch has no loss, or another one each time. On all ranks.
         """
-        named = self._module.named_buffers
+        buffers = dict(self._module.named_buffers())
 
-        def result(
-            changed: Mapping[str, Tensor], keeps_attributes: bool = False, rows: Any = batch
-        ) -> tuple[float, dict[int, Tensor]]:
-            if keeps_attributes:
+        def run(make: Callable[[], Any], step: Step | None = None) -> tuple[float, dict[int, Tensor]]:
+            loss = self.step(make(), step)
+            return float(loss.detach()), self.gradients(loss, 1.0)
+
+        def change(step: Step | None = None) -> float:
+            return self.largest(difference_of(self.together(lambda: run(batch, step)), before))
+
+        def begin(is_left: bool = False, values: Mapping[str, Tensor] | None = None) -> None:
+            if is_left:
                 random_state.restore()
                 self.mode.restore()
             else:
                 self.restore()
-            for name, buffer in named():
-                if name in changed and buffer.shape == changed[name].shape:
-                    buffer.data.copy_(changed[name])
-            loss = self.step(rows())
-            return float(loss.detach()), self.gradients(loss, 1.0)
+            for name, value in (values or {}).items():
+                buffers[name].data.copy_(value)
 
         with self.held():
             random_state = RandomState(self.device)
-            before_step = {name: buffer.detach().clone() for name, buffer in named()}
-            before = self.together(partial(result, {}))
-            self.together(partial(result, {}, rows=others))
-            after = {name: buffer.detach().clone() for name, buffer in named()}
-            of_attributes = self.largest(difference_of(self.together(partial(result, before_step, True)), before))
-            self.restore()
-            changed = [
-                name for name, old in named() if name in after and old.shape == after[name].shape and not old.equal(after[name])
-            ]
-            number = min(int(self.largest(len(changed))), MOST_ROWS)
-            has_attributes = of_attributes > self.tolerance
-            again = self.together(partial(result, {})) if number or has_attributes else before
-            if self.largest(difference_of(again, before)) > self.tolerance:
+            at_first = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+            before = self.together(lambda: run(batch))
+            begin()
+            self.together(lambda: run(others))
+            after = {name: b.detach().clone() for name, b in self._module.named_buffers() if name in buffers}
+            changed = {n: v for n, v in after.items() if v.shape == at_first[n].shape and not v.equal(at_first[n])}
+            attributes = self._snapshot.changed_attributes() if self._snapshot else []
+            begin(is_left=True)
+            if change(next_step) <= self.tolerance:
+                return {}
+            begin()
+            if change() > self.tolerance:
                 raise CannotCheckError("training_step gives the same rows another loss each time")
-            of_buffers: dict[str, float] = {}
-            for index in range(number):  # as many steps on every rank
-                names = changed[index : index + 1]
-                difference = difference_of(self.together(partial(result, {name: after[name] for name in names})), before)
-                if names and difference > self.tolerance:
-                    of_buffers[names[0]] = difference
-        return of_buffers, of_attributes if has_attributes else 0.0
+            begin(values=changed)
+            found = {_named("buffer", [*changed]): change()}
+            begin()
+            self.together(lambda: run(others))
+            begin(is_left=True, values=at_first)
+            found[_named("attribute", attributes)] = change()
+            begin()
+            found[BATCH_IDX] = change(next_step)
+        return {what: size for what, size in found.items() if size > self.tolerance}
 
     def takes_rows_of_other_ranks(self, pair: tuple[Callable[[], Any], Callable[[], Any]], rank: int) -> bool:
         """Whether the loss of a rank is another where other ranks have other rows: it gathers them. Called on all ranks.
@@ -204,22 +217,22 @@ class Trial:
         loss = self.together(lambda: self.step(batch()))
         if self.backward.is_waited_for_in_forward:
             self.together(lambda: self.gradients(loss, 0.0))
-        self._snapshot = self._take_snapshot()
+        self._snapshot, self._end = self._take_snapshot(), None
 
     @property
     def draws_unlike_numbers(self) -> bool:
         """The parts of the last whole batch have drawn random numbers that are not those of its rows."""
         return self.mode.is_unlike
 
-    def step(self, batch: Any) -> Tensor:
-        """The loss of a batch.
+    def step(self, batch: Any, instead: Step | None = None) -> Tensor:
+        """The loss of a batch, of the step that is tried, or of one instead of it.
 
         Raises:
             UnsuitableRowsError: it has none.
         """
         batch = batch if self._dtype is None else widened_batch(batch, self._dtype)
         with _users_code(), self.mode:
-            output = self._training_step(batch)
+            output = (instead or self._training_step)(batch)
         loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
             raise UnsuitableRowsError("training_step returns None for some of the first rows")
@@ -288,7 +301,6 @@ class Trial:
         self, batch: Callable[[], Any], weigher: Weigher | None, rows: Sequence[int] | None, total: int, is_part: bool = False
     ) -> tuple[Tensor, Reading]:
         self.restore(rows, total)
-        before = RandomState(self.device)
         needs_loss = not is_part or self.backward.is_waited_for_in_forward
         try:
             loss = self.step(batch())
@@ -297,8 +309,8 @@ class Trial:
             if needs_loss or not isinstance(error, UnsuitableRowsError):
                 raise
             return torch.zeros(()), Reading([])
-        finally:
-            self.has_drawn |= before.torch_has_drawn() or before.others_have_drawn()
+        self._end = self._end or RandomState(self.device)
+        self.draws_others |= self._end.torch_has_drawn() or self._end.others_have_drawn()
         if loss.numel() != 1:
             raise CannotCheckError("the loss of the first rows is not one number")
         if needs_loss and not loss.requires_grad:
@@ -375,7 +387,7 @@ class Trial:
                 stack.enter_context(_without_gradients(self._module))
             stack.callback(self.mode.restore)
             freeze_batch_norm(self._module)
-            self._snapshot = self._take_snapshot()
+            self._snapshot, self._end, self.draws_others = self._take_snapshot(), None, False
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
         self._snapshot = None
@@ -390,6 +402,10 @@ def _users_code(kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[N
         raise
     except kinds as error:
         raise CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}") from error
+
+
+def _named(what: str, names: list[str]) -> str:
+    return f"the {what}{'s' * (len(names) > 1)} {listed([*map(repr, names)])}" if names else f"an {what} on another rank"
 
 
 def _on_host(term: Term) -> Term:

@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from real_modules.expected import OFFLOAD, ONE, by, warned
+from real_modules.expected import OFFLOAD, ONE, by
 from real_modules.table import Warned, dealt, real_module
 
 
@@ -74,7 +74,7 @@ class MissingValues(Autoencoder):
         return reconstruction + 0.1 * (1 + self.global_step) * self.divergence(*posterior).mean()
 
 
-@real_module("VAE with a counter", dealt(image), windows=Warned("seen_batches"), split=Warned("seen_batches"), **warned(0.3, 0.5))
+@real_module("VAE with a counter", dealt(image), windows=Warned("seen_batches"), split=Warned("seen_batches"))
 class CountsItsSteps(Autoencoder):
     """The factor of the divergence grows with the calls of the step."""
 
@@ -148,10 +148,8 @@ class ImportanceWeighted(Autoencoder):
 
 @real_module(
     *("VQ-VAE, k-means", dealt(image)),
-    windows=Warned("codebook"),
-    split=Warned("codebook"),
-    windows_today=Warned(deviation=math.inf),
-    split_today=Warned(deviation=0.2),
+    windows=Warned("is_placed"),
+    split=Warned("is_placed"),
 )
 class VectorQuantized(Autoencoder):
     """The first forward places the codebook at means of what it sees."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from real_modules.expected import OFFLOAD, ONE, by, warned
+from real_modules.expected import OFFLOAD, ONE, by
 from real_modules.table import Warned, dealt, randint, real_module
 
 
@@ -317,7 +316,7 @@ class ResidualWithBatchNorm(LightningModule):
         return loss
 
 
-@real_module("timm, mixup in the step", dealt(labelled_image), windows=ONE, split=OFFLOAD, **warned(math.inf, math.inf))
+@real_module("timm, mixup in the step", dealt(labelled_image), windows=ONE, split=OFFLOAD)
 class MixUp(ResidualWithBatchNorm):
     """Each image is mixed with the one at the other end of the batch; NumPy draws how much."""
 
