@@ -246,7 +246,7 @@ class Check:
             if self._checked.on_any(trial.draws_others):
                 raise CannotCheckError("training_step draws random numbers that are others for each batch")
             first = looks[0].whole
-            same = trial.measure(first.batch, weigher, None if first.rows is None else range(first.rows), first.rows or 0)
+            same = trial.measure(first.batch, weigher, first.rows, first.total)
             if self._checked.on_any(abs(same.loss - first.loss) > trial.tolerance * abs(first.loss)):
                 raise CannotCheckError("training_step gives the same rows another loss each time")
             return found

@@ -202,14 +202,13 @@ def looks_at(checked: Checked, trial: Trial, rows: Rows, weigher: Weigher) -> li
     """Run the rows together and in parts. Called on all ranks."""
     found = rows.found
     if isinstance(found, SplitRows):
-        whole = trial.measure(found.whole, weigher, None, 0)
-        return [Look(whole, [trial.measure(part, weigher, None, 0, MOST_ROWS) for part in found.parts], [1] * found.number)]
+        whole = trial.measure(found.whole, weigher, range(found.number))
+        return [Look(whole, [trial.measure(part, weigher, [place], is_part=True) for place, part in enumerate(found.parts)])]
+    in_parts = _InParts(checked, trial, found, weigher)
     number = max(2, min(rows.number, MOST_ROWS, 2 if rows.size == 1 else max(4, rows.size)))
-    last = min(rows.number, MOST_ROWS)
-    looks = _as_memory_allows(checked, number, 2, lambda size: _look_at_few(checked, trial, found, weigher, size, last))
+    looks = _as_memory_allows(checked, number, 2, partial(in_parts.few, most=min(rows.number, MOST_ROWS)))
     of_training = int(-checked.largest(-min(found.of_batch, rows.size)))  # what few rows cannot show
-    in_training = partial(_look_in_size_of_training, checked, trial, found, weigher)
-    return looks + _as_memory_allows(checked, of_training, 1, lambda size: in_training(size) if size > number else [])
+    return looks + _as_memory_allows(checked, of_training, 1, lambda size: in_parts.halves(size) if size > number else [])
 
 
 def _as_memory_allows(checked: Checked, size: int, least: int, look: Callable[[int], list[Look]]) -> list[Look]:
@@ -223,70 +222,69 @@ def _as_memory_allows(checked: Checked, size: int, least: int, look: Callable[[i
             size //= 2
 
 
-def _look_at_few(checked: Checked, trial: Trial, found: FewRows, weigher: Weigher, size: int, last: int) -> list[Look]:
-    """The first rows, so many at once."""
-    looks = _looks_at(checked, trial, found, weigher, [*range(size)], by_row=True)
-    if checked.on_any(trial.draws_unlike_numbers):  # not for each row: then all rows draw the same
-        looks = _looks_at(checked, trial, found, weigher, [*range(size)], by_row=False)
-    for first in range(size, last, size):
-        others = [*range(first, min(first + size, last))]
-        alone = [trial.measure(partial(found.take, [row]), weigher, None, 0, is_part=True) for row in others]
-        whole = trial.measure(partial(found.take, others), weigher, None, 0) if len(others) > 1 else alone[0]
-        looks.append(Look(whole, alone, [1] * len(others)))
-    return looks
+@dataclass(frozen=True)
+class _InParts:
+    """Runs rows together and in parts. Called on all ranks. Random numbers belong to rows where a ``total`` is given."""
 
+    checked: Checked
+    trial: Trial
+    found: FewRows
+    weigher: Weigher
 
-def _look_in_size_of_training(checked: Checked, trial: Trial, found: FewRows, weigher: Weigher, size: int) -> list[Look]:
-    """A micro-batch against its halves."""
-    halves = [[*range(size // 2)], [*range(size // 2, size)]]
-    whole, *parts = (
-        trial.measure(partial(found.take, part), weigher, part, size, scale, scale != 1.0)
-        for part, scale in (([*range(size)], 1.0), *((half, float(MOST_ROWS)) for half in halves))
-    )
-    is_alike = not checked.on_any(trial.draws_unlike_numbers)
-    return [Look(whole, parts, [len(half) for half in halves])] if is_alike else []
+    def run(self, rows: Sequence[int], total: int = 0, is_part: bool = False) -> Measured:
+        return self.trial.measure(partial(self.found.take, rows), self.weigher, rows, total, is_part)
 
+    def look(self, whole: Measured | Sequence[int], parts: Sequence[Sequence[int]], total: int = 0) -> Look:
+        measured = whole if isinstance(whole, Measured) else self.run(whole, total)
+        return Look(measured, [self.run(part, total, is_part=True) for part in parts])
 
-def _looks_at(checked: Checked, trial: Trial, found: FewRows, weigher: Weigher, base: list[int], by_row: bool) -> list[Look]:
-    number = len(base)
+    def few(self, size: int, most: int) -> list[Look]:
+        """The first rows in many ways, and after them those up to ``most`` one by one."""
+        looks = self.first(size, size)
+        if self.checked.on_any(self.trial.draws_unlike_numbers):  # not for each row: then all rows draw the same
+            looks = self.first(size)
+        others = [range(begin, min(begin + size, most)) for begin in range(size, most, size)]
+        return looks + [self.look(rows, [[row] for row in rows]) for rows in others]
 
-    def measure(rows: list[int], make: Callable[[], Any] | None = None, scale: float = MOST_ROWS) -> Measured:
-        return trial.measure(make or partial(found.take, rows), weigher, rows if by_row else None, number, scale, scale != 1.0)
+    def halves(self, size: int) -> list[Look]:
+        """A micro-batch in the size of training, and its halves."""
+        looks = [self.look(range(size), [range(size // 2), range(size // 2, size)], size)]
+        return [] if self.checked.on_any(self.trial.draws_unlike_numbers) else looks
 
-    whole = measure(base, scale=1.0)
-    if checked.sync.is_waited_for_in_forward:  # each way to weigh runs the parts again
-        halves = [[0], base[1:]]
-        return [Look(whole, [measure(half) for half in halves], [1, number - 1])]
-    try:
-        alone = [measure([row]) for row in base]
-        if checked.on_any(any(math.isinf(one.loss) for one in alone)):  # a mean of nothing is NaN
-            raise UnsuitableRowsError("single rows have an infinite loss")
-        if checked.on_any(not any(one.terms for one in alone)):
-            raise UnsuitableRowsError("single rows have no loss")
-    except CannotCheckError:
-        if number < 4:
-            raise
-        halves = [base[: number // 2], base[number // 2 :]]  # a step may not take a single row
-        return [Look(whole, [measure(half) for half in halves], [len(half) for half in halves])]
-    looks = [Look(whole, alone, [1] * number)]
-    if number > 2:  # a loss that goes by a statistic of its batch is another one for small losses
-        few = sorted(sorted(base, key=lambda row: alone[row].loss)[: max(2, number // 2 - 1)])
-        others = [row for row in base if row not in few]
-        looks.append(Look(whole, [measure(few), measure(others)], [len(few), len(others)]))
-    times = min(number, 4)  # one that goes by how often something is in its batch
-    looks.append(Look(measure([0] * times, scale=1.0), [alone[0]] * times, [1] * times))
-    if found.of_others:
-        kinds = [[row for row in base if (row in found.of_others) == is_other] for is_other in (False, True)]
-        looks.append(Look(whole, [measure(kind) for kind in kinds if kind], [len(kind) for kind in kinds]))
-    if number > 2 and checked.on_any(found.emptied(base, (0, 1)) is not None):
-        emptied, rest = (partial(_emptied, found, rows) for rows in (base, [0, 1]))
-        looks.append(Look(measure(base, emptied, 1.0), [measure([0, 1], rest), *alone[2:]], [2, *[1] * (number - 2)]))
-    return looks
+    def first(self, size: int, total: int = 0) -> list[Look]:
+        """The first rows: single ones, small and large losses, one row repeated, those of each batch, and some without labels."""
+        checked, found, base = self.checked, self.found, [*range(size)]
+        whole = self.run(base, total)
+        if checked.sync.is_waited_for_in_forward:  # each way to weigh runs the parts again
+            return [self.look(whole, [[0], base[1:]], total)]
+        try:
+            looks = [self.look(whole, [[row] for row in base], total)]
+            alone = looks[0].parts
+            if checked.on_any(any(math.isinf(one.loss) for one in alone)):  # a mean of nothing is NaN
+                raise UnsuitableRowsError("single rows have an infinite loss")
+            if checked.on_any(not any(one.terms for one in alone)):
+                raise UnsuitableRowsError("single rows have no loss")
+        except CannotCheckError:
+            if size < 4:
+                raise
+            return [self.look(whole, [base[: size // 2], base[size // 2 :]], total)]  # a step may not take a single row
+        if size > 2:  # a loss that goes by a statistic of its batch is another one for small losses
+            few = sorted(sorted(base, key=lambda row: alone[row].loss)[: max(2, size // 2 - 1)])
+            looks.append(self.look(whole, [few, [row for row in base if row not in few]], total))
+        times = min(size, 4)  # one that goes by how often something is in its batch
+        looks.append(Look(self.run([0] * times, total), [alone[0]] * times))
+        if found.of_others:
+            kinds = [[row for row in base if (row in found.of_others) == is_other] for is_other in (False, True)]
+            looks.append(self.look(whole, [kind for kind in kinds if kind], total))
+        if size > 2 and checked.on_any(found.emptied(base, (0, 1)) is not None):
+            emptied, rest = (partial(self._emptied, rows) for rows in (base, [0, 1]))
+            of_all = self.trial.measure(emptied, self.weigher, base, total)
+            looks.append(Look(of_all, [self.trial.measure(rest, self.weigher, [0, 1], total, is_part=True), *alone[2:]]))
+        return looks
 
-
-def _emptied(found: FewRows, rows: Sequence[int]) -> Any:
-    emptied = found.emptied(rows, (0, 1))
-    return found.take(rows) if emptied is None else emptied
+    def _emptied(self, rows: Sequence[int]) -> Any:
+        emptied = self.found.emptied(rows, (0, 1))
+        return self.found.take(rows) if emptied is None else emptied
 
 
 def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) -> None:
@@ -308,7 +306,7 @@ def has_several_terms(checked: Checked, batches: Sequence[Any]) -> bool:
         return False
     trial, terms = checked.trial(), dict[int, Term]()
     with suppress(CannotCheckError), trial.held():
-        terms = trial.measure(lambda: deepcopy(batches[0]), Weigher("auto"), None, 0).terms
+        terms = trial.measure(lambda: deepcopy(batches[0]), Weigher("auto"), ()).terms
     return checked.on_any(sum(not term.is_penalty for term in terms.values()) > 1)
 
 

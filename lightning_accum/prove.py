@@ -32,7 +32,7 @@ class Measured:
         gradients: of each term, by parameter: some of their elements, in double precision.
         function: of a mean that the loss is; the gradients are those of the mean then.
         batch: makes the rows once more, to count in them.
-        rows: how many they are, if that is known.
+        rows: their places in the whole, of ``total`` rows; 0 where random numbers do not belong to them.
         rerun: gives the gradient of a multiple of a term, which is reduced over the ranks. Called on all of them.
     """
 
@@ -41,7 +41,8 @@ class Measured:
     gradients: dict[int, dict[int, Tensor]]
     function: FunctionOfMean | None
     batch: Callable[[], Any]
-    rows: int | None = None
+    rows: Sequence[int]
+    total: int = 0
     rerun: Callable[[int, float], dict[int, Tensor]] | None = None
     _runs: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     _counts: dict[Any, float] = field(default_factory=dict)
@@ -109,7 +110,11 @@ class Look(NamedTuple):
 
     whole: Measured
     parts: Sequence[Measured]
-    sizes: Sequence[int] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of the parts."""
+        return tuple(len(part.rows) for part in self.parts)
 
 
 class Deviation(NamedTuple):
@@ -156,7 +161,7 @@ def fit_of(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> Fit:
 
 
 def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) -> Deviation:
-    whole, parts, rows = look.whole, look.parts, tuple(look.sizes)
+    whole, parts, rows = look.whole, look.parts, look.sizes
     if len({one.function for one in (whole, *parts)}) > 1 and whole.rerun is None:
         return Deviation(math.inf, True, "the loss is a function of a mean in some parts, and another or none in others", rows)
     weights = [part.weight(key, mode) for part in parts]

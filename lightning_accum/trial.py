@@ -21,7 +21,7 @@ from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial_mode import TrialMode, is_narrow, widened, widened_batch
 from lightning_accum.undo import Snapshot
 from lightning_accum.user_warnings import listed
-from lightning_accum.verdict import CannotCheckError, UnsuitableRowsError
+from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.safeguards import freeze_batch_norm, guard_against_zero
 from lightning_accum.weighing.terms import Term, scale_terms
 from lightning_accum.weighing.weight import Reading, Weigher
@@ -241,31 +241,26 @@ class Trial:
     # --- one run ----------------------------------------------------------------------------------------------------
 
     def measure(
-        self,
-        batch: Callable[[], Any],
-        weigher: Weigher | None,
-        rows: Sequence[int] | None,
-        total: int,
-        scale: float = 1.0,
-        is_part: bool = False,
+        self, batch: Callable[[], Any], weigher: Weigher | None, rows: Sequence[int], total: int = 0, is_part: bool = False
     ) -> Measured:
         """Run the step on some rows, once, and measure each term of its loss. Called on all ranks.
 
         Args:
             batch: makes them.
             weigher: reads the loss; None for its gradient alone.
-            rows: their places among the rows of the whole, which random numbers belong to; None if that is not known.
-            total: rows of the whole.
-            is_part: it may have no loss, as a micro-batch, and adds nothing then.
-            scale: what the backward begins with, and gradients are divided by: a hook that clips them shows by it.
+            rows: their places among the rows of the whole.
+            total: rows of the whole, to which random numbers belong; 0 where all rows draw the same.
+            is_part: it may have no loss, as a micro-batch, and adds nothing then. Its backward begins with another number than 1,
+                by which its gradients are divided: a hook that clips them shows by it.
 
         Raises:
             CannotCheckError: it cannot be run. On all ranks.
         """
+        scale = float(MOST_ROWS) if is_part else 1.0
         loss, reading = self.together(lambda: self._run(batch, weigher, rows, total, is_part))
         terms, function = reading.terms, None if reading.function is None else reading.function.function
         of_terms, value = {term.key: _on_host(term) for term in terms}, float(loss.detach())
-        measured = Measured(value, of_terms, {}, function, batch, None if rows is None else len(rows))
+        measured = Measured(value, of_terms, {}, function, batch, rows, total)
         if weigher is None:
             measured.gradients = {ALL: self.together(lambda: self.gradients(loss, 1.0))}
             return measured
@@ -298,9 +293,9 @@ class Trial:
         return found
 
     def _run(
-        self, batch: Callable[[], Any], weigher: Weigher | None, rows: Sequence[int] | None, total: int, is_part: bool = False
+        self, batch: Callable[[], Any], weigher: Weigher | None, rows: Sequence[int], total: int, is_part: bool = False
     ) -> tuple[Tensor, Reading]:
-        self.restore(rows, total)
+        self.restore(rows if total else None, total)
         needs_loss = not is_part or self.backward.is_waited_for_in_forward
         try:
             loss = self.step(batch())

@@ -137,7 +137,7 @@ def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, padded: Any, trim
     try:
         with trial.held():
             for batch in (padded, *trimmed):
-                measured.append(trial.measure(partial(copy, batch), weigher, None, 0))
+                measured.append(trial.measure(partial(copy, batch), weigher, ()))
     except CannotCheckError as error:
         return f"without it, {error}" if measured else Inconclusive(f"with it, {error}", needs_trimming=True)
     if not all(math.isfinite(one.loss) for one in measured):
