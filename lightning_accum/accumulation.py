@@ -72,8 +72,6 @@ class Accumulation(Windows):
         self.loss = WindowLoss(self.window, self.weigher, sums)
         self.closed: ClosedWindow | None = None
         """The last window that ended; None before the first, and after one that was dropped."""
-        self.gradient_norm: Tensor | None = None
-        """The norm of its gradient, where it was clipped by norm."""
         self.closed_loader_batches = 0
         self.is_zero_grad_due = True
         """The gradients are those of an earlier window: they are cleared before the first backward of the next."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,12 +22,19 @@ from lightning_accum.weighing.weight import Contribution
 
 
 class ClosedWindow(NamedTuple):
-    """A window that has ended, over all ranks.
+    """A window that has ended, over all ranks; after its optimizer step it is what ``on_window_end`` gets.
+
+    Numbers that a device has computed may be tensors on it: nothing is copied to the host before somebody reads them, as with
+    ``float(window.loss)``.
 
     Attributes:
-        loss: the loss that the full batch would have had: the weighted mean, or the sum for a loss that is a sum.
+        loss: the loss that the full batch would have had: the weighted mean, or the sum for a sum; nan if it had none.
         weight: the sum of the weights; 1 for a loss that is a sum, however many micro-batches it was added up from.
         micro_batches: micro-batches with a loss.
+        loader_batches: those of each rank, once its step was made; as is what follows.
+        gradient_norm: of the full batch, before clipping, where the Trainer clips by norm; else None.
+        has_stepped: the optimizer has changed the parameters. False where a GradScaler left the step out, or ``training_step``
+            returned None throughout: ``trainer.global_step`` counts these too, as ever in Lightning.
         left_out: micro-batches that were not finite, and are in none of the above.
         slope: what the gradient of a mean was multiplied by, where the loss is a function of it.
         is_flagged: a rank had raised its :attr:`Window.flag`.
@@ -43,6 +49,9 @@ class ClosedWindow(NamedTuple):
     loss: Tensor | float
     weight: Tensor | float
     micro_batches: int
+    loader_batches: int = 0
+    gradient_norm: Tensor | None = None
+    has_stepped: bool = False
     left_out: int = 0
     slope: float = 1.0
     is_flagged: bool = False
@@ -90,9 +99,14 @@ class Totals(NamedTuple):
         self, left_out: int, loss: float = math.nan, weight: float = 0.0, slope: float = 1.0, **doubts: bool
     ) -> ClosedWindow:
         """What the window was, empty if it had no weight; the ``doubts`` are fields of it."""
-        flags = {"is_flagged": self.has_flag(FLAG), "is_last": self.has_flag(IS_LAST), "has_doubts": self.has_flag(HAS_NEWS)}
+        flags: dict[str, Any] = {
+            "is_flagged": self.has_flag(FLAG),
+            "is_last": self.has_flag(IS_LAST),
+            "has_doubts": self.has_flag(HAS_NEWS),
+        }
         micro_batches = int(self.micro_batches)
-        return ClosedWindow(loss, weight, micro_batches, left_out, slope, is_empty=weight == 0, **flags, **doubts)
+        flags |= {"is_empty": weight == 0, **doubts}
+        return ClosedWindow(loss, weight, micro_batches, left_out=left_out, slope=slope, **flags)
 
     def check(self) -> None:
         """Refuse what does not add up to a full batch.
@@ -271,40 +285,3 @@ def _sum_of_constants(contributions: Sequence[Contribution]) -> Denominator:
         elif n != 0:
             total = total + n * c.of_mean.constant
     return total
-
-
-@dataclass(frozen=True, slots=True)
-class EndedWindow:
-    """A window whose optimizer step has been made, over all ranks.
-
-    Numbers that a device has computed may be tensors on it: nothing is copied to the host before somebody reads them, as with
-    ``float(window.loss)``.
-
-    Attributes:
-        loss: the loss that the full batch would have had, as ``window/loss``; nan where the window had none.
-        weight: what it was made of, as ``window/weight``: the tokens of a language model; 1 for a loss that is a sum.
-        micro_batches: micro-batches with a loss, on all ranks.
-        loader_batches: loader batches of each rank that ended in it: 0 for a window that ends in the loader batch that it began in.
-        gradient_norm: of the full batch, before clipping, where the Trainer clips by norm; else None.
-        has_stepped: the optimizer has changed the parameters. False where a GradScaler left the step out, or ``training_step``
-            returned None throughout: ``trainer.global_step`` counts these too, as ever in Lightning.
-
-    Example:
-        >>> EndedWindow.of(ClosedWindow(loss=0.5, weight=1024.0, micro_batches=8), loader_batches=8).loss
-        0.5
-    """
-
-    loss: Tensor | float
-    weight: Tensor | float
-    micro_batches: int
-    loader_batches: int
-    gradient_norm: Tensor | None = None
-    has_stepped: bool = True
-
-    @classmethod
-    def of(
-        cls, closed: ClosedWindow, loader_batches: int, gradient_norm: Tensor | None = None, has_stepped: bool = True
-    ) -> EndedWindow:
-        """What is to be seen of a window that was closed."""
-        has_stepped = has_stepped and not closed.is_empty
-        return cls(closed.loss, closed.weight, closed.micro_batches, loader_batches, gradient_norm, has_stepped)

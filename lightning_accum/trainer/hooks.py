@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_accum.trainer.from_lightning import PassThroughProfiler, Precision, Strategy, pl
-from lightning_accum.window_totals import EndedWindow
+from lightning_accum.window_totals import ClosedWindow
 
 # --- what nobody listens to -------------------------------------------------------------------------------------------
 
@@ -83,14 +83,13 @@ def replacing(module: pl.LightningModule, **attributes: Any) -> Iterator[None]:
         own.update(before)
 
 
-def call_window_hooks(trainer: pl.Trainer, ended: Callable[[], EndedWindow]) -> None:
+def call_window_hooks(trainer: pl.Trainer, window: ClosedWindow) -> None:
     """Call ``on_window_end`` of the callbacks and of the module that have it."""
     module = trainer.lightning_module
     owners: list[Any] = [*callbacks_of(trainer), module]
     listeners = [owner for owner in owners if callable(getattr(owner, "on_window_end", None))]
     if not listeners:
         return
-    window = ended()
     with replacing(module, _current_fx_name="on_train_batch_end"):  # `self.log` works as there
         for owner in listeners:
             owner.on_window_end(*((window,) if owner is module else (trainer, module, window)))

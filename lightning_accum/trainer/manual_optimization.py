@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from typing_extensions import override
 
 from lightning_accum.trainer.from_lightning import _ManualOptimization
-from lightning_accum.window_totals import ClosedWindow, EndedWindow
+from lightning_accum.window_totals import ClosedWindow
 
 if TYPE_CHECKING:
     from lightning_accum.trainer.engine import Engine
@@ -63,7 +63,7 @@ class WindowManualOptimization(_ManualOptimization):
         """
         if self.optim_step_progress.total.completed > before:
             first = closed[0] if closed else ClosedWindow(math.nan, math.nan, 1)
-            call_window_hooks(self.trainer, lambda: EndedWindow.of(first, loader_batches))
+            call_window_hooks(self.trainer, first._replace(loader_batches=loader_batches, has_stepped=not first.is_empty))
 
     @override
     def _on_before_step(self) -> None:

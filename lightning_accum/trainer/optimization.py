@@ -34,7 +34,6 @@ from lightning_accum.trainer.from_lightning import (
 from lightning_accum.trainer.hooks import call_window_hooks, is_lightnings, is_unheard, replacing
 from lightning_accum.trainer.results import collecting_logs, show_logs
 from lightning_accum.trainer.watch import parameters_of
-from lightning_accum.window_totals import EndedWindow
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
@@ -140,7 +139,6 @@ class WindowOptimization(_AutomaticOptimization):
         assert accumulation is not None
         optimizer, watch = strategy._lightning_optimizers[0], strategy.watch
         watch.begin_step(optimizer._optimizer)
-        accumulation.gradient_norm = None
         if not accumulation.is_closed_empty:  # else optimizer and hooks see no step
             has_moved = _changes_of(optimizer._optimizer, by_value=watch.is_close)
             closure = WindowClosure(outcome, again, lambda: self._moves_first or has_moved())
@@ -162,8 +160,8 @@ class WindowOptimization(_AutomaticOptimization):
                 watch.schedulers_due()
         strategy.listener.end_window(trainer)
         if accumulation.is_step:
-            numbers = accumulation.closed_loader_batches, accumulation.gradient_norm, is_changed
-            call_window_hooks(trainer, lambda: EndedWindow.of(closed, *numbers))
+            has_stepped, loader_batches = is_changed and not is_empty, accumulation.closed_loader_batches
+            call_window_hooks(trainer, closed._replace(has_stepped=has_stepped, loader_batches=loader_batches))
         return outcome
 
     # --- one micro-batch ----------------------------------------------------------------------------------------------
@@ -292,7 +290,8 @@ def _noting_gradient_norm(trainer: pl.Trainer, strategy: Engine) -> Iterator[Non
         return
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        accumulation.gradient_norm = strategy.clip_by_norm(plugin.main_params(optimizer), clip_val)
+        norm, closed = strategy.clip_by_norm(plugin.main_params(optimizer), clip_val), accumulation.closed
+        accumulation.closed = None if closed is None else closed._replace(gradient_norm=norm)
 
     if type(plugin).clip_grad_by_norm not in (Precision.clip_grad_by_norm, FSDPPrecision.clip_grad_by_norm):
         yield  # a plugin with a clipping of its own

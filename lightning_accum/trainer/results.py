@@ -220,8 +220,8 @@ class WindowMetrics:
             return
         if windows.splitting is not None and windows.splitting.largest is not None:
             others["window/micro_batch_size"] = windows.splitting.largest
-        if windows.gradient_norm is not None:
-            others["window/grad_norm"] = windows.gradient_norm
+        if closed.gradient_norm is not None:
+            others["window/grad_norm"] = closed.gradient_norm
         self._log(closed, windows, others)
 
     def log_calls(self, windows: ManualWindows) -> None:
