@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +31,36 @@ class _Sample(NamedTuple):
     elements: Tensor
 
 
+class KeptGradients:
+    """The gradients of a window as a backward has left them, to see whether others clear or change one before the next."""
+
+    def __init__(self) -> None:
+        self.parameters: Sequence[tuple[str, Tensor]] = ()
+        """By name."""
+        self._kept: list[tuple[Tensor | None, int, Tensor | None]] = []
+
+    def keep(self, has_values: bool = False) -> None:
+        """Keep the gradients as they are now; with values, one that is moved, as DDP moves them, is no other."""
+        self._kept = [(own.grad, _version(own.grad), elements_of(own.grad) if has_values else None) for _, own in self.parameters]
+
+    def changed(self) -> list[str]:
+        """The parameters whose gradients are others now, by name."""
+        return [
+            name
+            for (name, own), (gradient, version, values) in zip(self.parameters, self._kept, strict=False)
+            if own.grad is not gradient or _version(own.grad) != version
+            if values is None or not torch.equal(elements_of(own.grad), values)
+        ]
+
+    def forget(self) -> None:
+        """They may change."""
+        self._kept = []
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
 class ParameterChanges:
     """Compares some elements of each parameter in the first windows of a fit, and in the first of each epoch.
 
@@ -49,6 +78,7 @@ class ParameterChanges:
         """The window that begins next is compared."""
         self.is_under_way = False
         """That which is under way is."""
+        self.gradients = KeptGradients()
 
     def begin_epoch(self) -> None:
         """Its first window is compared."""
@@ -59,30 +89,32 @@ class ParameterChanges:
         self._windows_left = max(0, self._windows_left - 1)
         self.is_due, self.is_under_way = self._windows_left > 0, True
         self._before = [_Sample(name, tensor, _elements(tensor)) for name, tensor in _compared(module)]
+        self.gradients.parameters = [(sample.name, sample.tensor) for sample in self._before]
 
-    @contextmanager
-    def leaving_gradients(self) -> Iterator[None]:
-        """A ``training_step`` in here leaves the gradients of the window as they are.
+    def keep_gradients(self) -> None:
+        """A micro-batch has run: what it has added to is left as it is until the next backward."""
+        if self.is_under_way:
+            self.gradients.keep(has_values=True)
 
-        In the full batch they are cleared after it. In a later micro-batch what it adds would stay, and what it clears is lost.
+    def refuse_other_gradients(self) -> None:
+        """The backward of a micro-batch is next.
+
+        In the full batch, gradients are cleared after ``training_step``. In a later micro-batch, what a step or a callback adds to
+        them would stay, and what it clears is lost.
         """
-        before = [(sample.name, sample.tensor, sample.tensor.grad, elements_of(sample.tensor.grad)) for sample in self._before]
-        versions = [-1 if gradient is None else gradient._version for _, _, gradient, _ in before]
-        yield
-        for (name, tensor, gradient, elements), version in zip(before, versions, strict=True):
-            is_as_it_was = tensor.grad is gradient and (gradient is None or gradient._version == version)
-            if not is_as_it_was and not torch.equal(elements_of(tensor.grad), elements):  # DDP moves some into other buckets
-                raise UsageError(
-                    f"training_step changes the gradient of '{name}', to which the micro-batches of a window add. A step of the"
-                    " full batch is not changed by that, since Lightning clears the gradients after training_step; here what it"
-                    " adds would stay, and what it clears is lost. Leave zero_grad to Lightning; and where the step needs gradients"
-                    " of its own, as adversarial examples do, take torch.autograd.grad(...) instead of backward(), or have the"
-                    ' batch run whole: micro_batch="offload", and a window of 1.'
-                )
+        if self.is_under_way and (changed := self.gradients.changed()):
+            raise UsageError(
+                f"Between two micro-batches of a window the gradient of '{changed[0]}' was cleared or changed, by training_step or"
+                " by a callback: the window would not take the step of its full batch, and no step was made. Leave zero_grad to"
+                " Lightning, clip once a window, in on_before_optimizer_step, and where a step needs gradients of its own, as"
+                " adversarial examples do, take torch.autograd.grad(...) instead of backward(), or have the batch run whole:"
+                ' micro_batch="offload", and a window of 1. check=False leaves this out.'
+            )
 
     def end(self, micro_batches: int) -> None:
         """A window of so many micro-batches, which was compared, has run its last backward."""
         self.is_under_way = False
+        self.gradients.forget()
         before, self._before = self._before, []
         if not before or self._warn is None or micro_batches < 2:
             return
@@ -113,8 +145,7 @@ def _usual(now: Tensor, then: Tensor) -> Tensor:
 
 def elements_of(tensor: Tensor | None) -> Tensor:
     """Some of a gradient or a parameter, copied; none where there is none."""
-    is_read = tensor is not None and tensor.layout == torch.strided
-    return _elements(tensor) if is_read else torch.empty(0)  # type: ignore[arg-type]
+    return torch.empty(0) if tensor is None or tensor.layout != torch.strided else _elements(tensor).nan_to_num()
 
 
 def _message(changed: dict[str, float], once_a_window: str) -> str:

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.counting import count_window
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Output, Weighed, joined_extra, joined_loss
 from lightning_accum.nonfinite import Guard
-from lightning_accum.parameter_changes import elements_of
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.plan import Mark, Plan
 from lightning_accum.step import Backward, CountsAhead, Outcome, Step, Trained
@@ -54,9 +53,6 @@ class Session:
         self._row_wise = accumulation.row_wise
         self._snapshotter = trained.snapshotter
         self._is_announced = self._has_doubts = False
-        self._noted: nn.Parameter | None = None
-        self._gradient: tuple[int, Tensor] | None = None
-        """Of the gradient of one parameter, as the last loader batch has left it in a window, its version and some elements."""
         self._has_ranks = accumulation.ranks.world_size > 1
         self._has_sync = type(sync) is not GradientSync  # engines for several ranks have one on a single rank, too
         policy = accumulation.policy
@@ -75,7 +71,6 @@ class Session:
             ends_window: its window ends with it.
         """
         accumulation = self._accumulation
-        self._refuse_other_gradients()
         if accumulation.window.counted is not None:
             count_window(accumulation, step, batch, self.sync, self._snapshotter)
         with _NOTHING_AROUND if self._row_wise is None else self._row_wise.step(count_samples(batch)):
@@ -86,29 +81,7 @@ class Session:
             outcome = run(step, batch, seen, ends_window)
         if self._has_doubts:
             self.look_at_doubted()
-        if not ends_window and accumulation.changes.is_under_way and accumulation.sums is None:  # in the first windows
-            self._note_gradient()
         return outcome
-
-    def _note_gradient(self) -> None:
-        """One gradient of the window: whatever clears or changes them all, changes it."""
-        if self._noted is None:
-            self._noted = next((parameter for parameter in self._parameters() if parameter.grad is not None), None)
-        gradient = None if self._noted is None else self._noted.grad
-        self._gradient = None if gradient is None else (gradient._version, elements_of(gradient))
-
-    def _refuse_other_gradients(self) -> None:
-        noted, self._gradient = self._gradient, None
-        if noted is None or self._noted is None or not self._accumulation.window.micro_batches:
-            return
-        gradient, (version, before) = self._noted.grad, noted
-        is_same = gradient is not None and gradient._version == version and not gradient.is_cpu  # no copy from a device
-        if not is_same and not torch.equal(elements_of(gradient).nan_to_num(), before.nan_to_num()):
-            raise UsageError(
-                "Between two loader batches of a window its gradients were cleared or changed, as by a callback that calls"
-                " zero_grad or clips at every batch: the window would not take the step of its full batch, and no step was made."
-                " Do it once a window, in on_before_zero_grad or on_before_optimizer_step. check=False leaves this out."
-            )
 
     def _run_whole(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
         accumulation = self._accumulation
@@ -155,6 +128,7 @@ class Session:
         def undo() -> None:
             window.rewind(begun)
             window.left_out = left_out
+            accumulation.changes.gradients.forget()
             if counted is not None and mark is not None:
                 counted.rewind(mark)
             if sums is not None:
@@ -223,6 +197,7 @@ class Session:
         accumulation, weighed = self._accumulation, EMPTY
         if accumulation.is_zero_grad_due:
             self.zero_grad(step)
+        accumulation.changes.refuse_other_gradients()
         if loss is None or step.skips_backward:
             accumulation.add_without_loss(micro_batch)
             self.sync.backward_without_loss()
@@ -250,7 +225,8 @@ class Session:
         """Leave a micro-batch that was not finite out of the window, where that was asked for. Returns what it brought in."""
         if self.guard is not None and self.guard.end_micro_batch():
             self._accumulation.window.skip_nonfinite()
-            return EMPTY
+            weighed = EMPTY
+        self._accumulation.changes.keep_gradients()
         return weighed
 
     def zero_grad(self, step: Backward, is_after_forward: bool = True) -> None:
@@ -264,6 +240,7 @@ class Session:
         if step.skips_backward or not accumulation.is_zero_grad_due:
             return
         accumulation.is_zero_grad_due = False
+        accumulation.changes.gradients.forget()
         # parameters of sharded modules are others between forward and backward
         is_compared = is_after_forward and accumulation.changes.is_due and not self.sync.is_waited_for_in_forward
         if is_compared and not accumulation.is_passthrough():
@@ -308,6 +285,7 @@ class Session:
         return self.end_window(seen) if has_boundary else None
 
     def _run_shadow_batch(self, micro_batch: MicroBatch) -> None:
+        self._accumulation.changes.gradients.forget()
         self.sync.forward_without_batch()
         self._accumulation.add_without_loss(micro_batch)
         self.sync.backward_without_loss()

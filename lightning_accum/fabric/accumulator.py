@@ -20,6 +20,7 @@ from lightning_accum.fabric.loop import Loop
 from lightning_accum.fabric.training import Fabric, Training
 from lightning_accum.fabric.words import Words
 from lightning_accum.nonfinite import Guard
+from lightning_accum.parameter_changes import KeptGradients
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize, checked_policy, row_wise_fields
 from lightning_accum.session import Session
 from lightning_accum.splitting.micro_batch import Tokens
@@ -147,7 +148,7 @@ class Accumulator(Loop):
                 accumulation.verdict = Verdict(None, seen="pass loss_of=" if loss_of is None else 'weight="equal"')
             warn_of_hooks(training.module, words.rank_zero_warn, is_checked=accumulation.checks_left > 0)
         warn_of_batch_norm(training.module, is_split, is_long, words.rank_zero_warn)
-        self._around = ExitStack()
+        self._around, self._kept = ExitStack(), KeptGradients()
 
     # --- what a window was ------------------------------------------------------------------------------------------
 
@@ -209,7 +210,7 @@ class Accumulator(Loop):
             raise ArgumentError(f"This is no state of an Accumulator: it lacks {', '.join(sorted(missing))}")
         accumulation, seen = self._accumulation, self._seen
         self._is_backward_done = self._has_failed = False
-        self._kept = ()
+        self._kept.forget()
         self.passes, self.loader_batches = state_dict["passes"], state_dict["loader_batches"]
         accumulation.epoch = self.passes
         with self._words:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_accum.errors import ArgumentError, UsageError, WrongTypeError
 from lightning_accum.fabric.passes import Passes
 from lightning_accum.fabric.words import warn_of_factors
 from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.parameter_changes import KeptGradients
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.counts import count_samples
 
@@ -25,8 +26,7 @@ class Loop(Passes):
     _pass: Generator[Any, None, None] | None = None
     _around: ExitStack
     """What forward and backward run in."""
-    _watched: Sequence[nn.Parameter] = ()
-    _kept: Sequence[tuple[Tensor | None, int]] = ()
+    _kept: KeptGradients
     _is_between_windows = _has_warned = False
     _ends_window = _is_backward_done = _is_step_done = _has_failed = False
     _may_be_divided = True
@@ -197,7 +197,7 @@ class Loop(Passes):
         self._training.sync.drop_accumulated()
         self._training.zero_grad()
         self._has_failed = False
-        self._kept = ()
+        self._kept.forget()
 
     @property
     def is_shadow_batch(self) -> bool:
@@ -228,23 +228,23 @@ class Loop(Passes):
 
     def _keep_gradients(self, is_between_windows: bool = False) -> None:
         """Keep the gradients as they are now, each with the number of its changes, to see whether others change one."""
-        if is_between_windows or not self._watched:
+        if is_between_windows or not self._kept.parameters:
             are_in_grad = self._accumulation.sums is None and not self._training.sync.is_waited_for_in_forward
-            self._watched = [own for own in self._training.parameters() if own.requires_grad and are_in_grad]
-        self._kept = [(found := own.grad, 0 if found is None else found._version) for own in self._watched]
+            trained = (own for own in self._training.parameters() if own.requires_grad and are_in_grad)
+            self._kept.parameters = [("", own) for own in trained]
+        self._kept.keep()
         self._is_between_windows = is_between_windows
 
     def _refuse_changes(self) -> None:
         """Refuse gradients that were cleared or changed inside a window; warn of others between two."""
-        now = zip((own.grad for own in self._watched), self._kept, strict=False)
-        if not any(own is not kept or (kept is not None and kept._version != version) for own, (kept, version) in now):
+        if not self._kept.changed():
             return
         if not self._is_between_windows:
             raise UsageError(
                 "The gradients were cleared or changed inside of a window. Leave zero_grad(), clipping and other backwards out:"
                 " accumulator.step(clip_norm=...) clears and clips, accumulator.backward(loss_a + loss_b) takes all losses."
             )
-        if not self._has_warned and any(own.grad is not None for own in self._watched):
+        if not self._has_warned and any(own.grad is not None for _, own in self._kept.parameters):
             self._has_warned = True
             rank_zero_warn(
                 "There are gradients that accumulator.backward did not make, and the next window clears them. To train on another"

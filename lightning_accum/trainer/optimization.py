@@ -175,9 +175,8 @@ class WindowOptimization(_AutomaticOptimization):
         """``training_step``: the loss of a micro-batch, and what else it returned."""
         module, accumulation = self.trainer.lightning_module, self.strategy.accumulation
         assert accumulation is not None
-        step, changes = module.training_step if self._is_silent else self._training_step_with_hooks, accumulation.changes
-        with changes.leaving_gradients() if changes.is_under_way else _NOTHING_AROUND:
-            output: Any = step(batch, *self._others)
+        step = module.training_step if self._is_silent else self._training_step_with_hooks
+        output: Any = step(batch, *self._others)
         if isinstance(output, Tensor):
             return output, _NOTHING
         result = _result_of(output)
@@ -268,7 +267,7 @@ def _changes_of(optimizer: Optimizer, by_value: bool) -> Callable[[], bool]:
     parameters = [*parameters_of(optimizer)]
 
     def seen() -> tuple[list[int], list[Tensor]]:
-        return [p._version for p in parameters], [elements_of(p).nan_to_num() for p in parameters if by_value]
+        return [p._version for p in parameters], [elements_of(p) for p in parameters if by_value]
 
     versions, values = seen()
 
