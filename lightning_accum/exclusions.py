@@ -157,11 +157,8 @@ def _exclusions(a: Asked) -> Iterator[str]:
             yield f"accumulate_dtype={dtype} {alone} Leave it out."
         if looks_at_gradients:
             yield f'{nonfinite} {alone} Look in training_step, or leave it at "propagate".'
-        if a.is_sharded and (a.ranks > 1 or is_long or row_wise):
-            yield (
-                f"{module_name} has automatic_optimization=False, and each of its backwards reduces the gradients of {strategy} by"
-                ' itself, so that those of a window do not add up. Use Trainer(strategy="accum_ddp"), or automatic optimization.'
-            )
+        if a.is_sharded and row_wise:
+            yield f'row_wise={row_wise} {alone} Use Trainer(strategy="accum_ddp"), whose backwards do not gather parameters.'
 
     # --- and beside an engine
     if widens and not a.is_sharded and a.module is not None and (layers := sparse_layers(a.module)):

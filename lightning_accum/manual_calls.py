@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,7 @@ class ManualMicroBatch:
         stepped: the optimizers whose step it has called.
         versions: of the parameters before it.
         before: what was in ``.grad`` before its first backward.
+        begun: the time when it entered ``training_step``.
     """
 
     batch: Any = None
@@ -56,3 +58,4 @@ class ManualMicroBatch:
     stepped: list[str] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     before: dict[nn.Parameter, Tensor] | None = None
+    begun: float = field(default_factory=time.monotonic)

@@ -177,7 +177,7 @@ class Windows(ABC):
             )
             return None
         training.sync.reduce_for_checkpoint()
-        named, is_reduced = training.parameters_by_name(), training.sync.is_reduced_inside
+        named, is_reduced = training.parameters_by_name(), self._is_reduced_inside(training)
         left_out = sum(loss.window.left_out for loss in self.losses)
         return PartialWindow(
             self.in_words(size),
@@ -197,6 +197,10 @@ class Windows(ABC):
             restore_loss(loss, kept, named, self.ranks, scale, self.warn_once)
             loss.window.left_out = partial.left_out if self.ranks.is_first else 0
         training.sync.note_gradients()
+
+    def _is_reduced_inside(self, training: Trained) -> bool:
+        """The gradients of an unfinished window are averaged over the ranks already."""
+        return training.sync.is_reduced_inside
 
     def _loss_scale_of(self, training: Trained) -> float:
         """What the gradients of an unfinished window are multiplied by."""

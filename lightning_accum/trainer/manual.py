@@ -9,6 +9,7 @@ on with that: clipping, ``step``, ``zero_grad``, in its order. Before the bounda
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
@@ -21,6 +22,7 @@ from typing_extensions import override
 
 from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.errors import UsageError
+from lightning_accum.failures import have_all_left
 from lightning_accum.main_gradients import as_number
 from lightning_accum.manual_calls import Call, ManualMicroBatch
 from lightning_accum.policy import Policy
@@ -29,6 +31,7 @@ from lightning_accum.start_line import in_lines, window_in_words
 from lightning_accum.step import Trained
 from lightning_accum.trainer.deferred_steps import DeferredSteps
 from lightning_accum.trainer.from_lightning import LightningModule, rank_zero_info
+from lightning_accum.trial import PATIENCE
 from lightning_accum.user_warnings import users_line
 from lightning_accum.weighing.advice import OF_UNSEEN_TERMS
 from lightning_accum.weighing.safeguards import gradients_of_zero
@@ -38,6 +41,11 @@ from lightning_accum.window import WindowLoss
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 
+_SAME_CALLS = (
+    "Over ranks, all of them make the same calls of manual_backward and step: a rank that has nothing to add takes part with a loss"
+    " of 0 that depends on the parameters. With automatic optimization a rank may return None."
+)
+
 
 class ManualWindows(Windows):
     """The windows of a fit whose module optimizes by itself.
@@ -45,6 +53,7 @@ class ManualWindows(Windows):
     Args:
         trained: the module of the fit.
         schedulers: of the fit.
+        reduces_by_itself: every backward leaves gradients that are averaged over the ranks, as those of sharded modules are.
         row_wise: runs submodules in micro-batches.
         checks: at how many loader batches the losses may be checked.
     """
@@ -55,6 +64,7 @@ class ManualWindows(Windows):
         trained: Trained,
         schedulers: Iterable[Any],
         warn: Callable[[str], None],
+        reduces_by_itself: bool = False,
         row_wise: RowWise | None = None,
         checks: int = 0,
     ) -> None:
@@ -72,11 +82,13 @@ class ManualWindows(Windows):
         self.is_free_of_steps: bool | None = None
         """No loss depends on a step that ``training_step`` makes before it; None where that was not tried out."""
         self._module = cast("LightningModule", trained.module)
-        self._parameters, self._loss_scale = trained.parameters, trained.loss_scale
+        self._parameters, self._loss_scale, self._reduces_by_itself = trained.parameters, trained.loss_scale, reduces_by_itself
         self._micro_batches_begun = 0
         """Those of the window."""
         self._has_called = False
         """A micro-batch of the window has called ``manual_backward``."""
+        self._most_calls = 0
+        """Of ``manual_backward``, in any ``training_step`` so far."""
         self._of_first: tuple[list[str], int] | None = None
         """What the first micro-batch of the window stepped, and how many backward calls it made."""
         self._is_announced = False
@@ -112,13 +124,13 @@ class ManualWindows(Windows):
         Raises:
             RuntimeError: on all ranks, some have a batch and others have None, and those that have one would wait for the others.
         """
-        if self.ranks.size == 1 or not is_boundary:
+        if self.ranks.size == 1 or not (is_boundary or self._reduces_by_itself):
             return
         some_have, some_lack = self.ranks.largest(has_batch, not has_batch)
         if some_have and some_lack:
             has, others = ("", "another has None for it") if has_batch else ("None for ", "others have a batch")
             raise UsageError(
-                f"Rank {self.ranks.rank} has {has}the last loader batch of a window, and {others}. With"
+                f"Rank {self.ranks.rank} has {has}a loader batch that reduces gradients, and {others}. With"
                 " automatic_optimization=False the module's own training_step reduces gradients and steps, on all ranks or on none:"
                 " leave None out of the loaders, or use automatic optimization."
             )
@@ -170,6 +182,8 @@ class ManualWindows(Windows):
             current.before = dict(before)
         for parameter in before:
             parameter.grad = None
+        if self._reduces_by_itself:  # a mean over ranks, each of which has its own factor
+            loss, factor = (loss * factor).to(loss.dtype), 1.0
         is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         with gradients_of_zero(loss) if is_weightless else nullcontext():
             result = run(loss, *args, **kwargs)
@@ -178,6 +192,8 @@ class ManualWindows(Windows):
 
     def _look_for_changes(self) -> None:
         """Compare the parameters that the last micro-batch of a window has run forward with to those of its first."""
+        if self._reduces_by_itself:  # they are others between forward and backward
+            return
         if self.changes.is_under_way and not self.current.defers_steps:
             if not self.current.stepped:
                 self.changes.end(self._micro_batches_begun)
@@ -200,9 +216,10 @@ class ManualWindows(Windows):
 
     def _close(self, call: Call, scale: float) -> dict[nn.Parameter, Tensor]:
         """End the window of a call. Returns the gradients of the full batch."""
-        self._compare_places(is_end=False)
+        if not self._reduces_by_itself:
+            self._compare_places(is_end=False)
         call.window.reduce()
-        if self.ranks.size > 1:
+        if self.ranks.size > 1 and not self._reduces_by_itself:
             used = call.given.of
             call.given.reduce(self.ranks, [p for p in self._parameters() if p.requires_grad or used(p) is not None])
         closed = call.window.close(call.given.gradients)
@@ -242,6 +259,7 @@ class ManualWindows(Windows):
         """
         current = self.current
         current.is_running, is_boundary = False, not current.defers_steps
+        self._wait_for_others()
         if is_boundary:
             self._compare_places(is_end=True)
         elif current.versions != [p._version for p in self._parameters()]:
@@ -295,7 +313,7 @@ class ManualWindows(Windows):
         """The call of a ``training_step`` that has the number ``index``, from 0."""
         if index == len(self.calls):
             # not from the first weights: other ranks may be at other calls, since they may have other numbers of micro-batches
-            weight_scale = 1.0 if self.ranks.size > 1 else None
+            weight_scale = 1.0 if self.ranks.size > 1 and not self._reduces_by_itself else None
             self.calls.append(Call(self, weight_scale, max(0, self.checks), self.row_wise))
         return self.calls[index]
 
@@ -332,9 +350,24 @@ class ManualWindows(Windows):
         if most != -fewest:
             places = [f"rank {rank} {self.ranks.share(where, rank)}" for rank in range(self.ranks.world_size)]
             raise UsageError(
-                f"The ranks are at different places in the training_step that ends a window: {'; '.join(places)}. Over ranks, all"
-                " of them make the same calls of manual_backward and step: a rank that has nothing to add takes part with a loss of"
-                " 0 that depends on the parameters. With automatic optimization a rank may return None."
+                f"The ranks are at different places in the training_step that ends a window: {'; '.join(places)}. {_SAME_CALLS}"
+            )
+
+    def _wait_for_others(self) -> None:
+        """Where each backward waits for the other ranks, leave ``training_step`` with them. Called on all, if all come to it.
+
+        Raises:
+            RuntimeError: this rank has called backward less often than before, and others are still in training_step.
+        """
+        if self.ranks.size == 1 or not self._reduces_by_itself:
+            return
+        calls = self.current.next_call
+        may_be_early = calls < self._most_calls or not self._most_calls
+        self._most_calls = max(self._most_calls, calls)
+        if not have_all_left(may_be_early, PATIENCE + 10 * (time.monotonic() - self.current.begun)):
+            raise UsageError(
+                f"Rank {self.ranks.rank} has called manual_backward {calls} times and left training_step, and another rank is still"
+                f" in it, where it waits for this one. {_SAME_CALLS}"
             )
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -357,6 +390,10 @@ class ManualWindows(Windows):
         for index in range(int(self.ranks.largest(len(self.calls))[0])):  # those of all ranks
             self.call(index)
         return super().partial_window(training, size)
+
+    @override
+    def _is_reduced_inside(self, training: Trained) -> bool:
+        return self._reduces_by_itself
 
     @override
     def _loss_scale_of(self, training: Trained) -> float:

@@ -37,6 +37,7 @@ from lightning_accum.trainer.watch import Watch
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import Verdict
+from lightning_accum.weighing import advice
 from lightning_accum.weighing.safeguards import warn_of_batch_norm, warn_of_hooks
 from lightning_accum.whole.offload import Offload, offload_in_words
 from lightning_accum.whole.row_proof import unproven
@@ -239,8 +240,12 @@ class AccumulationMixin(Engine):
         warn_of_batch_norm(module, is_split=False, is_window_long=is_long, warn=rank_zero_warn)
         self.snapshotter = Undo(module, self.root_device)
         checks = MOST_BATCHES if self.policy.check and self._why_unchecked() is None else 0
+        reduces = self.reduces_every_backward_by_itself
+        if checks and reduces:
+            checks = 0
+            rank_zero_warn(advice.of_unchecked(Verdict(None, seen="the module is sharded, and optimizes by itself"), True))
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        self.manual = ManualWindows(self.policy, self, schedulers, rank_zero_warn, self.row_wise, checks)
+        self.manual = ManualWindows(self.policy, self, schedulers, rank_zero_warn, reduces, self.row_wise, checks)
         self._fit.callback(self.manual.steps.end)
 
     def _show_window_size(self) -> None:

@@ -79,7 +79,7 @@ CASES: list[Callable[[], Any]] = [
     fit(weight=EACH, **MANUAL),
     fit(accumulate_dtype=torch.float64, **MANUAL),
     fit(on_nonfinite="skip", **MANUAL),
-    fit(ShardedLanguage(), fsdp2, 2, **MANUAL),
+    fit(ShardedLanguage(), fsdp2, 2, row_wise="net", **{**MANUAL, "micro_batch": 2}),
     fit(Layered(nn.Embedding(3, 2, sparse=True)), accumulate_dtype=torch.float64),
     fit(strategy=reducing, **narrow),
     fit(strategy=partial(OnCPU, ddp_comm_hook=allreduce_hook), **narrow),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import assert_one_window_one_batch, windows_of
 from manual_modules import ALL, GAN, MAML, SIZES, Dependent, Manual, RawOptimizers, TwoSchedulers, Unclipped, draw
+from sharded import fsdp2, needs_sharding_on_cpu
 from support import SaveAfter, StatefulLoader, ddp, error_of_updates, fit, fp16_on_cpu, loader, warned
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -36,6 +37,11 @@ def test_windows_equal_the_modules_own_run_on_joined_batches(kind: type[Manual],
     with warned() as messages:
         assert_windows_equal_batches(kind, ranks, epochs=2)
     assert not messages
+
+
+@needs_sharding_on_cpu
+def test_sharded_modules() -> None:
+    assert_windows_equal_batches(Unclipped, 2, engine="fsdp2")
 
 
 def batches_of(kind: type[Manual], rank: int = 0) -> list[Any]:
@@ -250,11 +256,12 @@ class LeavesEarly(Ranked):
             optimizer.zero_grad()
 
 
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize(("rank", "after"), [(1, 0), (0, 1), (1, 3)])
-def test_a_rank_that_leaves_training_step_early_ends_all(rank: int, after: int) -> None:
+@pytest.mark.some_cases(1, 5)
+@needs_sharding_on_cpu
+@pytest.mark.parametrize(("engine", "rank", "after"), [(e, *place) for e in (ddp, fsdp2) for place in ((1, 0), (0, 1), (1, 3))])
+def test_a_rank_that_leaves_training_step_early_ends_all(engine: Any, rank: int, after: int) -> None:
     with pytest.raises(Exception, match="(?i)rank [01]"):
-        fit(LeavesEarly(rank, after), strategy=ddp(), devices=2, accumulate_grad_batches=2)
+        fit(LeavesEarly(rank, after), strategy=engine(), devices=2, accumulate_grad_batches=2)
 
 
 @pytest.mark.filterwarnings("ignore")
