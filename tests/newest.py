@@ -17,7 +17,6 @@ import argparse
 import datetime
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,9 +30,15 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "notebooks" / "site" / "docs" / "how-it-works.md"
-BEGIN, END = "<!-- versions -->", "<!-- end of versions -->"
-COLUMNS = ["", "Python", "torch", "lightning", "torchmetrics", "tested on", "passed", "skipped", "failed"]
-TEST_TOOLS = ["pytest>=8.3", "pytest-rerunfailures>=15", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "rich>=13.7"]
+TABLE = re.compile("(?<=<!-- versions -->\n).*?(?=<!-- end of versions -->)", re.DOTALL)
+TEST_TOOLS = [
+    "pytest>=8.3",
+    "pytest-rerunfailures>=15",
+    "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
+    "rich>=13.7",
+    "tensorboard>=2.18",
+]
 OF_OTHERS = ("PYTHONPATH", "PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT", "PIP_REQUIREMENT", "PIP_NO_DEPS", "PIP_PRE", "PIP_ONLY_BINARY")
 """Variables that would change what is installed or imported. Where packages come from stays pip's own configuration."""
 VERSIONS = (
@@ -52,7 +57,7 @@ class Environment:
     def make(self, python: str) -> None:
         """Make it with this Python, if it is not there."""
         if not self.python.exists():
-            self._run(python, "-m", "venv", str(self.directory))
+            self.run(python, "-m", "venv", str(self.directory))
 
     @property
     def python(self) -> Path:
@@ -61,46 +66,20 @@ class Environment:
 
     def pip_install(self, *arguments: str) -> None:
         """Install into it."""
-        self._run(str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
+        self.run(str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
 
     def printed(self, code: str) -> str:
         """What Python prints there."""
-        return self._run(str(self.python), "-c", code, capture_output=True).stdout.strip()
+        return self.run(str(self.python), "-c", code, capture_output=True).stdout.strip()
 
     def versions(self) -> list[str]:
         """Those of Python, torch, lightning and torchmetrics."""
         return self.printed(VERSIONS).split()
 
-    def pytest(self, arguments: Sequence[str]) -> tuple[int, list[int]]:
-        """Run pytest. Returns its exit code, and how many tests passed, were skipped and failed."""
-        with tempfile.TemporaryDirectory() as results:
-            file = Path(results) / "results.xml"
-            # not "python -m pytest", which would put the checkout before the installed package
-            command = [str(self.python.with_name("pytest")), f"--junitxml={file}", *arguments]
-            code = self._run(*command, check=False).returncode
-            return code, counts(file.read_text(encoding="utf-8")) if file.exists() else [0, 0, 0]
-
-    def _run(self, *command: str, check: bool = True, capture_output: bool = False) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, check: bool = True, capture_output: bool = False) -> subprocess.CompletedProcess[str]:
+        """Run something there, from the checkout."""
         environment = {name: value for name, value in os.environ.items() if name not in self.left_out}
         return subprocess.run(command, cwd=ROOT, env=environment, check=check, capture_output=capture_output, text=True)
-
-
-def counts(junit: str) -> list[int]:
-    """How many tests passed, were skipped, and failed, errors outside of tests included."""
-    suites = list(ElementTree.fromstring(junit).iter("testsuite"))
-    total, skipped, failed, errors = (sum(int(s.get(key, 0)) for s in suites) for key in ("tests", "skipped", "failures", "errors"))
-    return [total - skipped - failed - errors, skipped, failed + errors]
-
-
-def with_row(page: str, label: str, cells: Sequence[object]) -> str:
-    """The text of the page with the row ``label`` of its table as given, and the other rows as they were."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise SystemExit(f"{PAGE.name}: expected one {BEGIN} and one {END}")
-    before, table, after = re.split(f"{BEGIN}|{END}", page)
-    rows = [row for row in table.strip().splitlines()[2:] if not row.startswith(f"| {label} |")]
-    rows.append(f"| {label} | " + " | ".join(map(str, cells)) + " |")
-    header = ["| " + " | ".join(COLUMNS) + " |", "| " + " | ".join(["---"] * len(COLUMNS)) + " |"]
-    return before + "\n".join([BEGIN, *header, *sorted(rows, reverse=True), END]) + after
 
 
 def lower_bounds() -> list[str]:
@@ -122,6 +101,15 @@ def install(environment: Environment, options: argparse.Namespace) -> None:
     environment.pip_install("--no-deps", "--force-reinstall", str(ROOT))
 
 
+def counts(junit: Path) -> list[int]:
+    """How many tests passed, were skipped, and failed, errors outside of tests included."""
+    suites = list(ElementTree.parse(junit).iter("testsuite")) if junit.exists() else []
+    total, skipped, *failed = (
+        sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "skipped", "failures", "errors")
+    )
+    return [total - skipped - sum(failed), skipped, sum(failed)]
+
+
 def main() -> int:
     """Make an environment, have everything installed into it, run pytest there, and clean up. Returns pytest's exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -133,23 +121,24 @@ def main() -> int:
     options, arguments = parser.parse_known_args()
     if options.write and arguments:
         raise SystemExit(f"--write is for all of the tests, not for {arguments}")
-    environment = Environment(options.environment or Path(tempfile.mkdtemp(prefix="tests_of_lightning_accum_")))
-    try:
+    label = "lower bounds" if options.lower_bounds else f"`{options.constraint}`" if options.constraint else "newest releases"
+    with tempfile.TemporaryDirectory(prefix="tests_of_lightning_accum_") as temporary:
+        environment, junit = Environment(options.environment or Path(temporary) / "environment"), Path(temporary) / "results.xml"
         environment.make(options.python)
         install(environment, options)
         versions = environment.versions()
-        print(" ".join(f"{name} {version}" for name, version in zip(COLUMNS[1:5], versions, strict=True)), flush=True)
+        print(*versions, flush=True)
         # benchmarks need a newer torch than the oldest
-        code, found = environment.pytest(arguments or (["tests", "--doctest-ignore-import-errors"] if options.lower_bounds else []))
-    finally:
-        if options.environment is None:
-            shutil.rmtree(environment.directory, ignore_errors=True)
-    label = f"`{options.constraint}`" if options.constraint else "newest releases"
-    label = "lower bounds" if options.lower_bounds else label
-    cells = [*versions, datetime.date.today().isoformat(), *found]
-    print(f"| {label} | " + " | ".join(map(str, cells)) + " |")
+        asked = arguments or (["tests", "--doctest-ignore-import-errors"] if options.lower_bounds else [])
+        # not "python -m pytest", which would put the checkout before the installed package
+        code = environment.run(str(environment.python.with_name("pytest")), f"--junitxml={junit}", *asked, check=False).returncode
+        row = f"| {label} | " + " | ".join(map(str, [*versions, datetime.date.today().isoformat(), *counts(junit)])) + " |"
+    print(row)
     if options.write:
-        PAGE.write_text(with_row(PAGE.read_text(encoding="utf-8"), label, cells), encoding="utf-8")
+        page = PAGE.read_text(encoding="utf-8")
+        header, line, *rows = TABLE.search(page)[0].splitlines()  # type: ignore[index]
+        rows = sorted([row, *(one for one in rows if not one.startswith(f"| {label} |"))], reverse=True)
+        PAGE.write_text(TABLE.sub("\n".join([header, line, *rows, ""]), page), encoding="utf-8")
     return code
 
 

@@ -400,3 +400,18 @@ class WrapsAnother(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
+
+
+class LooksAhead(torch.optim.SGD):
+    """Takes its gradient ahead of its parameters, as SAM does."""
+
+    of = staticmethod(lambda parameter: parameter.data)
+
+    def step(self, closure: Any = None) -> Any:
+        trained = [self.of(p) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        ahead = [0.2 * parameter.sign() for parameter in trained]
+        list(map(Tensor.add_, trained, ahead))
+        loss = torch.enable_grad()(closure)()
+        list(map(Tensor.sub_, trained, ahead))
+        super().step()
+        return loss

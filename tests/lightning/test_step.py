@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support import (
     NONE_LOSS,
     Language,
+    LooksAhead,
     Scalar,
     Toy,
     WrapsAnother,
@@ -169,24 +170,6 @@ def test_lbfgs_runs_a_window_of_one_loader_batch_as_often_as_it_wants(data: Any,
     module = WithOptimizer(lbfgs, **data)
     trainer(ddp() if "devices" in options else "accum", max_epochs=2, **options).fit(module)
     assert module.w.item() == pytest.approx(w, rel=1e-9)
-
-
-class LooksAhead(torch.optim.SGD):
-    """Nesterov's method as it was first written: the gradient is that at the place to which momentum leads."""
-
-    def step(self, closure: Any = None) -> Any:
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        with torch.no_grad():
-            for parameter in parameters:
-                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                parameter.add_(momentum, alpha=0.9)
-        with torch.enable_grad():
-            loss = closure()
-        with torch.no_grad():
-            for parameter in parameters:
-                self.state[parameter]["momentum"].mul_(0.9).sub_(parameter.grad, alpha=0.1)
-                parameter.sub_(parameter.grad, alpha=0.1)
-        return loss
 
 
 class Twice(torch.optim.SGD):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import make_dataclass
@@ -10,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
+from changing import Changes
 from lightning.pytorch.callbacks import Callback
 from sharded import DoublePrecision, ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
 from support import Toy, ddp, fit, labelled, loader, pad, sentences, trainer, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
-from torchmetrics import MeanMetric
 from written_losses import BY_NAME, Net, make
 
 from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUpError, GradientAccumulation, SampleCount
@@ -118,39 +116,16 @@ def test_a_fit_that_goes_on_from_one_that_was_not_checked_is(before: dict[str, A
         fit(Toy(breaks), labelled(rows, rows), GradientAccumulation(2), max_epochs=2, ckpt_path="one.ckpt")
 
 
-class Remembering(Toy):
-    """Everything that a step can change: buffers, parameters by their data, attributes, random numbers, metrics, logs."""
-
-    def __init__(self) -> None:
-        super().__init__(adds_up, net=lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 4)))
-        self.momentum = nn.Linear(4, 4).double().requires_grad_(False)
-        self.register_buffer("queue", torch.zeros(3, 4, dtype=torch.float64))
-        self.mean = MeanMetric().double()
-        self.seen: list[int] = []
-        self.draws: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.momentum.weight.data.mul_(0.9).add_(self.net[2].weight.detach(), alpha=0.1)
-        self.queue.copy_(torch.cat((batch[0].mean(0, keepdim=True), self.queue[:2])))
-        self.seen.append(len(batch[0]))
-        self.draws.append(torch.rand(()).item() + random.random() + np.random.rand())
-        loss = super().training_step(batch, batch_idx)
-        self.mean(loss)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log("mean", self.mean, on_step=True, on_epoch=True)
-        return loss
-
-
 def test_everything_is_as_if_there_had_been_no_check() -> None:
     runs = []
     for check in (True, False):
         pl.seed_everything(3, verbose=False)
         with warned():  # of BatchNorm
-            run = fit(module := Remembering(), labelled(8, 8, 8, 8), GradientAccumulation(2, check=check), max_epochs=2)
+            run = fit(module := Changes(8), labelled(8, 8, 8, 8), GradientAccumulation(2, check=check), max_epochs=2)
         shown = {name: float(value) for name, value in run.callback_metrics.items() if "per_second" not in name}
-        runs.append((module.seen, module.draws, {name: value.tolist() for name, value in module.state_dict().items()}, shown))
+        runs.append((module.state(), {name: value.tolist() for name, value in module.state_dict().items()}, shown))
     assert runs[0] == runs[1]
-    assert runs[0][0] == [8] * 8
+    assert [rows for rows, *_ in module.seen] == [8] * 8
 
 
 # --- no break ---------------------------------------------------------------------------------------------------------

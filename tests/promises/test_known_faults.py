@@ -18,7 +18,20 @@ import torch
 from known import case, classified, exact_or_refused, noted, open_until, rows_of, scheduled, split_exact_or_refused
 from lightning.pytorch.callbacks import LambdaCallback
 from processes import run_ranks
-from support import Interrupted, ManualToy, SaveAfter, Toy, error_of_updates, fit, joined, labelled, loader, relative_error, warned
+from support import (
+    Interrupted,
+    LooksAhead,
+    ManualToy,
+    SaveAfter,
+    Toy,
+    error_of_updates,
+    fit,
+    joined,
+    labelled,
+    loader,
+    relative_error,
+    warned,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -128,19 +141,6 @@ def test_the_weight_of_a_bfloat16_loss_is_not_rounded() -> None:
 
 
 # --- 4, 5, 6: what others do to parameters, gradients, schedulers and hooks ---
-class LooksAhead(torch.optim.SGD):  # takes its gradient ahead of its parameters, as SAM does
-    of = staticmethod(lambda parameter: parameter.data)
-
-    def step(self, closure: Any = None) -> Any:
-        trained = [self.of(p) for group in self.param_groups for p in group["params"] if p.requires_grad]
-        ahead = [0.2 * parameter.sign() for parameter in trained]
-        list(map(Tensor.add_, trained, ahead))
-        loss = torch.enable_grad()(closure)()
-        list(map(Tensor.sub_, trained, ahead))
-        super().step()
-        return loss
-
-
 class LooksAheadInPlace(LooksAhead):
     of = staticmethod(Tensor.detach)  # it shares the version
 
