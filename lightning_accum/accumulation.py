@@ -227,7 +227,7 @@ class Accumulation(Windows):
         return weighed
 
     def noting_values(self) -> AbstractContextManager[Any]:
-        """What a forward runs in whose terms are counted: where the window is this micro-batch, they are not known before."""
+        """Returns the context of a forward whose terms are counted in it: the window is this micro-batch alone."""
         self._values, counted = TermValues(), self.window.counted
         return self._values if counted is not None and not counted.is_agreed else nullcontext()
 

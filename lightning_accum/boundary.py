@@ -65,7 +65,7 @@ class Boundary:
 
 
 def count_windows(batches: int, epochs: int, size: Callable[[int, int], int], tail: Tail) -> int:
-    """The optimizer steps in ``epochs`` of so many loader batches, where a window has ``size(epoch, step)`` of them.
+    """Number of optimizer steps in ``epochs`` epochs of ``batches`` each; a window has ``size(epoch, step)`` loader batches.
 
     Example:
         >>> count_windows(6, 4, lambda epoch, step: 1 if epoch == 0 else 4, "step")  # 6 + 2 + 2 + 2

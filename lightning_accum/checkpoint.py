@@ -35,7 +35,7 @@ def check_format(state: Mapping[str, Any]) -> None:
 
 
 def check_keys(state: Mapping[str, Any], needed: Iterable[str], optional: Iterable[str], what: str) -> None:
-    """Refuse a state that lacks a key, or has one that nobody would read, with a ValueError."""
+    """Raise a ValueError if a state lacks a key, or has an unknown one."""
     missing = sorted(set(needed) - state.keys())
     unknown = sorted(state.keys() - set(needed) - set(optional))
     if missing or unknown:

@@ -162,8 +162,8 @@ def draw(batches: Iterator[Any], before: Sequence[Any]) -> Any:
     following = next(batches, END)
     if _versions(before) != versions:
         raise UsageError(
-            "The loader has written its next batch into the tensors of one before, which is still to run: where its length is not"
-            " known, or the terms of a window are counted, batches are drawn ahead. Have it yield tensors of their own."
+            "The loader has written its next batch into the tensors of an earlier one, which has not run yet: batches are drawn"
+            " ahead if the loader has no length, or if the terms of a window are counted. Yield new tensors for each batch."
         )
     return following
 

@@ -39,7 +39,7 @@ class Trained:
         return getattr(self.precision_plugin, "scaler", None)
 
     def loss_scale(self) -> float:
-        """What a GradScaler multiplies losses by, and so their gradients."""
+        """The factor of a GradScaler, by which losses and their gradients are multiplied."""
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def parameters(self) -> list[nn.Parameter]:
@@ -111,7 +111,7 @@ class Step(Backward, CountsAhead, Protocol):
         """Collect what is logged in here, and log nothing yet."""
 
     def show_logs(self, log: BatchLog, is_left_out: bool) -> None:
-        """Log what was collected; or take part in what other ranks log, if it is as if it had never been there."""
+        """Log what was collected; if the micro-batch is left out, only take part in the reductions of other ranks' logs."""
 
 
 class Outcome(NamedTuple):

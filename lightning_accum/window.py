@@ -138,8 +138,8 @@ class Window:
             if any(map(has_weight, self._contributions)):
                 raise ArgumentError(
                     f"The loss is {function or 'a mean'} in a micro-batch, and was {self._function or 'a mean'} in those"
-                    " before it in the window: together they are no function of a mean over all of it. Have training_step compute"
-                    ' the same for all micro-batches of a window, or take the mean of their losses: weight="equal".'
+                    " before it in the window: the loss of the window is not a function of a single mean. Have training_step"
+                    ' compute the same function in all micro-batches of a window, or take the mean of their losses: weight="equal".'
                 )
             self._function = function
         self._losses.append(mean)
@@ -178,7 +178,7 @@ class Window:
         return self._weight_scale
 
     def restore(self, weight_scale: float | None, weighed: Sequence[Sequence[Any]]) -> None:
-        """Go on with what :attr:`weight_scale` and :meth:`weighed` were."""
+        """Continue from earlier values of :attr:`weight_scale` and :meth:`weighed`."""
         self._weight_scale = weight_scale
         self._losses, self._contributions = [], []
         for loss, weight, others, factors, of_mean in weighed:

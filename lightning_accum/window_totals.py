@@ -92,7 +92,7 @@ class Totals(NamedTuple):
     flags: float
 
     def has_flag(self, place: int) -> bool:
-        """Whether any rank has raised the flag with this place among those of :func:`as_one_number`."""
+        """Whether any rank has raised this flag; ``place`` is its position in :func:`as_one_number`."""
         return self.flags // _MOST_RANKS**place % _MOST_RANKS > 0
 
     def closed(
@@ -122,7 +122,7 @@ class Totals(NamedTuple):
             )
         if self.negative or not math.isfinite(self.weight):
             raise ArgumentError(
-                f"Of the weights of the window's {self.micro_batches:.0f} micro-batches some are negative, infinite or NaN (their"
+                f"Some weights of the window's {self.micro_batches:.0f} micro-batches are negative, infinite or NaN (their"
                 f" sum is {self.weight:g}). A weight is the denominator of a mean loss; see the `weight` argument of"
                 " GradientAccumulation."
             )
@@ -267,8 +267,8 @@ def function_of_window(
     (value, slope), *others = [(value, slope) for is_known, value, slope, _ in numbers if is_known]
     if any(other != slope and not (math.isnan(other) and math.isnan(slope)) for _, other in others):
         raise ArgumentError(
-            "The loss is another function of its mean on one rank than on another, so that together they are no function of a"
-            " mean over all of the window. Have training_step compute the same on all ranks."
+            "The ranks compute different functions of the means of their losses, so the loss of the window is not a function of"
+            " a single mean. Have training_step compute the same function on all ranks."
         )
     return value + sum(constant for *_, constant in numbers) / size, slope
 

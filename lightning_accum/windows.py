@@ -172,8 +172,8 @@ class Windows(ABC):
             return None
         if not self.is_between_loader_batches:
             self._warn(
-                "The checkpoint is taken inside a window and inside a loader batch, a part of which is in the gradients: it does"
-                " not hold them, and going on from it the first step is made on the rest of the window."
+                "This checkpoint is taken inside a window and inside a loader batch, part of which is already in the gradients. It"
+                " does not hold them: a training that goes on from it takes its first step on the rest of the window."
             )
             return None
         training.sync.reduce_for_checkpoint()

@@ -239,15 +239,22 @@ class Toy(pl.LightningModule):
         return OPTIMIZERS[self.optimizer](self.parameters())
 
 
-class ManualToy(Toy):
-    """The same in manual optimization."""
+class Manually(pl.LightningModule):
+    """Before another module: takes that one's steps in manual optimization."""
 
     automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.optimizers().zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        self.optimizers().step()
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class ManualToy(Manually, Toy):
+    """A module of most tests in manual optimization."""
 
 
 def labelled(*rows: int, ignored: float = 0.0, seed: int = 1) -> list[list[Tensor]]:

@@ -100,7 +100,7 @@ class Passes:
         if lost > 0 and not ends_data and boundary.is_cut_by_the_end(is_last):
             raise UsageError(
                 f"The loader gave fewer batches than its length of {self._length}, so the last {lost} of them are in a window that"
-                " never ended. Have len(loader) tell the truth, or pass iter(loader), whose length nobody asks for."
+                " never ended. Correct the loader's __len__, or pass iter(loader), which has no length."
             )
 
     def _end_loader_batch(self) -> None:

@@ -75,7 +75,7 @@ def number_within(tokens: int, rows: Sequence[int], untrimmed: int, spans: Itera
 
 
 def cut_where_lengths_fall(groups: list[list[int]], widths: Sequence[int]) -> list[list[int]]:
-    """Make two of a micro-batch where half of what they all have on average is padding that this saves."""
+    """Split a micro-batch in two if this saves padding of at least half an average micro-batch."""
     least = sum(len(rows) * widths[rows[0]] for rows in groups) / len(groups) / 2
     cut: list[list[int]] = []
     waiting = groups[::-1]

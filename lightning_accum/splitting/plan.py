@@ -94,8 +94,8 @@ class Splitting:
 
     Args:
         size: of a micro-batch.
-        has_ranks: whether there are others. What is logged in a split batch is reduced over them at its end, and so what is logged
-            in one that fits as it is has to be, too.
+        has_ranks: whether there are other ranks. Logs of a split batch are reduced over them at its end, and so must be logs of
+            a batch that fits whole.
         trim: whether to trim padding; or the key of the lengths of rows, see :func:`read_spans`.
         split: cuts batches instead.
         warn: takes a warning that should be seen once.

@@ -50,7 +50,7 @@ class Part:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a micro-batch does not take it as it is."""
+        """Whether a micro-batch takes a part of it, rather than all of it."""
         is_own = self.kind in ("rows", "tensor") or self.size is not None or type(self.value) is dict
         return is_own or any(inner.is_cut for inner in self.parts)
 

@@ -189,9 +189,9 @@ class DDPSync(WrappedSync):
         if left := [name for name, p in named if p.grad is not None and p not in known and name not in ignored]:
             raise UsageError(
                 f"DistributedDataParallel does not reduce the gradients of {listed(left)}, which were frozen or not there when it"
-                " was set up: each rank would go on with its own. Have them be there and require gradients until training starts."
-                " What is to be trained later only can be frozen in on_train_start, with find_unused_parameters=True in the"
-                " strategy."
+                " was set up: each rank would go on with its own. Create them before training starts, with"
+                " requires_grad=True. To train a parameter only later, freeze it in on_train_start, and pass"
+                " find_unused_parameters=True to the strategy."
             )
 
 

@@ -75,7 +75,7 @@ class SharedRows:
         found = self._ranks.largest(*largest, *smallest)
         if any(most != -fewest for most, fewest in zip(found[: self._of], found[self._of :], strict=True)):
             raise UsageError(
-                "In a window, a rank had no loss for a batch that others with parts of the same rows had one for. With"
+                "A rank returned no loss for a batch for which other ranks, with parts of the same rows, returned one. With"
                 " context_parallel or sequence_parallel in mesh=, these ranks need the same batches, and training_step returns a"
                 " loss for each part: that of a part without labels may be NaN, and weighs nothing."
             )

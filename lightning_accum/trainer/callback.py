@@ -327,7 +327,7 @@ def _check_validation_is_left_to(every: int, trainer: pl.Trainer) -> None:
 
 
 def _what_to_use_instead_of(strategy: Strategy) -> str:
-    """Of this package, for a Trainer that has another strategy."""
+    """Which strategy of this package to use in place of another one, in words."""
     sharded = 'Trainer(strategy="accum_fsdp") or "accum_model_parallel" (FSDP2, fully_shard)'
     if isinstance(strategy, DeepSpeedStrategy):
         return (

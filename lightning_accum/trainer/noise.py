@@ -250,9 +250,10 @@ class GradientNoiseScale(Callback):
         accumulation, found = self._accumulation, self.estimate
         if accumulation is not None and found is None:
             accumulation.warn_once(
-                "GradientNoiseScale has no estimate: it takes two windows of two micro-batches or more, all with a weight and with"
-                " finite gradients, each computed in one part. Take several loader batches together, GradientAccumulation(4), or"
-                " split each, GradientAccumulation(micro_batch=...); checkpoint with use_reentrant=False."
+                "GradientNoiseScale has no estimate: it needs two windows of at least two micro-batches, all with a weight and"
+                " finite gradients, each micro-batch computed in one part. Take several loader batches together,"
+                " GradientAccumulation(4), or split each, GradientAccumulation(micro_batch=...); checkpoint with"
+                " use_reentrant=False."
             )
         elif found is not None:
             rank_zero_info(

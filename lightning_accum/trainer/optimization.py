@@ -228,7 +228,7 @@ class WindowOptimization(_AutomaticOptimization):
 class WindowClosure(Closure):
     """A window that has run, for the optimizer: the first call gives its loss; others run it again, as LBFGS does.
 
-    The first does too where the optimizer has changed its parameters before, as one that looks ahead.
+    The first call runs it again, too, if the optimizer has moved parameters before it, as a look-ahead does.
     """
 
     def __init__(self, outcome: Outcome, again: Callable[[], Outcome] | None, moves: Callable[[], bool]) -> None:

@@ -97,7 +97,7 @@ class AccumulationMixin(Engine):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is in no fit. Loader processes that are spawned get one, where they need a data module, which has its Trainer."""
+        """A copy is in no fit. Spawned loader processes get one with the data module, which holds its Trainer."""
         state, left_out = super().__getstate__(), set() if self._fit is None else self._of_this_fit()
         return {name: value for name, value in state.items() if name not in left_out}
 

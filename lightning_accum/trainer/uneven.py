@@ -124,7 +124,7 @@ class NonPaddingSampling(_DataConnector):
 
 
 class DeferredSigterm(_SignalConnector):
-    """In a fit over ranks, SIGTERM waits until all ranks know of it: by the end of the window, in validation by that of the next.
+    """In a fit over ranks, SIGTERM waits until all ranks know of it: at the end of this window, or, in validation, of the next.
 
     Lightning broadcasts from inside of the handler, between whatever collectives the ranks are in, and stops a rank by itself.
     """

@@ -37,7 +37,7 @@ class Watch:
         is_read: all of Lightning's methods are those that were read.
         is_close: what needs hooks on tensors is looked at too: in the first windows, or always where a method was not read.
         called: what of Lightning's has begun the fit so far.
-        may_skip_steps: nothing is wrong where the optimizer has not stepped.
+        may_skip_steps: whether the optimizer may leave out a step, as a GradScaler makes it.
     """
 
     def __init__(self, module: pl.LightningModule, progress: Any) -> None:
@@ -147,7 +147,7 @@ class Watch:
         if before is not None and before != (now := _rates_of(optimizer)):
             warn(
                 f"The learning rate was changed between two loader batches of a window, from {before} to {now}, as by a scheduler"
-                " that a callback steps at every batch: it goes as many steps a window as this has loader batches. Step it where"
+                " that a callback steps at every batch: it then steps once for each loader batch of a window. Step it when"
                 " trainer.global_step has grown, or in on_window_end."
             )
 

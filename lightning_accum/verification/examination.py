@@ -28,20 +28,20 @@ The gradient of a key's bias in attention is 0 but for rounding, and would be a 
 
 _DOES_NOT_ADD_UP = "losses that do not add up"
 _MENDS = {
-    "random numbers": "No argument does: micro-batches are equal to their batch in distribution only. Verify a copy of the module"
+    "random numbers": "No argument helps: micro-batches equal their batch only in distribution. Verify a copy of the module"
     " that draws none, with torch.use_deterministic_algorithms(True).",
     "BatchNorm": 'GradientAccumulation(micro_batch="offload") runs a loader batch whole: have the loader yield your'
     " effective batch. Or use GroupNorm, or layers in evaluation mode.",
     "batch_idx": "GradientAccumulation(micro_batch=...) splits each loader batch into micro-batches of the same batch_idx; or read"
     " self.global_step, which counts optimizer steps.",
     "padding": "Mask the padding in the module and in its loss; or let the loader pad all batches to one length.",
-    "state": "No argument does. Reset it in training_step, or update it once in on_train_batch_start.",
-    "weight": 'weight="auto" reads that from the loss: so the step was the full batch\'s.',
+    "state": "No argument helps. Reset it in training_step, or update it once in on_train_batch_start.",
+    "weight": 'weight="auto", which reads the denominators from the losses: with it the gradients are equal.',
     "gradient": 'GradientAccumulation(micro_batch="offload"), which runs the batch as it is. Look for a count that can be 0 in a'
     " micro-batch, and for what is computed over all rows of a batch.",
     "optimizer step": "Compare what configure_optimizers and the hooks around the step do with a window: they may count loader"
     " batches.",
-    "buffers": "No argument does. Update them once a step, in on_train_batch_start or on_before_zero_grad.",
+    "buffers": "No argument helps. Update them once a step, in on_train_batch_start or on_before_zero_grad.",
 }
 """By the name of a break, what mends it."""
 
@@ -128,7 +128,7 @@ class Diagnosis:
         elif self.full.noise:
             self.notes.append(
                 f"Random numbers ({', '.join(sorted(self.full.noise))}) were made the same for every row, to compare batches of"
-                " different sizes. In training a window is equal to its batch in distribution."
+                " different sizes. In training a window equals its batch only in distribution."
             )
         return of_itself
 
@@ -178,7 +178,7 @@ class Diagnosis:
         with suppress(AccumulationError):
             without = _difference(self._runner.accumulated(batches, self.change, weight="auto"), full)
             if without <= self.tolerance:
-                found = "The micro-batches are not weighted by what their losses are divided by."
+                found = "The micro-batches are not weighted by the denominators of their losses."
                 self._add("weight", found, left, without)
                 return
         self._add("gradient", "The gradient of the micro-batches is not that of the full batch.", left)
@@ -187,8 +187,8 @@ class Diagnosis:
 
     def _check_step(self, window: Step) -> None:
         if elsewhere(window, self.full):
-            found = "The gradients are equal, but move the parameters elsewhere: the learning rate, the optimizer or a hook around"
-            self._add("optimizer step", f"{found} the step differs.", self.gradient.largest)
+            found = "The gradients are equal, but the steps move the parameters differently: the learning rate, the optimizer or a"
+            self._add("optimizer step", f"{found} hook around the step differs.", self.gradient.largest)
         if all(torch.equal(after, self.full.before[name]) for name, after in self.full.after.items()):
             self.notes.append("The step moved no parameter, as with a learning rate that begins at 0: gradients were compared.")
 

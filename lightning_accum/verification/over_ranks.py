@@ -102,7 +102,7 @@ class OverRanks:
             if off := elsewhere(step, self._full):
                 yield (
                     f"optimizer step of rank {rank}",
-                    f"Rank {rank} has the gradient of the full batch, and its step moves {listed(off)} elsewhere.",
+                    f"Rank {rank} has the gradient of the full batch, but its step moves {listed(off)} differently.",
                     "Compare what configure_optimizers and the hooks around the step do on each rank: they may go by the rank or by"
                     " the number of ranks.",
                 )

@@ -73,7 +73,7 @@ class Report:
         for found in self.breaks:
             without = "" if found.without is None else f" with it, by {found.without:.2g} without"
             effect = f"The worst gradient differs by {found.difference:.2g}{without}."
-            paragraphs.append([f"{found.name}: {found.found} {effect}", f"    To mend it: {found.mend}"])
+            paragraphs.append([f"{found.name}: {found.found} {effect}", f"    Fix: {found.mend}"])
         rows = [("relative difference of the gradient", self.gradient), *list(self.parameters.items())[:SHOWN]]
         width = max(len(name) for name, _ in rows)
         more = [f"... and {len(self.parameters) - SHOWN} more that are closer"] if len(self.parameters) > SHOWN else []

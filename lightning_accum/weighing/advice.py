@@ -22,9 +22,9 @@ OF_COUNTS_OF_ONE = (
     ' batches, or pass weight="equal" for the mean of means.'
 )
 OF_ANOTHER_MODE = (
-    "The first loader batches showed another weight of the loss than this one, whose window has begun. Say what the mean is divided"
-    " by: GradientAccumulation(weight=...) with TokenCount(), SampleCount() or a function of the batch; or have the loader yield"
-    " batches of 8 rows or more."
+    "The weight that was read from the first loader batches does not fit this one, and its window has begun. Say what the mean is"
+    " divided by: GradientAccumulation(weight=...) with TokenCount(), SampleCount() or a function of the batch; or have the loader"
+    " yield batches of 8 rows or more."
 )
 OF_UNSEEN_TERMS = (
     "manual_backward got a loss that is computed in another way than in the batches that were checked: a term begins, all of its"

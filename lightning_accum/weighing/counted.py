@@ -156,7 +156,7 @@ class Counted:
         return [number for key in self.keys for number in self._factors.get(key, (0.0, 0.0, 0.0))]
 
     def missed(self) -> Denominator:
-        """How far what has run on this rank is from what was counted there, relative; 0 where that is not known."""
+        """Relative difference between what has run on this rank and what was counted for it; 0 if unknown."""
         missed: Denominator = float(self._is_ambiguous)
         for key in {*self._own, *self._run} if self._own else ():
             own: Any = self._own.get(key, 0.0)

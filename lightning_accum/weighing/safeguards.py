@@ -44,8 +44,8 @@ def gradients_of_zero(loss: Tensor, leaves_none: bool = False) -> Iterator[None]
     Args:
         loss: with its graph.
         leaves_none: it is in no window, and gives no gradient, not even zeros, by which an optimizer moves a parameter: by its
-            momentum and weight decay. Of a sparse gradient zeros are left, since DistributedDataParallel raises an error where
-            there is none.
+            momentum and weight decay. A sparse gradient becomes zeros instead, since DistributedDataParallel raises an error
+            without one.
     """
 
     def left(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

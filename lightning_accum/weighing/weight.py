@@ -353,7 +353,7 @@ def is_lost(loss: Tensor, weight: Denominator, terms: Sequence[Term]) -> Denomin
 
 
 def weight_alone(loss: Tensor) -> tuple[Denominator | None, FoundFunction | None]:
-    """The weight of a value that is looked at by itself, as one that is logged; and the function of a mean that it is.
+    """The weight of a single value, such as a logged one, and the function of a mean that it is.
 
     Raises:
         UnreadableLossError: it shows none.

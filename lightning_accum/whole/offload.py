@@ -221,7 +221,7 @@ class _Stored:
 
 
 def _unchanged(tensor: Tensor, version: int) -> Tensor:
-    """A tensor that has stayed, or is still on its way out, if it is as it was."""
+    """Returns a tensor that stayed, or whose copy is not finished, if it was not changed meanwhile."""
     if tensor._version != version:
         raise UsageError(
             f"{_CHANGED} It is a {tensor.type()} of shape {list(tensor.shape)} at version {tensor._version}; expected version"

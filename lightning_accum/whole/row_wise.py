@@ -42,7 +42,7 @@ class RowWise:
         device: where the module runs.
         largest: over the ranks, where submodules are sharded, so that ranks wait for each other in each of their forwards.
         draws: where they are tried out.
-        proofs_left: loader batches at which it may be tried whether micro-batches are the whole, until that was seen.
+        proofs_left: number of loader batches on which row-wise and whole steps may still be compared, until one shows a gradient.
 
     Raises:
         ValueError: a name is no submodule, or is inside of another.

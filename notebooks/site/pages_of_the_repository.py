@@ -70,6 +70,7 @@ def _converted(notebook: Path) -> dict[str, str | bytes]:
     """A notebook as Markdown, and its figures, by their names."""
     body, resources = MarkdownExporter().from_notebook_node(nbformat.read(notebook, as_version=4))
     body = re.sub(r"\]\((\w+)\.ipynb(#[^)]*)?\)", lambda found: f"]({found[1]}.md{found[2] or ''})", body)
+    body = re.sub(r"\[([^\]]*)\]\(\w+\.py\)", r"\1", body).replace("](site/docs/", "](../")
     figures = {f"{notebook.stem}_{name}": content for name, content in resources["outputs"].items()}
     for name in resources["outputs"]:
         body = body.replace(f"({name})", f"({notebook.stem}_{name})")

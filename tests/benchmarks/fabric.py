@@ -10,19 +10,27 @@ The machine may be shared and noisy, so what is reported is the ratio of the med
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from side_by_side import CLOCKS, GPT, TimedBatches, command_line, compare, interleaved, labelled
+from side_by_side import CLOCKS, GPT, TimedBatches, command_line, compare, interleaved, labelled, timed
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_accum.fabric import Accumulator
 
 
-def by_hand(fabric: Fabric | None, model: nn.Module, optimizer: Any, batches: TimedBatches, window: int) -> None:
+def with_optimizer(model: nn.Module, fabric: Fabric | None) -> Any:
+    """What a loop trains, and what steps it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return (model, optimizer) if fabric is None else fabric.setup(model, optimizer)
+
+
+def by_hand(model: nn.Module, batches: TimedBatches, fabric: Fabric | None, window: int) -> None:
     """The loop of the tutorials."""
+    model, optimizer = with_optimizer(model, fabric)
     for number, (inputs, target) in enumerate(batches, 1):
         loss = cross_entropy(model(inputs).flatten(0, -2), target) / window
         if fabric is None:
@@ -34,8 +42,9 @@ def by_hand(fabric: Fabric | None, model: nn.Module, optimizer: Any, batches: Ti
             optimizer.zero_grad()
 
 
-def with_accumulator(fabric: Fabric | None, model: nn.Module, optimizer: Any, batches: TimedBatches, window: int) -> None:
+def with_accumulator(model: nn.Module, batches: TimedBatches, fabric: Fabric | None, window: int) -> None:
     """The same, with the Accumulator."""
+    model, optimizer = with_optimizer(model, fabric)
     accumulator = Accumulator(fabric, model, optimizer, window=window, log=False)
     for inputs, target in accumulator(batches):
         accumulator.backward(cross_entropy(model(inputs).flatten(0, -2), target))
@@ -54,19 +63,8 @@ def main(rounds: int = 20, window: int = 8, clock: str = "wall") -> None:
     for name, (make, distinct, micro_batches) in models.items():
         batches = TimedBatches(distinct, 6 * window, micro_batches // window * window, CLOCKS[clock])
         for where, fabric in (("plain torch", None), ("Fabric", Fabric(accelerator="cpu", devices=1))):
-
-            def side(loop: Callable[..., None], make: Any = make, batches: Any = batches, fabric: Any = fabric) -> Any:
-                def run() -> float:
-                    model = make()
-                    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
-                    if fabric is not None:
-                        model, optimizer = fabric.setup(model, optimizer)
-                    loop(fabric, model, optimizer, batches, window)
-                    return batches.microseconds
-
-                return run
-
-            sides = {"by hand": side(by_hand), "Accumulator": side(with_accumulator)}
+            loops = {"by hand": by_hand, "Accumulator": with_accumulator}
+            sides = {side: partial(timed, loop, make, batches, fabric=fabric, window=window) for side, loop in loops.items()}
             measured[f"{name}, {where}"] = interleaved(sides, rounds)
     compare(measured, "us per micro-batch", "by hand")
 

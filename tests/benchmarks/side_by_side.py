@@ -91,6 +91,12 @@ class TimedBatches:
         return (end - start) / self.counted * 1e6
 
 
+def timed(train: Callable[..., Any], make: Callable[[], Any], batches: TimedBatches, **arguments: Any) -> float:
+    """Train something new. Returns microseconds of a batch."""
+    train(make(), batches, **arguments)
+    return batches.microseconds
+
+
 def interleaved(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
     """What each side returns in each round. They take turns, in an order that turns round; a first round is a warm-up."""
     found: dict[str, list[Any]] = {name: [] for name in sides}

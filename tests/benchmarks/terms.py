@@ -16,10 +16,11 @@ those of medians; the last column is the median of the ratios of each round to a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from side_by_side import CLOCKS, GPT, IGNORED, Module, TimedBatches, command_line, compare, fit, interleaved
+from side_by_side import CLOCKS, GPT, IGNORED, Module, TimedBatches, command_line, compare, fit, interleaved, timed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -81,15 +82,9 @@ def main(rounds: int = 5, windows: int = 10, window: int = 8, clock: str = "cpu"
     measured = {}
     for model, make in MODELS.items():
 
-        def side(
-            loss: Callable[[nn.Module, Batch], Tensor], batches: list[Batch], make: Any = make, **policy: Any
-        ) -> Callable[[], float]:
-            def run() -> float:
-                timed = TimedBatches(batches, 9 * window, windows * window, CLOCKS[clock])
-                fit(Module(Scored(make()), loss), timed, window=window, **policy)
-                return timed.microseconds
-
-            return run
+        def side(loss: Callable[[nn.Module, Batch], Tensor], batches: list[Batch], make: Any = make, **policy: Any) -> Any:
+            counted = TimedBatches(batches, 9 * window, windows * window, CLOCKS[clock])
+            return partial(timed, fit, lambda: Module(Scored(make()), loss), counted, window=window, **policy)
 
         sides = {
             "one term": side(tokens_alone, full),

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
-from support import ManualToy, Scalar, Toy, fit, joined, labelled, loader, relative_error, train_by_hand, trainer, x
+from support import Manually, ManualToy, Scalar, Toy, fit, joined, labelled, loader, relative_error, train_by_hand, trainer, x
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -78,15 +78,10 @@ class Small(Scalar):
         return [optimizer], [every, {"scheduler": plateau, "monitor": "train_loss", "interval": "epoch"}]
 
 
-class Manual(Small):
-    automatic_optimization = False
-
+class Manual(Manually, Small):
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer, schedulers = self.optimizers(), self.lr_schedulers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-        schedulers[0].step()
+        super().training_step(batch, batch_idx)
+        self.lr_schedulers()[0].step()
 
 
 def failing(place: str) -> Callable[[pl.Trainer, type[Small]], None]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from support import Language, Scalar, ddp, fit, language_loss, loader, pad, sentences, trainer, warned, x
+from support import Language, Manually, Scalar, ddp, fit, language_loss, loader, pad, sentences, trainer, warned, x
 from torch import Tensor, nn
 from torchmetrics.aggregation import RunningMean
 
@@ -73,14 +73,8 @@ class LogsLoss(Scalar):
         return loss
 
 
-class LogsManually(LogsLoss):
-    automatic_optimization = False
-
-    def loss(self, x: Tensor) -> Any:
-        loss = super().loss(x)
-        self.manual_backward(loss)
-        self.optimizers().step()
-        return loss
+class LogsManually(Manually, LogsLoss):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -113,19 +107,17 @@ def test_metrics_of_a_sum_do_not_depend_on_how_its_batch_is_split(kind: str, siz
     """Each window counts once in the mean of the epoch, as each batch does in plain Lightning with one `batch_size` for all."""
 
     class Summed(Scalar):
-        automatic_optimization = kind != "manual"
-
         def loss(self, x: Tensor) -> Tensor:
-            loss = ((1 + self.w) * x).sum()
-            if kind == "manual":
-                self.manual_backward(loss)
-                self.optimizers().step()
-            return loss
+            return ((1 + self.w) * x).sum()
+
+    class SummedManually(Manually, Summed):
+        pass
 
     per_batch = [6.0, 4.0, 5.0, 30.0]
     sums = [sum(per_batch[begin : begin + size]) for begin in range(0, 4, size)]
     batches = [x(1, 2, 3), x(4), x(5), x(6, 7, 8, 9)]
-    run = fit(Summed(batches, lr=0.0), None, GradientAccumulation(size, micro_batch=micro_batch))
+    module = (SummedManually if kind == "manual" else Summed)(batches, lr=0.0)
+    run = fit(module, None, GradientAccumulation(size, micro_batch=micro_batch))
     found = {name.removeprefix("window/"): value.item() for name, value in run.callback_metrics.items()}
     assert (found["loss"], found["weight"], found["total_weight"]) == (sums[-1], 1, len(sums))
     assert found["loss_epoch"] == pytest.approx(sum(sums) / len(sums), rel=1e-6)  # Lightning keeps what is logged in float32

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
-from support import Interrupted, Scalar, ddp, fit, fp16_on_cpu, loader, trainer, x
+from support import Interrupted, Manually, Scalar, ddp, fit, fp16_on_cpu, loader, trainer, x
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -66,16 +66,8 @@ class Distance(Scalar):
         return loader([x(3), x(4)])
 
 
-class Manual(Distance):
-    automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
+class Manual(Manually, Distance):
+    pass
 
 
 class Listens(Callback):

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from resumed import assert_goes_on
 from sharded import fsdp2, needs_sharding_on_cpu
-from support import Interrupted, SaveAfter, Scalar, StatefulLoader, ddp, fit, trainer, x
+from support import Interrupted, Manually, SaveAfter, Scalar, StatefulLoader, ddp, fit, trainer, x
 
 from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, Tokens
 
@@ -200,14 +200,8 @@ class Placed(Scalar):
         return self.optimizer
 
 
-class Manual(Placed):
-    automatic_optimization = False
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+class Manual(Manually, Placed):
+    pass
 
 
 def _masked(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
