@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +9,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
+from real_modules.table import Exact, Refused, Warned, happens
 from support import Toy, labelled, loader
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation
-from lightning_accum.testing import EXACT, compare_window_with_batch, sgd
+from lightning_accum import GradientAccumulation
+from lightning_accum.testing import EXACT, sgd
 
 
 def open_until(issue: int, why: str, raises: type[BaseException] = AssertionError) -> pytest.MarkDecorator:
@@ -46,25 +46,9 @@ def exact_or_refused(
         may_warn: whether a warning of the package is enough, where no deviation can be measured before the first step.
         arguments: of ``compare_window_with_batch``.
     """
-    seen_at_steps: list[int] = []
-
-    def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-        made = optimizer(parameters)
-        made.register_step_post_hook(lambda *_: seen_at_steps.append(len(caught)))
-        return made
-
-    refusal = None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            found = compare_window_with_batch(module, batches, policy, optimizer=make_optimizer, **arguments)
-        except AccumulationError as error:
-            refusal = error
-    if refusal is not None:
-        assert not seen_at_steps, f"refused after {len(seen_at_steps)} optimizer steps: {refusal}"
-        return
-    is_warned = any(issubclass(warning.category, AccumulationWarning) for warning in caught[: seen_at_steps[0]])
-    assert (may_warn and is_warned) or found.parameters <= limit, f"{found.parameters:.1g} off without an objection"
+    found = happens(module, batches, policy, [optimizer], limit, compares_losses=False, **arguments)
+    is_exact = isinstance(found, Warned) and (may_warn or found.deviation <= limit)
+    assert is_exact or isinstance(found, Exact | Refused), found
 
 
 def split_exact_or_refused(

@@ -154,38 +154,47 @@ def measure(row: Row, how: How, arguments: Mapping[str, Any] | None = None) -> O
     batches, given = row.batches(), dict(arguments or {})
     if how == "split" or given.get("window") == 1:
         batches = [[row for one in batches[start : start + 2] for row in one] for start in range(0, len(batches), 2)]
-    policy = {"window": 2, **given} if how == "windows" else {"micro_batch": row.micro_batch, **given}
+    policy = GradientAccumulation(**({"window": 2, **given} if how == "windows" else {"micro_batch": row.micro_batch, **given}))
+    found = happens(row.make, batches, policy, row.optimizers, collate=row.collate, trainer=row.trainer)
+    return Exact(given) if isinstance(found, Exact) else found
+
+
+def happens(
+    make: Any,
+    batches: Any,
+    policy: Any,
+    optimizers: Sequence[Any],
+    limit: float = EXACT,
+    compares_losses: bool = True,
+    trainer: Any = None,
+    **arguments: Any,
+) -> Outcome:
+    """What windows of a module come to, against their full batches: with arguments of ``compare_window_with_batch``."""
     messages: list[str] = []
     deviation = 0.0
-    for optimizer in row.optimizers:
+    for optimizer in optimizers:
         steps = _Steps()
 
         def note(message: Any, category: type, *_: Any, steps: _Steps = steps, **__: Any) -> None:
             if issubclass(category, AccumulationWarning) and steps.begun <= 1:
                 messages.append(str(message))
 
+        both = {**(trainer or {}), "callbacks": [steps, *(trainer or {}).get("callbacks", [])]}
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.showwarning = note
             torch.manual_seed(1)
             try:
-                found = compare_window_with_batch(
-                    row.make,
-                    batches,
-                    GradientAccumulation(**policy),
-                    optimizer=optimizer,
-                    collate=row.collate,
-                    trainer={**row.trainer, "callbacks": [steps]},
-                )
+                found = compare_window_with_batch(make, batches, policy, optimizer=optimizer, trainer=both, **arguments)
             except AccumulationError as error:
                 return Crashed(f"late {type(error).__name__}: {error}") if steps.begun else Refused(type(error), _named_by(error))
             except Exception as error:
                 return Crashed(f"{type(error).__name__}: {error}")
-        steps_differ = found.steps[0] != found.steps[1]
-        deviation = max(deviation, found.parameters, found.losses, math.inf if steps_differ else 0.0)
+        losses, steps_differ = found.losses if compares_losses else 0.0, found.steps[0] != found.steps[1]
+        deviation = max(deviation, found.parameters, losses, math.inf if steps_differ else 0.0)
     if messages:
         return Warned("\n".join(messages), deviation)
-    return Exact(given) if deviation <= EXACT else Silent(deviation)
+    return Exact() if deviation <= limit else Silent(deviation)
 
 
 def _named_by(error: AccumulationError) -> dict[str, Any]:
