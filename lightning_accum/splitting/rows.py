@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, UserDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -100,10 +100,9 @@ def parse(value: Any, path: str = "", key: Any = None) -> Part:
     """What a value is made of. What has a problem is not looked into."""
     part = Part(path or "batch", value, key)
     if isinstance(value, Tensor):
+        part.size = value.size(0) if value.dim() else None
         if value.is_nested or value.layout is not torch.strided:
             part.problem = "nested" if value.is_nested else f"of the layout {value.layout}"
-        elif value.dim():
-            part.size = value.shape[0]
     elif isinstance(value, PackedSequence):
         part.problem = "packed, so that its rows are interleaved"
     elif isinstance(value, (dict, UserDict)):
@@ -180,27 +179,13 @@ def _set_kinds(part: Part, root: Part, size: int, known: Mapping[str, str]) -> I
     if part.is_tensor:
         part.kind = "tensor" if part.size == size and earlier != "shared" else "shared"
     elif part.size == size and part is not root and earlier not in ("shared", "container"):
-        part.kind = "rows" if earlier == "rows" or not _are_columns(part, root, size) else "container"
+        part.kind = "rows"
     else:
         part.kind = "container" if part.parts else "shared"
     yield part
     if part.kind == "container":
         for inner in part.parts:
             yield from _set_kinds(inner, root, size, known)
-
-
-def _are_columns(part: Part, root: Part, size: int) -> bool:
-    """Whether a list of ``size`` entries holds parts of ``size`` rows each, as those beside it do."""
-    lists = [other for other in root.walk() if other is not root and other.size == size and other.is_list and other.has_tensors]
-    others = [other for other in lists if other is not part and other not in part.walk() and part not in other.walk()]
-    return part.has_tensors and all(_has_columns(other, size) for other in (part, *others))
-
-
-def _has_columns(part: Part, size: int) -> bool:
-    return len(part.parts) == part.size and all(
-        inner.size == size if inner.is_tensor or not inner.parts else inner.is_list and _has_columns(inner, size)
-        for inner in part.parts
-    )
 
 
 def _unsplittable(root: Part, found: str) -> UnsplittableBatchError:
@@ -228,26 +213,6 @@ def _may_be_of_several_loaders(root: Part) -> bool:
 def is_record(value: Any) -> bool:
     """An instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def first_tensor_or_list(batch: Any, is_root: bool = True) -> Tensor | Sequence[Any] | None:
-    """The first tensor with a dimension 0, or the first list that may have one entry a row, whichever comes first."""
-    if isinstance(batch, Tensor):
-        return batch if batch.dim() else None
-    children: Iterable[Any] = getattr(batch, "__dict__", {}).values()
-    if type(batch) in _PLAIN or isinstance(batch, Iterator):  # a step may draw its batches by itself
-        return None
-    if callable(getattr(batch, "values", None)):
-        children = batch.values()
-    elif isinstance(batch, (list, tuple)):
-        is_list = not is_root and (isinstance(batch, list) or len(batch) > 1) and not hasattr(batch, "_fields")
-        if may_be_samples(batch) or (is_list and holds_tensors(batch, depth=3)):
-            return batch
-        children = batch
-    elif is_record(batch):
-        children = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-    found = (first_tensor_or_list(child, is_root=False) for child in children)
-    return next((tensor for tensor in found if tensor is not None), None)
 
 
 def split_lists(batch: Any, size: int) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_accum.errors import ArgumentError, MissingEntryError, UnreadableLossError, UnsplittableBatchError, WrongTypeError
 from lightning_accum.exact import exact
-from lightning_accum.splitting.rows import first_tensor_or_list, is_record, read_parts
+from lightning_accum.splitting.rows import Part, is_record, may_be_samples, parse, read_parts
 from lightning_accum.weighing.terms import Denominator
 
 Weight: TypeAlias = Callable[[Any], Any]
@@ -98,14 +98,22 @@ def count_samples(batch: Any) -> int | None:
     The size of dimension 0 of its first tensor. Where a list comes first that may have one entry a sample, the batch is read as
     one that is split, and the list counts its entries where that says nothing.
     """
-    first = first_tensor_or_list(batch)
-    if first is None or isinstance(first, Tensor):
-        return None if first is None else first.size(0)
-    is_pair = first is batch and len(first) == 2  # an input and its target, or two samples
+    root = parse(batch)
+    if root.problem and not root.is_tensor:  # of a class that is not known: what its attributes have
+        root = parse(vars(batch) if hasattr(batch, "__dict__") else {})
+    first = next((part for part in root.walk() if (part.is_tensor and part.size is not None) or _may_be_rows(part, root)), None)
+    if first is None or first.is_tensor:
+        return None if first is None else first.size
     try:
-        return None if is_pair and isinstance(first[0], Tensor) else read_parts(batch, {})[1]
+        return read_parts(batch, {})[1]
     except UnsplittableBatchError:
-        return None if is_pair else len(first)
+        return None if first is root and first.size == 2 else first.size  # an input and its target, or two samples
+
+
+def _may_be_rows(part: Part, root: Part) -> bool:
+    """Whether it is a list that may have one entry a sample."""
+    is_inside = part is not root and part.is_list and (isinstance(part.value, list) or part.size != 1)
+    return may_be_samples(part.value) or (is_inside and part.has_tensors)
 
 
 def _look_up(batch: Any, key: str | int) -> Any:
