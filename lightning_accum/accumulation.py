@@ -176,7 +176,7 @@ class Accumulation(Windows):
         # the micro-batch of a split batch, or of a longer window, never is: without asking further, in every one of them
         if micro_batch.number == 1 and self.boundary.size == 1 and self.is_passthrough():
             self.closed = self._passthrough_window(loss, micro_batch)
-            return Weighed(self.closed.weight, is_weightless=self.closed.is_empty)
+            return Weighed(self.closed.weight)
         try:
             contribution, reading = self.weigher(loss, micro_batch.batch, micro_batch.rows)
         except UnreadableLossError as error:
@@ -265,10 +265,8 @@ class Accumulation(Windows):
             weight = self.weigher(loss, micro_batch.batch, micro_batch.rows)[0].weight
         except UnreadableLossError:  # whatever the loss, nothing depends on its weight here
             weight = None
-        # a batch that is not split for once counts as those that are; Lightning steps, and waits for no device
-        is_empty = self.splitting is not None and weight is not None and float(weight) == 0
-        value = loss.item() if loss.is_cpu else loss.detach()
-        return ClosedWindow(value, 1.0 if weight is None else weight, 1, is_empty=is_empty)
+        value = loss.item() if loss.is_cpu else loss.detach()  # Lightning steps, and waits for no device
+        return ClosedWindow(value, 1.0 if weight is None else weight, 1)
 
     def add_without_loss(self, micro_batch: MicroBatch) -> None:
         """Take in a micro-batch that training_step returned None for."""

@@ -59,7 +59,7 @@ class Passes:
         Raises:
             ValueError: lengths are named, and cannot be tried out.
         """
-        policy, ranks = self.policy, self._training.ranks
+        policy = self.policy
         if policy.micro_batch is None:
             return None
         may_trim = self._loss_of is not None and not self._training.is_sharded
@@ -69,7 +69,7 @@ class Passes:
                 " function: pass loss_of=; and a model that is not sharded."
             )
         trim, warn = policy.trim_padding and may_trim, self._words.rank_zero_warn
-        return Splitting(policy.micro_batch, ranks.world_size > 1, trim, policy.split, warn, lambda: self._samples)
+        return Splitting(policy.micro_batch, trim, policy.split, warn, lambda: self._samples)
 
     def _micro_batches(self, loader: Iterable[Any], skip: int, is_last: bool) -> Iterator[Part]:
         """One pass.

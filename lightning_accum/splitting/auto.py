@@ -150,7 +150,7 @@ class RetriedSplitting(Splitting):
     """Runs each loader batch as often as it takes, in micro-batches as large as memory allows."""
 
     def __init__(self, snapshotter: Undo, device: torch.device, say: Callable[[str], None], **arguments: Any) -> None:
-        super().__init__("auto", has_ranks=True, **arguments)
+        super().__init__("auto", **arguments)
         self.sizes, self._snapshotter, self._device, self._say = MicroBatchSizes(), snapshotter, device, say
 
     @override

@@ -94,8 +94,6 @@ class Splitting:
 
     Args:
         size: of a micro-batch.
-        has_ranks: whether there are other ranks. Logs of a split batch are reduced over them at its end, and so must be logs of
-            a batch that fits whole.
         trim: whether to trim padding; or the key of the lengths of rows, see :func:`read_spans`.
         split: cuts batches instead.
         warn: takes a warning that should be seen once.
@@ -105,22 +103,20 @@ class Splitting:
     def __init__(
         self,
         size: MicroBatchSize,
-        has_ranks: bool,
         trim: bool | str,
         split: Split | None,
         warn: Callable[[str], None],
         samples: Callable[[], Collection[int]],
     ) -> None:
-        self.size, self._may_be_whole, self._trim, self._split = size, not has_ranks, trim, split
+        self.size, self._trim, self._split = size, trim, split
         self._warn, self._samples = warn, samples
         self.plan: Plan | None = None
-        """That of the loader batch under way; None where it runs as it is."""
+        """That of the loader batch under way; None where there is no batch."""
         self.largest: int | None = None
         """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
         self.kinds: dict[str, str] = {}
         """What each part of a batch is, by path: found in the first batch, and held to."""
         self._trimming = TrimmingCheck(warn)
-        self._rows_of_whole: int | None = None
         self._proof: Proof = lambda padded, trimmed: None
         self._seen: tuple[Any, dict[int, Spans]] | None = None
         self._has_warned_of_long_rows = False
@@ -154,9 +150,7 @@ class Splitting:
             ArgumentError: the key for lengths is not in the batch.
         """
         self._proof = proof
-        plan = self._planned(batch)
-        self.plan = None if plan.is_whole and self._may_be_whole else plan
-        self._rows_of_whole = plan.rows
+        self.plan = self._planned(batch)
 
     def share(self, path: str) -> None:
         """Have all rows share a part of a batch that has as many entries."""
@@ -167,7 +161,7 @@ class Splitting:
     @property
     def rows(self) -> int | None:
         """The samples of the micro-batch under way, where it is known to be made of them."""
-        return self._rows_of_whole if self.plan is None else self.plan.rows
+        return None if self.plan is None else self.plan.rows
 
     def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
         """Run the loader batch under way."""

@@ -262,7 +262,7 @@ class AccumulationMixin(Engine):
         how: dict[str, Any] = {"trim": trim, "split": policy.split, "warn": rank_zero_warn, "samples": self.samples_of_loader}
         if policy.micro_batch == "auto":
             return RetriedSplitting(self.snapshotter, self.root_device, _log.info, **how)
-        return Splitting(policy.micro_batch, self.world_size > 1, **how)
+        return Splitting(policy.micro_batch, **how)
 
     @override
     def on_train_start(self) -> None:
