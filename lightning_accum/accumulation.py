@@ -176,7 +176,7 @@ class Accumulation(Windows):
         # the micro-batch of a split batch, or of a longer window, never is: without asking further, in every one of them
         if micro_batch.number == 1 and self.boundary.size == 1 and self.is_passthrough():
             self.closed = self._passthrough_window(loss, micro_batch)
-            return Weighed(self.closed.weight)
+            return Weighed(self.closed.weight, is_weightless=False)
         try:
             contribution, reading = self.weigher(loss, micro_batch.batch, micro_batch.rows)
         except UnreadableLossError as error:
