@@ -184,18 +184,19 @@ class Accumulation(Windows):
             if (self.world_size == 1 or self.policy.on_nonfinite != "propagate") and not self._is_one_micro_batch():
                 raise
             contribution, reading = Contribution(math.nan if self.world_size > 1 else None), Reading()  # one alone needs no weight
-        again = self._again
-        if not self.checks_left:
-            structure = None if again is not None and contribution is again[0] else contribution.structure
-            is_new = bool(structure) and self.weigher.is_new(contribution.structure)
+        again = self._again if self._again is not None and contribution is self._again[0] else None
+        if not self.checks_left and (again is None or self.later.alike):  # else as doubtful as the one before it
+            is_new = again is None and bool(contribution.structure) and self.weigher.is_new(contribution.structure)
             is_checked = self.verdict is not None and self.verdict.deviation is not None
             is_time = is_checked and not self.window.micro_batches and is_time_to_look(self.clock.optimizer_steps + 1)
             self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_new, is_time))
-        if again is not None and contribution is again[0] and loss.dtype is again[1] and not again[2].is_written_to:
-            self.window.add_again(loss, contribution)
-            if micro_batch.is_boundary:
-                self.reduce()
-            return again[2]
+        if again is not None and loss.dtype is again[1]:
+            weighed = again[2]
+            if weighed.grad_output is None or not weighed.grad_output._version:  # no backward of the user's has changed it
+                self.window.add_again(loss, contribution)
+                if micro_batch.is_boundary:
+                    self.reduce()
+                return weighed
         if self.window.counted is not None and contribution.of_terms is None:
             contribution = contribution._replace(weight=None, of_terms={})
         if contribution.of_terms is not None:
@@ -214,13 +215,7 @@ class Accumulation(Windows):
             keep_weight(loss, weight / (self.window.weight_scale or 1.0), grad_output)
         if reading.function is not None:
             reading.function.leave_out(loss)
-        if self.observer is not None:
-            self.observer.begin_backward(micro_batch, weight)
-        if micro_batch.is_boundary:
-            self.reduce()
-        if self.sums is not None:
-            self.sums.weigh(grad_output)
-            grad_output = None
+        grad_output = self._begin_backward(micro_batch, weight, grad_output)
         weighed = Weighed(weight, contribution.of_mean, grad_output, is_weightless)
         if self.sums is None and self.observer is None and not (self.checks_left or is_narrow):
             self._again = (contribution, loss.dtype, weighed)
@@ -248,16 +243,21 @@ class Accumulation(Windows):
         is_weightless = not any(isinstance(factor, Tensor) or factor for factor in own)
         is_whole = len(terms) == 1 and all(edge.place is None for edge in terms[0].edges)
         grad_output = torch.ones_like(loss).detach() * own[0] if is_whole and own[0] != 1.0 else None
-        if self.observer is not None:
-            self.observer.begin_backward(micro_batch, 0.0 if is_weightless else 1.0)
-        if micro_batch.is_boundary:
-            self.reduce()
+        grad_output = self._begin_backward(micro_batch, 0.0 if is_weightless else 1.0, grad_output)
         if not is_whole:
             scale_terms(terms, own)
+        return Weighed(None, None, grad_output, is_weightless)
+
+    def _begin_backward(self, micro_batch: MicroBatch, weight: Denominator | None, grad_output: Tensor | None) -> Tensor | None:
+        """The micro-batch is in its window. Returns the ``gradient`` of its backward; None for 1, and where sums take it."""
+        if self.observer is not None:
+            self.observer.begin_backward(micro_batch, weight)
+        if micro_batch.is_boundary:
+            self.reduce()
         if self.sums is not None:
             self.sums.weigh(grad_output)
-            grad_output = None
-        return Weighed(None, None, grad_output, is_weightless)
+            return None
+        return grad_output
 
     def _passthrough_window(self, loss: Tensor, micro_batch: MicroBatch) -> ClosedWindow:
         """A window that is one micro-batch with this loss, and left to Lightning."""

@@ -55,11 +55,6 @@ class Weighed(NamedTuple):
     grad_output: Tensor | None = None
     is_weightless: bool = True
 
-    @property
-    def is_written_to(self) -> bool:
-        """A backward of the user's has changed ``grad_output`` in place."""
-        return self.grad_output is not None and self.grad_output._version > 0
-
 
 EMPTY = Weighed()
 

@@ -79,6 +79,7 @@ class ParameterChanges:
         self.is_under_way = False
         """That which is under way is."""
         self.gradients = KeptGradients()
+        """What a micro-batch of that has added to is left as it is until the next backward."""
 
     def begin_epoch(self) -> None:
         """Its first window is compared."""
@@ -91,18 +92,13 @@ class ParameterChanges:
         self._before = [_Sample(name, tensor, _elements(tensor)) for name, tensor in _compared(module)]
         self.gradients.parameters = [(sample.name, sample.tensor) for sample in self._before]
 
-    def keep_gradients(self) -> None:
-        """A micro-batch has run: what it has added to is left as it is until the next backward."""
-        if self.is_under_way:
-            self.gradients.keep(has_values=True)
-
     def refuse_other_gradients(self) -> None:
         """The backward of a micro-batch is next.
 
         In the full batch, gradients are cleared after ``training_step``. In a later micro-batch, what a step or a callback adds to
         them would stay, and what it clears is lost.
         """
-        if self.is_under_way and (changed := self.gradients.changed()):
+        if changed := self.gradients.changed():
             raise UsageError(
                 f"Between two micro-batches of a window the gradient of '{changed[0]}' was cleared or changed, by training_step or"
                 " by a callback: the window would not take the step of its full batch, and no step was made. Leave zero_grad to"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -58,7 +59,7 @@ class Policy:
         """A window ends when the weights of its micro-batches come to its tokens: nobody knows before."""
         return isinstance(self.window, Tokens)
 
-    @property
+    @cached_property  # it is asked after each window
     def has_varying_windows(self) -> bool:
         """Windows may have another number of loader batches than the one before."""
         return isinstance(self.window, Mapping) or callable(self.window)

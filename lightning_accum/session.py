@@ -197,7 +197,8 @@ class Session:
         accumulation, weighed = self._accumulation, EMPTY
         if accumulation.is_zero_grad_due:
             self.zero_grad(step)
-        accumulation.changes.refuse_other_gradients()
+        if accumulation.changes.is_under_way:  # in the first windows
+            accumulation.changes.refuse_other_gradients()
         if loss is None or step.skips_backward:
             accumulation.add_without_loss(micro_batch)
             self.sync.backward_without_loss()
@@ -226,7 +227,8 @@ class Session:
         if self.guard is not None and self.guard.end_micro_batch():
             self._accumulation.window.skip_nonfinite()
             weighed = EMPTY
-        self._accumulation.changes.keep_gradients()
+        if self._accumulation.changes.is_under_way:
+            self._accumulation.changes.gradients.keep(has_values=True)
         return weighed
 
     def zero_grad(self, step: Backward, is_after_forward: bool = True) -> None:

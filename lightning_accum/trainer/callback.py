@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from typing_extensions import override
 
-from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import SchedulerCounts, Tail
 from lightning_accum.exclusions import Asked, refuse
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize, checked_policy, row_wise_fields
@@ -30,10 +29,9 @@ from lightning_accum.trainer.from_lightning import (
     misconfigured,
     pl,
 )
-from lightning_accum.trainer.hooks import callbacks_of
-from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.package import check_package
 from lightning_accum.trainer.results import WindowMetrics
+from lightning_accum.trainer.watch import callbacks_of
 from lightning_accum.weighing.counts import Weight
 from lightning_accum.windows import Windows
 
@@ -174,10 +172,9 @@ class GradientAccumulation(Callback):
                 )
             )
             refuse(Asked(self.policy))
-        self._strategy: Engine | None = None  # in a fit
+        self._strategy: Engine | None = None  # while there are windows
         self._state: dict[str, Any] = {}
         self._trainers_own: int | None = None
-        self._metrics: WindowMetrics | None = None
         self._may_gather = False
 
     # --- before training --------------------------------------------------------------------------------------------
@@ -212,7 +209,7 @@ class GradientAccumulation(Callback):
 
     def connect(self, strategy: Engine) -> None:
         """Take hold of the strategy's windows, and give them what a checkpoint said. Called by the strategy."""
-        self._strategy, self._metrics, self._may_gather = strategy, None, True
+        self._strategy, self._may_gather = strategy, True
         self.load_state_dict(self._state)
         self._state = {}
 
@@ -220,42 +217,14 @@ class GradientAccumulation(Callback):
     def _windows(self) -> Windows | None:
         return None if self._strategy is None else self._strategy.windows
 
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin_epoch(trainer)  # Lightning leaves out on_train_epoch_start where training goes on inside an epoch
-        if self.policy.log and self._windows is not None:
-            state = self._windows.resumed_state
-            is_same_epoch = state.get("epoch") == trainer.current_epoch
-            self._metrics = WindowMetrics(trainer, pl_module, state.get("epoch_loss") if is_same_epoch else None)
+    @property
+    def _metrics(self) -> WindowMetrics | None:
+        return None if self._strategy is None else self._strategy.metrics
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._metrics is not None:
-            self._metrics.begin_epoch()
-        self._begin_epoch(trainer)
-
-    def _begin_epoch(self, trainer: pl.Trainer) -> None:
-        if self._windows is not None:
-            self._windows.begin_epoch(trainer.current_epoch)
-        self.set_size(trainer)
-
-    def set_size(self, trainer: pl.Trainer) -> None:
-        """A window is about to begin: have its size where tuners, monitors and Lightning look for it. Called by the strategy."""
-        if self._windows is None or not self.policy.has_varying_windows:
-            return
-        size = self.policy.size_at(trainer.current_epoch, self._windows.clock.optimizer_steps)
-        assert size is not None
-        trainer.accumulate_grad_batches = size
-
-    # --- what one sees ----------------------------------------------------------------------------------------------
-
-    def end_window(self, trainer: pl.Trainer) -> None:
-        """A window has ended: show it, and set the size of the next. Called by the strategy."""
-        if self._metrics is not None and isinstance(self._windows, Accumulation):
-            self._metrics.log_window(self._windows)
-        elif self._metrics is not None and isinstance(self._windows, ManualWindows):
-            self._metrics.log_calls(self._windows)
-        self.set_size(trainer)
+        if self._strategy is not None:
+            self._strategy.begin_epoch()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -277,14 +246,14 @@ class GradientAccumulation(Callback):
             self._state = self._counts()
         if self._metrics is not None:
             self._metrics.close()
-        self._strategy = self._metrics = None
+        self._strategy = None
         if self._trainers_own is not None:
             trainer.accumulate_grad_batches = self._trainers_own
             self._trainers_own = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is in no fit."""
-        return {**vars(self), "_strategy": None, "_metrics": None, "_state": self._counts()}
+        return {**vars(self), "_strategy": None, "_state": self._counts()}
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,9 @@ from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.trainer.from_lightning import Strategy, pl, rank_zero_info
-from lightning_accum.trainer.hooks import is_lightnings
 from lightning_accum.trainer.manual import ManualWindows
-from lightning_accum.trainer.watch import Watch
+from lightning_accum.trainer.results import WindowMetrics
+from lightning_accum.trainer.watch import Watch, is_lightnings
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
@@ -36,19 +36,6 @@ from lightning_accum.windows import Windows
 
 _MOVES = ("on_after_batch_transfer", "transfer_batch_to_device")
 """Hooks that a batch comes to the device by."""
-
-
-class WindowListener(Protocol):
-    """What is called at the windows of a training."""
-
-    def connect(self, strategy: Engine) -> None:
-        """Training is about to begin, or to go on from a checkpoint."""
-
-    def end_window(self, trainer: pl.Trainer) -> None:
-        """One has ended."""
-
-    def set_size(self, trainer: pl.Trainer) -> None:
-        """One is about to begin."""
 
 
 class Engine(Strategy, Trained):
@@ -59,7 +46,8 @@ class Engine(Strategy, Trained):
     policy: Policy = Policy()
     gradient_reads: AbstractContextManager[Any] | None = None
     """Notices hooks that look at gradients inside of a window."""
-    listener: WindowListener
+    metrics: WindowMetrics | None = None
+    """Shows windows that have ended; None where nothing is logged."""
     world_size: int
     global_rank: int
     ranks: Ranks = Ranks(torch.device("cpu"))
@@ -91,6 +79,28 @@ class Engine(Strategy, Trained):
     def partial_window(self) -> PartialWindow | None:
         """The unfinished window, for a checkpoint; None at a boundary. Called on all ranks."""
         return None if self.windows is None else self.windows.partial_window(self, self.trainer().accumulate_grad_batches)
+
+    def begin_epoch(self) -> None:
+        """An epoch begins, or goes on after a checkpoint."""
+        if self.windows is not None:
+            self.windows.begin_epoch(self.trainer().current_epoch)
+        if self.metrics is not None:
+            self.metrics.begin_epoch()
+        self.set_size()
+
+    def set_size(self) -> None:
+        """A window is about to begin: have its size where tuners, monitors and Lightning look for it."""
+        if self.policy.has_varying_windows and self.windows is not None:
+            trainer = self.trainer()
+            size = self.policy.size_at(trainer.current_epoch, self.windows.clock.optimizer_steps)
+            assert size is not None
+            trainer.accumulate_grad_batches = size
+
+    def end_window(self) -> None:
+        """A window has ended, and its step was made: show it, and set the size of the next."""
+        if self.metrics is not None:
+            self.metrics.log(self.windows)
+        self.set_size()
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 

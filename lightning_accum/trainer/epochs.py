@@ -22,10 +22,10 @@ from lightning_accum.trainer.from_lightning import (
     _DataFetcher,
     rank_zero_info,
 )
-from lightning_accum.trainer.hooks import call_batch_end
 from lightning_accum.trainer.optimization import WindowOptimization
 from lightning_accum.trainer.uneven import is_agreeing
 from lightning_accum.trainer.validation import ValidatingEpochLoop
+from lightning_accum.trainer.watch import call_batch_end
 from lightning_accum.user_warnings import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     def end_loader_batch(self, accumulation: Accumulation, seen: int) -> None:
         """A loader batch has ended: so does the window, if it is one of tokens and has come to them."""
         accumulation.end_loader_batch(seen)
-        if not accumulation.policy.ends_by_tokens or accumulation.boundary.position(seen) <= 0:
+        if accumulation.boundary.size != math.inf or accumulation.boundary.position(seen) <= 0:
             return
         if accumulation.is_full() or self._is_cut_by_the_end(accumulation.boundary):  # the first is asked on all ranks
             accumulation.boundary.cut_short(seen)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop
 from lightning_accum.trainer.first_batch import check_manual_batch
-from lightning_accum.trainer.hooks import call_window_hooks
+from lightning_accum.trainer.watch import call_window_hooks
 
 
 class WindowManualOptimization(_ManualOptimization):
@@ -49,7 +49,7 @@ class WindowManualOptimization(_ManualOptimization):
         manual.end_training_step(seen)
         manual.announce(batch, self.trainer.accumulate_grad_batches, self.strategy.samples_of_loader())
         if is_boundary:
-            self.strategy.listener.end_window(self.trainer)
+            self.strategy.end_window()
             self._call_window_hooks(manual.closed, size, before)
         return outputs
 

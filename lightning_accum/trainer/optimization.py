@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.errors import UsageError
-from lightning_accum.parameter_changes import elements_of
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.step import Outcome
@@ -25,21 +25,20 @@ from lightning_accum.trainer.from_lightning import (
     Closure,
     ClosureResult,
     FSDPPrecision,
+    PassThroughProfiler,
     Precision,
     Strategy,
     _AutomaticOptimization,
     call,
     pl,
 )
-from lightning_accum.trainer.hooks import call_window_hooks, is_lightnings, is_unheard, replacing
 from lightning_accum.trainer.results import collecting_logs, show_logs
-from lightning_accum.trainer.watch import parameters_of
+from lightning_accum.trainer.watch import AROUND_BACKWARD, LIBRARIES, Watch, call_window_hooks, is_lightnings
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
 
 _NOTHING: dict[str, Any] = {}
-_LIGHTNINGS_BACKWARD = Strategy.backward
 _NOTHING_AROUND = nullcontext()
 
 
@@ -51,8 +50,6 @@ class WindowOptimization(_AutomaticOptimization):
     """What ``training_step`` gets beside the loader batch under way."""
     _is_silent: bool = False
     """``training_step`` and backward of the loader batch under way need nothing around them."""
-    _moves_first: bool = False
-    """The optimizer was seen to change parameters before it calls its closure."""
 
     @property
     def epoch_loop(self) -> Any:
@@ -83,11 +80,12 @@ class WindowOptimization(_AutomaticOptimization):
         if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
             accumulation.window.discard()
         ends_window: bool = epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
-        strategy.watch.find_other_rates(strategy.optimizers[0], accumulation.warn_once)
+        if strategy.watch.is_close:
+            strategy.watch.find_other_rates(strategy.optimizers[0], accumulation.warn_once)
         epoch_loop.batch = batch = next(iter(kwargs.values()))
         if accumulation.splitting is not None:
             self.plan_ahead(batch)
-        if not self._skip_backward:
+        if strategy.row_wise is not None and not self._skip_backward:
             prove_row_wise_step(self.trainer, strategy, kwargs)
         if accumulation.checks_left and not self._skip_backward:
             check_first_batch(self.trainer, strategy, kwargs)
@@ -95,8 +93,13 @@ class WindowOptimization(_AutomaticOptimization):
         return ends_window
 
     def _run(self, batch: Any, seen: int, ends_window: bool) -> Outcome:
-        with replacing(self.trainer.lightning_module, _current_fx_name="training_step"), torch.enable_grad():
-            return self.strategy.session.run(self, batch, seen, ends_window)
+        attributes: dict[str, Any] = vars(self.trainer.lightning_module)  # of a Module, setting one takes microseconds
+        before, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"  # as Lightning, for `self.log`
+        try:
+            with torch.enable_grad():
+                return self.strategy.session.run(self, batch, seen, ends_window)
+        finally:
+            attributes["_current_fx_name"] = before
 
     # --- a window that is counted before it runs -------------------------------------------------------------------------
 
@@ -139,15 +142,15 @@ class WindowOptimization(_AutomaticOptimization):
         assert accumulation is not None
         optimizer, watch = strategy._lightning_optimizers[0], strategy.watch
         watch.begin_step(optimizer._optimizer)
-        if not accumulation.is_closed_empty:  # else optimizer and hooks see no step
-            has_moved = _changes_of(optimizer._optimizer, by_value=watch.is_close)
-            closure = WindowClosure(outcome, again, lambda: self._moves_first or has_moved())
+        if accumulation.closed is None or not accumulation.closed.is_empty:  # else optimizer and hooks see no step
+            closure = WindowClosure(outcome, again, watch)
             with _noting_gradient_norm(trainer, strategy):
                 arguments = (trainer.current_epoch, self.epoch_loop.batch_idx, optimizer, closure)
                 call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
-            outcome, self._moves_first = closure.outcome(), closure.has_moved
-        closed, ranks, is_empty = accumulation.closed, accumulation.ranks, accumulation.is_closed_empty
+            outcome = closure.outcome()
+        closed, ranks = accumulation.closed, accumulation.ranks
         assert closed is not None
+        is_empty = closed.is_empty
         is_changed = watch.end_step(is_empty)
         has_stepped = is_changed or is_empty
         if closed.is_last and ranks.size == ranks.world_size:
@@ -158,7 +161,7 @@ class WindowOptimization(_AutomaticOptimization):
             self.optim_progress.optimizer.step.increment_completed()
             if has_stepped and strategy.lr_scheduler_configs:
                 watch.schedulers_due()
-        strategy.listener.end_window(trainer)
+        strategy.end_window()
         if accumulation.is_step:
             has_stepped, loader_batches = is_changed and not is_empty, accumulation.closed_loader_batches
             call_window_hooks(trainer, closed._replace(has_stepped=has_stepped, loader_batches=loader_batches))
@@ -201,7 +204,7 @@ class WindowOptimization(_AutomaticOptimization):
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
         """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
         strategy = self.strategy
-        is_users = not is_lightnings(self.trainer.lightning_module, "backward")
+        is_users = not self._is_silent and not is_lightnings(self.trainer.lightning_module, "backward")
         if not is_users and not loss.requires_grad:
             raise UsageError(
                 "training_step returned a loss without a graph, which has no gradient: it was detached, computed under"
@@ -231,15 +234,16 @@ class WindowClosure(Closure):
     The first call runs it again, too, if the optimizer has moved parameters before it, as a look-ahead does.
     """
 
-    def __init__(self, outcome: Outcome, again: Callable[[], Outcome] | None, moves: Callable[[], bool]) -> None:
+    def __init__(self, outcome: Outcome, again: Callable[[], Outcome] | None, watch: Watch) -> None:
         AbstractClosure.__init__(self)  # what runs here are not the three functions that Closure would call
-        self._outcome, self._again, self._moves = outcome, again, moves
-        self._is_called = self.has_moved = False
+        self._outcome, self._again, self._watch = outcome, again, watch
+        self._is_called = False
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        self.has_moved = self.has_moved or (not self._is_called and self._moves())
-        if self._is_called or self.has_moved:
+        if not self._is_called:
+            self._watch.find_moves()
+        if self._is_called or self._watch.moves_first:
             if self._again is None:
                 raise UsageError(
                     "The optimizer calls its closure more than once in a step, as LBFGS does, or after it has changed parameters. A"
@@ -260,22 +264,6 @@ class WindowClosure(Closure):
         if not self._is_called:
             self.consume_result()  # raises that the closure was not called
         return self._outcome
-
-
-def _changes_of(optimizer: Optimizer, by_value: bool) -> Callable[[], bool]:
-    """Tells whether parameters have changed from now on: by the changes that each has seen, or some values, as of ``p.data``."""
-    parameters = [*parameters_of(optimizer)]
-
-    def seen() -> tuple[list[int], list[Tensor]]:
-        return [p._version for p in parameters], [elements_of(p) for p in parameters if by_value]
-
-    versions, values = seen()
-
-    def have_changed() -> bool:
-        versions_now, values_now = seen()
-        return versions_now != versions or not all(map(torch.equal, values_now, values))
-
-    return have_changed
 
 
 @contextmanager
@@ -302,11 +290,44 @@ def _noting_gradient_norm(trainer: pl.Trainer, strategy: Engine) -> Iterator[Non
         del plugin.clip_grad_by_norm
 
 
-def _is_silent(trainer: pl.Trainer, strategy: Engine) -> bool:
-    """``training_step`` and backward of the loader batch under way need nothing around them."""
+# --- what nobody listens to -------------------------------------------------------------------------------------------
+
+# Lightning's calls around a step take longer than a small micro-batch. They are left out while nobody listens, which is found anew
+# at each loader batch, by comparison with the functions that Lightning shipped.
+_AROUND_A_STEP: dict[type, tuple[str, ...]] = {
+    pl.LightningModule: (*AROUND_BACKWARD, "backward"),
+    pl.Callback: AROUND_BACKWARD,
+    Strategy: ("training_step", "post_training_step", "pre_backward", "post_backward"),
+    Precision: ("train_step_context", "forward_context", "pre_backward", "backward", "post_backward"),
+}
+"""What Lightning's calls of ``training_step`` and of backward come to. ``Strategy.backward`` is this package's own."""
+_HOOKS_OF = {kind: attrgetter(*hooks) for kind, hooks in _AROUND_A_STEP.items()}
+_SHIPPED = {kind: hooks_of(kind) for kind, hooks_of in _HOOKS_OF.items()}
+_LIGHTNINGS_BACKWARD, _OWN_BACKWARD = Strategy.backward, Engine.backward
+# none was replaced before this package was imported
+_ARE_LIGHTNINGS = all(
+    hook.__globals__["__name__"].startswith((*LIBRARIES, "contextlib")) for hooks in _SHIPPED.values() for hook in hooks
+)
+
+
+def _is_silent(trainer: Any, strategy: Engine) -> bool:
+    """``training_step`` and backward of the loader batch under way need nothing around them: nobody has a hook there."""
     is_theirs = getattr(super(Engine, strategy).backward, "__func__", None) is _LIGHTNINGS_BACKWARD
+    is_ours = type(strategy).backward is _OWN_BACKWARD and "backward" not in vars(strategy)
     is_plain = strategy.watch.is_read and strategy.gradient_reads is None and strategy.model is trainer.lightning_module
-    return is_theirs and is_plain and is_lightnings(strategy, "backward", Engine) and is_unheard(trainer)
+    if not (_ARE_LIGHTNINGS and is_theirs and is_ours and is_plain and type(trainer.profiler) is PassThroughProfiler):
+        return False
+    owners: list[tuple[type, Any]] = [(pl.Callback, callback) for callback in trainer.callbacks]
+    owners += [(pl.LightningModule, trainer.lightning_module), (Strategy, strategy), (Precision, trainer.precision_plugin)]
+    return all(
+        isinstance(owner, kind)  # a callback may be of another class, and have no such hook
+        and _HOOKS_OF[kind](type(owner)) == _SHIPPED[kind]
+        and vars(owner).keys().isdisjoint(_AROUND_A_STEP[kind])
+        for kind, owner in owners
+    )
+
+
+# --- training_step on other batches -----------------------------------------------------------------------------------
 
 
 def _arguments_of_step(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> OrderedDict[str, Any]:

@@ -20,10 +20,9 @@ from typing_extensions import override
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.exact import exact
 from lightning_accum.splitting.logs import Arguments, BatchLog, name_of_reduction
-from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import _LoggerConnector, _ResultCollection, _ResultMetric, pl
-from lightning_accum.trainer.hooks import replacing
 from lightning_accum.trainer.manual import ManualWindows
+from lightning_accum.trainer.watch import replacing
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 
@@ -31,7 +30,8 @@ from lightning_accum.windows import Windows
 class BatchResults(_ResultCollection):
     """Counts what a shadow batch logs without weight, and stores how the batches of this fit are logged."""
 
-    strategy: Engine | None = None
+    strategy: Any = None
+    """The Engine of the fit, whose file imports this one."""
     batch_log: BatchLog | None = None
     """Takes what is logged, while a split batch runs."""
     metrics_of_module: tuple[int, list[Metric]] | None = None
@@ -207,8 +207,15 @@ class WindowMetrics:
         self._weighed_loss, self._weight = (0.0, 0.0) if epoch_loss is None else epoch_loss
         self._last_end: float | None = None
 
-    def log_window(self, windows: Accumulation) -> None:
-        """Show the window that ended last."""
+    def log(self, windows: Windows | None) -> None:
+        """Show the window that ended last: one for each call of ``manual_backward``, if the module optimizes by itself."""
+        if isinstance(windows, Accumulation):
+            self._log_window(windows)
+        elif isinstance(windows, ManualWindows) and windows.closed:
+            first, *others = windows.closed
+            self._log(first, windows, {f"window/loss_{index}": closed.loss for index, closed in enumerate(others, 2)})
+
+    def _log_window(self, windows: Accumulation) -> None:
         closed = windows.closed
         assert closed is not None
         others: dict[str, Tensor | float] = {}
@@ -223,12 +230,6 @@ class WindowMetrics:
         if closed.gradient_norm is not None:
             others["window/grad_norm"] = closed.gradient_norm
         self._log(closed, windows, others)
-
-    def log_calls(self, windows: ManualWindows) -> None:
-        """Show the window that ended last, of each call of ``manual_backward``."""
-        if windows.closed:
-            first, *others = windows.closed
-            self._log(first, windows, {f"window/loss_{index}": closed.loss for index, closed in enumerate(others, 2)})
 
     def _log(self, closed: ClosedWindow, windows: Windows, others: Mapping[str, Tensor | float]) -> None:
         steps = windows.clock.optimizer_steps

@@ -30,10 +30,10 @@ from lightning_accum.trainer.from_lightning import (
     pl,
     rank_zero_info,
 )
-from lightning_accum.trainer.hooks import callbacks_of, gradient_reads
 from lightning_accum.trainer.installation import installed, naming_launcher
 from lightning_accum.trainer.manual import ManualWindows
-from lightning_accum.trainer.watch import Watch
+from lightning_accum.trainer.results import WindowMetrics
+from lightning_accum.trainer.watch import Watch, callbacks_of, gradient_reads
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import Verdict
@@ -129,15 +129,15 @@ class AccumulationMixin(Engine):
                 if vars(self).get(made) is None:
                     raise seams.broken(f"Strategy.{hook} was not called before Strategy.setup.")
             self.watch.called.add("Strategy.setup")
-            (self.listener,) = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
-            self.policy = self.listener.policy
+            (callback,) = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
+            self.policy = callback.policy
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             if differing := seams.changed():
                 rank_zero_info(f"GradientAccumulation: {seams.in_words(differing)} Each step is watched.")
             self._begin(trainer)
             if self.windows is not None:
-                self.listener.connect(self)
+                callback.connect(self)
 
     def _begin(self, trainer: pl.Trainer) -> None:
         module = self.module
@@ -281,7 +281,12 @@ class AccumulationMixin(Engine):
                 )
         if windows is None:
             return
-        # begin to train, or go on from a checkpoint
+        # begin to train, or go on from a checkpoint: inside an epoch Lightning leaves out on_train_epoch_start
+        self.begin_epoch()
+        if self.policy.log:
+            is_same_epoch = windows.resumed_state.get("epoch") == trainer.current_epoch
+            epoch_loss = windows.resumed_state.get("epoch_loss") if is_same_epoch else None
+            self.metrics = WindowMetrics(trainer, self.module, epoch_loss)
         epoch_loop = trainer.fit_loop.epoch_loop
         ready, seen = epoch_loop.batch_progress.current.ready, epoch_loop.batch_progress.total.ready
         is_inside_epoch = epoch_loop.restarting and ready < trainer.num_training_batches
@@ -292,7 +297,7 @@ class AccumulationMixin(Engine):
             windows.restore(partial, self)
             windows.end_loader_batch(seen)
         windows.resumed_state = {}
-        self.listener.set_size(trainer)
+        self.set_size()
 
     @override
     def teardown(self) -> None:

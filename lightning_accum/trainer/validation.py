@@ -13,7 +13,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import GradientAccumulationScheduler, _DataFetcher, _TrainingEpochLoop, pl
-from lightning_accum.trainer.hooks import callbacks_of
+from lightning_accum.trainer.watch import callbacks_of
 
 
 def _argument(name: str, where_steps_decide: Callable[[int], int | None]) -> Any:

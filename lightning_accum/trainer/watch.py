@@ -1,22 +1,33 @@
-"""Whether Lightning calls what stands in for its own, once and in the order that was read, and divides nothing on the way."""
+"""Whether Lightning calls what stands in for its own, once and in the order that was read, and divides nothing on the way.
+
+And hooks of the user's: those that Lightning does not call, and those that see gradients inside of a window.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_accum.errors import UsageError
+from lightning_accum.parameter_changes import elements_of
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.from_lightning import pl
-from lightning_accum.trainer.hooks import is_lightnings, replacing
+from lightning_accum.window_totals import ClosedWindow
 
+LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
+AROUND_BACKWARD = ("on_before_backward", "on_after_backward")
 CLOSE_WINDOWS = 3
 """The windows in which the watch is close where all of Lightning's methods are those that were read."""
 _TOLERANCE = 1e-2
@@ -38,6 +49,7 @@ class Watch:
         is_close: what needs hooks on tensors is looked at too: in the first windows, or always where a method was not read.
         called: what of Lightning's has begun the fit so far.
         may_skip_steps: whether the optimizer may leave out a step, as a GradScaler makes it.
+        moves_first: the optimizer was seen to change parameters before it calls its closure, as one that looks ahead.
     """
 
     def __init__(self, module: pl.LightningModule, progress: Any) -> None:
@@ -45,13 +57,14 @@ class Watch:
         self._close_windows = CLOSE_WINDOWS if self.is_read else math.inf
         self._progress = progress
         self.is_close = True
-        self.may_skip_steps = False
+        self.may_skip_steps = self.moves_first = False
         self.called: set[str] = set()
         self._epoch: int | None = None
         self._optimizer: Optimizer | None = None
         self._hooks: list[RemovableHandle] = []
         self._depth = self._steps = 0
         self._is_stepping = self._has_stepped = False
+        self._before_step: tuple[list[int], list[Tensor]] = ([], [])
         self._own: Tensor | None = None
         self._rates: list[float] | None = None
         self._left: set[bool] = set()
@@ -173,6 +186,18 @@ class Watch:
         self.attend(optimizer)
         self._depth, self._steps, self._is_stepping = 0, 0, True
         self._has_stepped = not self._hooks  # no hook can be registered
+        self._before_step = self._seen_of(optimizer)
+
+    def _seen_of(self, optimizer: Optimizer) -> tuple[list[int], list[Tensor]]:
+        """How often each parameter was changed, and in the first windows some of its elements: ``p.data`` counts no change."""
+        parameters = [*parameters_of(optimizer)]
+        return [p._version for p in parameters], [elements_of(p) for p in parameters if self.is_close]
+
+    def find_moves(self) -> None:
+        """The optimizer calls its closure: see whether it has changed parameters before that in this step."""
+        assert self._optimizer is not None
+        (versions, values), (versions_now, values_now) = self._before_step, self._seen_of(self._optimizer)
+        self.moves_first |= versions_now != versions or not all(map(torch.equal, values_now, values))
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth += 1
@@ -197,7 +222,7 @@ class Watch:
         may_be_skipped = is_empty or self.may_skip_steps or self._has_stepped or bool(self._steps)
         if not may_be_skipped and self._is_lightnings("optimizer_step"):
             raise seams.broken(f"A window ended, and the optimizer did not step ({_OF_A_STEP}).")
-        self._is_stepping, self._steps = False, 0
+        self._is_stepping, self._steps, self._before_step = False, 0, ([], [])
         return self._has_stepped
 
     # --- schedulers -----------------------------------------------------------------------------------------------------
@@ -242,3 +267,91 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 def _rates_of(optimizer: Optimizer) -> list[float]:
     rates = [group.get("lr") for group in optimizer.param_groups]
     return [rate for rate in rates if isinstance(rate, float)]  # a tensor may be on a device
+
+
+# --- hooks of the user's --------------------------------------------------------------------------------------------------
+
+
+def is_lightnings(owner: object, hook: str, kind: type = pl.LightningModule) -> bool:
+    """Whether a module, or another ``kind`` of object, leaves ``hook`` to Lightning, of whatever release."""
+    return getattr(type(owner), hook) is getattr(kind, hook) and hook not in vars(owner)
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The Trainer's callbacks, to read and to add to."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, unseen by type checkers
+    return callbacks
+
+
+@contextmanager
+def replacing(module: pl.LightningModule, **attributes: Any) -> Iterator[None]:
+    """In here a module has these attributes. ``_current_fx_name`` is the hook that ``module.log`` is called in."""
+    own = vars(module)  # of a Module, setting one takes microseconds
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
+
+
+def call_window_hooks(trainer: pl.Trainer, window: ClosedWindow) -> None:
+    """Call ``on_window_end`` of the callbacks and of the module that have it."""
+    module = trainer.lightning_module
+    owners: list[Any] = [*callbacks_of(trainer), module]
+    listeners = [owner for owner in owners if callable(getattr(owner, "on_window_end", None))]
+    if not listeners:
+        return
+    with replacing(module, _current_fx_name="on_train_batch_end"):  # `self.log` works as there
+        for owner in listeners:
+            owner.on_window_end(*((window,) if owner is module else (trainer, module, window)))
+
+
+def call_batch_end(kind: type[pl.Callback], trainer: pl.Trainer, outputs: Any, batch: Any, batch_idx: int) -> None:
+    """Have callbacks of a kind see an optimizer step that no end of a loader batch comes after."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, kind):
+            callback.on_train_batch_end(trainer, trainer.lightning_module, outputs, batch, batch_idx)
+
+
+# --- hooks that see gradients inside of a window -----------------------------------------------------------------------
+
+
+def gradient_reads(trainer: pl.Trainer, warn: Callable[[str], None]) -> TorchFunctionMode | None:
+    """Notices a hook around a backward, or the module's own, that looks at gradients, which are not those of a window yet.
+
+    None where nobody has one.
+    """
+    hooks: dict[CodeType, str] = {}
+    owners = [(owner, name) for owner in (*callbacks_of(trainer), trainer.lightning_module) for name in AROUND_BACKWARD]
+    for owner, name in (*owners, (trainer.lightning_module, "backward")):
+        hook: Any = getattr(owner, name, None)
+        hook = inspect.unwrap(getattr(hook, "func", hook)) if callable(hook) else None
+        code = getattr(hook, "__code__", None)
+        if code is not None and not hook.__module__.startswith(LIBRARIES):
+            hooks[code] = f"{name} of {type(owner).__name__}"
+    return _GradientReads(hooks, warn) if hooks else None
+
+
+class _GradientReads(TorchFunctionMode):
+    """In here hooks that get or set the gradient of a tensor are noticed: by their code among the callers, and each once."""
+
+    def __init__(self, left: dict[CodeType, str], warn: Callable[[str], None]) -> None:
+        super().__init__()
+        self._left, self._warn = left, warn
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._left and getattr(func, "__self__", None) is Tensor.grad:  # its getter or its setter
+            frame: Any = sys._getframe(1)
+            while frame is not None and frame.f_code not in self._left:
+                # what runs in the middle of a backward is no part of the hook that called it
+                frame = None if frame.f_code.co_name == "_engine_run_backward" else frame.f_back
+            if frame is not None:
+                self._warn(
+                    f"{self._left.pop(frame.f_code)} looks at gradients. It runs at every micro-batch, on what the window has"
+                    " accumulated so far, and not on the full batch's gradients. Do it in on_before_optimizer_step, which sees"
+                    " these, once a window."
+                )
+        return func(*args, **(kwargs or {}))

@@ -245,14 +245,11 @@ def test_what_cannot_be_measured_well_is_warned_of() -> None:
 # --- what is refused ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("smoothing", [0, 1.5])
-def test_a_smoothing_out_of_range_is_refused(smoothing: float) -> None:
-    with pytest.raises(AccumulationError, match="smoothing"):
-        GradientNoiseScale(smoothing=smoothing)
-
-
-def test_other_strategies_and_manual_optimization_are_refused() -> None:
+def test_a_smoothing_out_of_range_other_strategies_and_manual_optimization_are_refused() -> None:
     module = Quadratic(A)
+    for smoothing in (0, 1.5):
+        with pytest.raises(AccumulationError, match="smoothing"):
+            GradientNoiseScale(smoothing=smoothing)
     with pytest.raises(AccumulationError, match="accum"):
         fit(module, None, GradientNoiseScale(), strategy="auto")
     module.automatic_optimization = False
