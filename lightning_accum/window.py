@@ -272,10 +272,9 @@ class Window:
         if missed > 1e-6 and not is_listed:
             raise UsageError(
                 "The terms of the loss have other weights in training_step than when they were counted before the window: it draws"
-                " random numbers that cannot be repeated, goes by something that changes, or has two terms that look alike of which"
-                " one may be absent. Divide the sum of a term that may be absent by max(count, 1): then it is there in all"
-                " micro-batches. What is random or changes goes with a weight for each term, weight=[...], which are counted in the"
-                " batch."
+                " random numbers that cannot be repeated, depends on something that changes, or has two similar terms, one of which"
+                " may be absent. Divide the sum of a term that may be absent by max(count, 1), so that all micro-batches have it."
+                " For terms that are random or change, pass a weight for each, weight=[...], which is counted in the batch."
             )
         disagree = totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
         if (totals.weight == 0 and not is_sum) or (of_terms is not None and is_sum and is_counted_empty):
@@ -331,16 +330,16 @@ class WindowLoss:
         if closed.do_factors_differ:
             warn(
                 "A factor of the loss changes inside a window, or is not the same on all ranks (as is the slope of relu(mean - c)"
-                " on either side of c), or a penalty on parameters is not in all micro-batches. They are taken for constants, and"
-                " if this one is not, a window differs from its full batch."
-                " Anneal a factor by global_step, which is the same in all of a window, and not by batch_idx; for one that goes"
-                " with the batch, pass an explicit weight."
+                " on either side of c), or a penalty on parameters is not in all micro-batches. Factors and penalties are taken"
+                " for constants; if this one is not constant, the window differs from its full batch. Anneal a factor by"
+                " global_step, which is constant within a window, not by batch_idx; if a factor depends on the batch, pass an"
+                " explicit weight."
             )
         if closed.is_miscounted:
             warn(
-                "What the weights of the terms count in micro-batches does not add up to what they counted in the whole batch: a"
-                " micro-batch had no loss, or a weight is no count that adds up. The terms of such a window have other shares than"
-                " in the full batch."
+                "The weights of the terms, counted in micro-batches, do not add up to their counts in the whole batch: a"
+                " micro-batch had no loss, or a weight is not a count that adds up. In such a window the terms do not have the"
+                " shares that they have in the full batch."
             )
 
 

@@ -266,8 +266,8 @@ class ManualWindows(Windows):
             self.changes.stop()
             self.warn_once(
                 "training_step changes parameters by itself in a micro-batch whose steps wait (a moving average, a target network,"
-                " an optimizer with steps of other names): that happens in every micro-batch, where it would happen once for the"
-                " full batch. Do it where trainer.global_step has grown."
+                " an optimizer with steps of other names): it happens in every micro-batch, but only once for the full batch. Do it"
+                " when trainer.global_step has grown."
             )
         if self._of_first is None:
             self._of_first = list(current.stepped), current.next_call
@@ -275,14 +275,15 @@ class ManualWindows(Windows):
         if current.stepped != stepped and current.next_call:
             self.warn_once(
                 f"training_step stepped {', '.join(current.stepped) or 'nothing'} in a micro-batch of a window, and"
-                f" {', '.join(stepped) or 'nothing'} in the first. Only what the last one steps is stepped; does it depend on"
-                " batch_idx, on what the loss is, or does the module accumulate by itself?"
+                f" {', '.join(stepped) or 'nothing'} in the first. Only the steps of the last micro-batch are taken. Do they"
+                " depend on batch_idx or on the loss, or does the module accumulate by itself?"
             )
         if current.next_call != calls:
             self.warn_once(
                 f"training_step called manual_backward {calls} times in the first micro-batch of a window, and"
-                f" {current.next_call} times in another: the first calls of all belong together, then the second ones. A window"
-                " equals its full batch only where all make the same; does it depend on batch_idx, or return early?"
+                f" {current.next_call} times in another: the first calls of all micro-batches belong together, and so do the"
+                " second ones. A window equals its full batch only if all micro-batches make the same calls. Does their number"
+                " depend on batch_idx, or does training_step return early?"
             )
         self.end_loader_batch(seen)
         if is_boundary:

@@ -134,10 +134,10 @@ class Call:
         if is_equal and not bool(torch.stack([flag.to(is_equal[0].device) for flag in is_equal]).all()):
             raise RowWiseError.of(
                 self.layer.name,
-                f"run again for its backward, a call of {self.layer.name!r} has other outputs than before. It depends on something"
-                " beside its arguments, its parameters and the global random numbers, such as an attribute that is set between"
-                " calls, a generator of its own, or parameters that were exchanged for the call (functional_call). Pass it as an"
-                f" argument. {INSTEAD}",
+                f"a call of {self.layer.name!r}, run again for its backward, returns other outputs than before. It depends on"
+                " something beside its arguments, its parameters and the global random numbers, such as an attribute that is set"
+                " between calls, a generator of its own, or parameters that were exchanged for the call (functional_call). Pass it"
+                f" as an argument. {INSTEAD}",
             )
 
 

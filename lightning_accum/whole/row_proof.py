@@ -206,7 +206,7 @@ class _Proof:
     def _refuse(self, trial: Trial, found: Deviation, number: int) -> None:
         """Raise what is wrong, unless the step is another one each time."""
         if trial.largest(float(trial.draws_unlike_numbers)):
-            raise CannotCheckError("training_step draws random numbers that are others for each micro-batch")
+            raise CannotCheckError("training_step draws random numbers that differ from micro-batch to micro-batch")
         names = self.row_wise.names
         one, other = (self._measure(trial, names, None, number, _Draws(trial)) for _ in range(2))
         if self._is_wrong(trial, self._deviation(trial, one, other)):
