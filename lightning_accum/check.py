@@ -281,7 +281,8 @@ class Check:
             for key, fit in chosen.items():
                 if fit.mode is None and not fit.is_open:  # what is read as a sum, and is the same in each part, is of no rows
                     once = self._fit(looks, key, (ONCE,), eps)
-                    adopted_fit = None if once.mode is not None and terms[key].words else self._adopted(looks, key, eps)
+                    is_read = terms[key].is_bent or (once.mode is not None and terms[key].words)
+                    adopted_fit = None if is_read else self._adopted(looks, key, eps)
                     chosen[key] = adopted_fit or (fit if once.mode is None else once)
         elif isinstance(weight, tuple):
             of_batch = [key for key, term in terms.items() if not term.is_penalty]
@@ -301,10 +302,11 @@ class Check:
         mend = self._weight_that_adds_up(looks, terms, trial) if wrong else None
         if not wrong and weight == "auto":
             weigher.units = {key: self._units(looks, key, fit) for key, fit in chosen.items() if fit.mode is not None}
-            is_sharded = checked.sync.is_waited_for_in_forward
-            if len(terms) == 1 and next(iter(chosen.values())).mode != SUM and not is_sharded:
-                adopted_fit = self._adopted(looks, next(iter(terms)), eps)
-                weigher.hidden = {} if adopted_fit is None else self._units(looks, next(iter(terms)), adopted_fit)
+            (key, fit), *others = chosen.items()
+            is_one_mean = not others and fit.mode != SUM and not checked.on_any(looks[0].whole.function is not None)
+            if is_one_mean and not checked.sync.is_waited_for_in_forward and (adopted_fit := self._adopted(looks, key, eps)):
+                units = self._units(looks, key, fit._replace(modes=adopted_fit.modes))  # other rows may show fewer counts
+                weigher.hidden = {mode: unit for mode, unit in units.items() if callable(mode)}
             odd = [(key, term.oddities(weigher.mode_of(term))) for one in measured_of(looks) for key, term in one.terms.items()]
             weigher.seen = frozenset((key, name) for key, found in odd for name, is_so in found.items() if is_so)
             weigher.of_samples = frozenset(key for key, mode in weigher.modes.items() if goes_by_rows(looks, key, mode))

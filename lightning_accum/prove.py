@@ -169,7 +169,10 @@ def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) ->
     if mode == ONCE:
         return max((_apart(whole, [part], [1.0], key, rows) for part in parts), key=lambda one: one.size)
     if mode == SUM:
-        return _apart(whole, parts, [1.0] * len(parts), key, rows)
+        found = _apart(whole, parts, [1.0] * len(parts), key, rows)
+        if whole.rerun is None and sum(any(one.any() for one in part.gradient(key).values()) for part in parts) < 2:
+            return found._replace(has_evidence=False)  # the mean of one is its sum
+        return found
     numbers = [math.nan if weight is None else weight for weight in weights]
     is_read = all(map(math.isfinite, (*numbers, math.nan if own is None else own)))
     total = sum(numbers) - max(0, sum(number != 0 for number in numbers) - 1) * constant if is_read else 0.0

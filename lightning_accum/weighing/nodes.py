@@ -48,6 +48,8 @@ _KINDS: dict[type, str] = {}
 
 KINKS = {"Abs", "Clamp", "ClampMax", "ClampMin", "Hardtanh", "LeakyRelu", "Maximum", "Minimum", "Relu", "Threshold"}
 """Straight lines with a kink, of one number: which side of it micro-batches are on has to be the same in a window."""
+BENT = {*KINKS, "Amax", "Amin", "HuberLoss", "Max", "Min", "SmoothL1Loss", "Topk"}
+"""What is straight in some places: rows may lie in one of them, and add up there only."""
 SOMETIMES = {"ConstantPadNd", "Slice"}
 """What leaves no node where it changes nothing."""
 
@@ -173,7 +175,7 @@ LINEAR = {
     "Mean", "Mul", "Rsub", "ScatterAdd", "Sort", "Stack", "Sub", "Topk", "Trace", "_DDPSink",
 }  # fmt: skip
 _OF_PARAMETERS = {
-    "Abs", "Add", "Amax", "Amin", "Cat", "Clamp", "ClampMin", "Clone", "Diagonal", "Dot", "Exp", "Expand", "Expm1",
+    "Abs", "Add", "Amax", "Amin", "Cat", "Clamp", "ClampMin", "Clone", "Diagonal", "Dot", "Exp", "Expand", "Expm1", "LinalgSvd",
     "LinalgVectorNorm", "Log", "Log1P", "Max", "Mean", "Min", "Neg", "Norm", "Permute", "Pow", "Reciprocal", "Relu", "Reshape",
     "Rsqrt", "Rsub", "Select", "Sigmoid", "Slice", "Softmax", "Softplus", "Split", "SplitWithSizes", "Sqrt", "Square", "Squeeze",
     "Stack", "Sub", "Sum", "T", "Tanh", "ToCopy", "Transpose", "Unbind", "Unsqueeze", "View", *CONTRACTIONS,

@@ -21,6 +21,7 @@ from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import exact
 from lightning_accum.weighing.nodes import (
     ADDITIONS,
+    BENT,
     CONTRACTIONS,
     CRITERIA,
     KINKS,
@@ -410,6 +411,7 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
         is_divided=any(one.is_divided for one in ways),
         is_penalty=is_penalty,
         is_learned=element is None and is_multiplied_by_parameters(top),
+        is_bent=any(kind_of(loss) in BENT for loss, _ in losses),
         edges={summand.edge: summand.above},
         divisions=tuple(dict.fromkeys(division for one in ways for division in one.divisions)),
         shares=tuple(shares),

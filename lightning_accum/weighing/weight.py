@@ -177,6 +177,7 @@ class Weigher:
         Raises:
             DoesNotAddUpError: a term goes by another mode in them, and nobody knows its unit.
         """
+        unit = 1.0
         for key, found in other.units.items():
             mode, known = next(iter(found)), self.units.get(key) or ({begun[key]: 1.0} if key in begun else {})
             if begun and known and mode not in known:
@@ -186,7 +187,8 @@ class Weigher:
         self.seen |= other.seen
         self.ratios |= other.ratios
         self.looped, self.aliases, self.of_samples = other.looped, other.aliases, other.of_samples
-        self.hidden, self.takes_functions = other.hidden, other.takes_functions
+        self.hidden = {one: unit * weight for one, weight in other.hidden.items()}  # of the only term
+        self.takes_functions = other.takes_functions
 
     def units_to_keep(self) -> dict[int, dict[str, float]]:
         """For a checkpoint: the units without counts of the batch."""
