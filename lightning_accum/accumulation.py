@@ -109,7 +109,7 @@ class Accumulation(Windows):
         self.weigher.counts_first, self._again = not isinstance(weights, tuple), None
         self.stops_counting = False
         keys = range(len(weights)) if isinstance(weights, tuple) else keys
-        window.counted = Counted(keys, window.device, window.dtype, self.world_size, self.ranks.group)
+        window.counted = Counted(keys, self.world_size, self.ranks.group)
         window.counted.is_listed = isinstance(weights, tuple)
 
     @property

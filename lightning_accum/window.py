@@ -167,7 +167,7 @@ class Window:
                 None if c.weight is None else float(c.weight),
                 [float(other) for other in c.others],
                 float(c.factors),
-                None if c.of_mean is None else [*c.of_mean.function, float(c.of_mean.constant)],
+                None if c.of_mean is None else [c.of_mean.function.steps, float(c.of_mean.constant)],
             ]
             for loss, c in zip(self._losses, self._contributions, strict=True)
         ]
@@ -183,8 +183,8 @@ class Window:
         self._losses, self._contributions = [], []
         for loss, weight, others, factors, of_mean in weighed:
             if of_mean is not None:
-                *function, constant = of_mean
-                of_mean = OfMean(FunctionOfMean(*function), loss, constant)
+                steps, *_, constant = of_mean
+                of_mean = OfMean(FunctionOfMean(steps), loss, constant)
             self._take_in(loss, Contribution(weight, tuple(others), factors, of_mean))
 
     def note_doubt(self, doubt: Denominator) -> None:
@@ -278,7 +278,7 @@ class Window:
             )
         disagree = totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
         if (totals.weight == 0 and not is_sum) or (of_terms is not None and is_sum and is_counted_empty):
-            return totals.closed(left_out)
+            return totals.closed(left_out=left_out)
         loss, slope = totals.loss if is_sum else totals.loss / weight, 1.0
         if is_function:
             size = totals.micro_batches if is_sum else weight
@@ -286,14 +286,14 @@ class Window:
         if is_sum:
             _scale(gradients, self._world_size * slope)
             shown = next((total for total in of_terms or () if total), 1.0)
-            is_miscounted = is_listed and missed > 1e-6
-            return totals.closed(left_out, loss, shown, slope, is_miscounted=is_miscounted, do_factors_differ=do_factors_differ)
+            doubts = {"is_miscounted": is_listed and missed > 1e-6, "do_factors_differ": do_factors_differ}
+            return totals.closed(loss, shown, left_out=left_out, slope=slope, **doubts)
         assert self._weight_scale is not None
         _scale(gradients, self._world_size * self._weight_scale / weight * slope)
         self._weight_scale = _power_of_two_near(weight / totals.micro_batches)
         has_others = disagree and any(c.others for c in contributions)
         doubts = {"do_terms_disagree": has_others, "do_factors_differ": disagree and not has_others}
-        return totals.closed(left_out, loss, weight, slope, **doubts)
+        return totals.closed(loss, weight, left_out=left_out, slope=slope, **doubts)
 
     def _flags(self) -> list[Denominator]:
         has_function = self._world_size > 1 and self._function is not None

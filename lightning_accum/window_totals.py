@@ -95,18 +95,11 @@ class Totals(NamedTuple):
         """Whether any rank has raised this flag; ``place`` is its position in :func:`as_one_number`."""
         return self.flags // _MOST_RANKS**place % _MOST_RANKS > 0
 
-    def closed(
-        self, left_out: int, loss: float = math.nan, weight: float = 0.0, slope: float = 1.0, **doubts: bool
-    ) -> ClosedWindow:
-        """What the window was, empty if it had no weight; the ``doubts`` are fields of it."""
-        flags: dict[str, Any] = {
-            "is_flagged": self.has_flag(FLAG),
-            "is_last": self.has_flag(IS_LAST),
-            "has_doubts": self.has_flag(HAS_NEWS),
-        }
-        micro_batches = int(self.micro_batches)
-        flags |= {"is_empty": weight == 0, **doubts}
-        return ClosedWindow(loss, weight, micro_batches, left_out=left_out, slope=slope, **flags)
+    def closed(self, loss: float = math.nan, weight: float = 0.0, **others: Any) -> ClosedWindow:
+        """What the window was, empty if it had no weight; the ``others`` are fields of it, too."""
+        window = ClosedWindow(loss, weight, int(self.micro_batches), is_empty=weight == 0, **others)
+        is_last, has_doubts = self.has_flag(IS_LAST), self.has_flag(HAS_NEWS)
+        return window._replace(is_flagged=self.has_flag(FLAG), is_last=is_last, has_doubts=has_doubts)
 
     def check(self) -> None:
         """Refuse what does not add up to a full batch.
@@ -257,7 +250,9 @@ def function_of_window(
         ValueError: it is another function on one rank than on another.
     """
     value, slope = (mean, 1.0) if function is None else function.at(mean)
-    constants = _sum_of_constants(contributions)
+    constants: Denominator = 0.0
+    for c in contributions:
+        constants = constants + (0.0 if c.of_mean is None else c.of_mean.constant * (1.0 if c.weight is None else c.weight))
     if ranks == 1:
         return value + float(constants) / size, slope
     own = tensor_of([float(any(map(has_weight, contributions))), value, slope, constants])
@@ -271,17 +266,3 @@ def function_of_window(
             " a single mean. Have training_step compute the same function on all ranks."
         )
     return value + sum(constant for *_, constant in numbers) / size, slope
-
-
-def _sum_of_constants(contributions: Sequence[Contribution]) -> Denominator:
-    """Of what was added to functions of means, each with the weight of its micro-batch."""
-    total: Denominator = 0.0
-    for c in contributions:
-        if c.of_mean is None:
-            continue
-        n = 1.0 if c.weight is None else c.weight
-        if isinstance(n, Tensor):
-            total = total + torch.where(n == 0, torch.zeros_like(n), n * c.of_mean.constant)
-        elif n != 0:
-            total = total + n * c.of_mean.constant
-    return total

@@ -98,8 +98,7 @@ class BatchLog:
             self.may_be_loss.append((value, calls))
         elif value_of is None:
             with suppress(UnreadableLossError):
-                weight, function = weight_alone(value)
-                weighed = Weighed(weight, None if function is None else function.of_mean(value))
+                weighed = Weighed(*weight_alone(value))
         logged = value.detach().clone()
         logged = logged.squeeze() if logged.numel() == 1 else logged
         calls[self.micro_batch] = _Call(arguments, logged, None, value_of, weighed)

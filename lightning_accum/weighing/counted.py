@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -26,26 +27,16 @@ class Counted:
 
     Args:
         keys: of the terms; the same on all ranks. Others are added as ranks meet them.
-        device: where weights are summed.
-        dtype: the type of their sums.
         world_size: the ranks whose gradients are averaged.
         group: their process group; None for the default one.
     """
 
-    def __init__(
-        self,
-        keys: Sequence[int],
-        device: torch.device,
-        dtype: torch.dtype,
-        world_size: int = 1,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, keys: Sequence[int], world_size: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self.keys = [*keys]
         self.is_listed = False
         """Weights that are listed count batches, which may have no loss in training."""
         self.constants: dict[int, float] = {}
         """What each weight of a term has in it beside what adds up, as in ``sum / (count + 1e-8)``."""
-        self._device, self._dtype = device, dtype
         self._world_size, self._group = world_size, group
         self.discard()
 
@@ -117,23 +108,13 @@ class Counted:
         """Sum over the ranks, once in a window. Called on all of them, before the first backward."""
         if self._totals is not None:
             return
-        if self._world_size == 1:
-            self.keys += [key for key in self._own if key not in self.keys]
-            self._totals = {key: self._own.get(key, 0.0) for key in self.keys}
-            return
-        *totals, others = self._summed(float(bool(self._own.keys() - set(self.keys))))
-        if others:  # terms that some rank has not met
-            of_ranks: list[Any] = [None] * self._world_size
-            dist.all_gather_object(of_ranks, sorted(self._own.keys() - set(self.keys)), group=self._group)
-            self.keys += [key for key in dict.fromkeys(key for own in of_ranks for key in own) if key not in self.keys]
-            *totals, _ = self._summed(0.0)
-        self._totals = dict(zip(self.keys, totals, strict=True))
-
-    def _summed(self, flag: float) -> list[float]:
-        numbers = [self._own.get(key, 0.0) for key in self.keys]
-        own = torch.stack([torch.as_tensor(number, dtype=self._dtype, device=self._device) for number in (*numbers, flag)])
-        dist.all_reduce(own, group=self._group)
-        return own.tolist()
+        of_ranks: list[Any] = [self._own]
+        if self._world_size > 1:
+            of_ranks *= self._world_size
+            own = {key: float(weight) for key, weight in self._own.items()}
+            dist.all_gather_object(of_ranks, own, group=self._group)
+        self.keys = [*dict.fromkeys(chain(self.keys, *map(sorted, of_ranks)))]  # and terms that some rank has not met
+        self._totals = {key: sum(own.get(key, 0.0) for own in of_ranks) for key in self.keys}
 
     def factors(self, weights: OfTerms) -> dict[int, Denominator]:
         """What the gradient of each term of a micro-batch with these weights is multiplied by."""
@@ -170,25 +151,23 @@ OfTerms: TypeAlias = "Mapping[int, Denominator | None]"
 
 
 class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
-    """In here additions of single numbers note what they add up: autograd keeps no values of them."""
+    """In here a few numbers that may be added up are noted, by the node that made them: autograd keeps no values of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._operands: dict[Any, list[Tensor | None]] = {}
-        self._results: dict[Any, Tensor] = {}
+        self._values: dict[tuple[Any, int], Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands: Sequence[Any] = ()
-        if func.__name__.strip("_") in _ADDITIONS:
-            operands = args[0] if args and isinstance(args[0], (list, tuple)) else args
-        numbers = [o.detach().clone() if isinstance(o, Tensor) and o.numel() == 1 else None for o in operands[:_MOST_ADDED]]
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.numel() <= _MOST_ADDED and (node := result.grad_fn) is not None:
-            if numbers:
-                self._operands[node] = numbers
-            if result.numel() == 1 or result.dim() == 1:
-                self._results[node] = result.detach().clone()
+        if func.__name__ in _ADDITIONS:  # what a function of its own has computed goes through nothing else
+            for operand in args[0] if args and isinstance(args[0], (list, tuple)) else args:
+                self._note(operand)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        self._note(result)
         return result
+
+    def _note(self, value: Any) -> None:
+        if isinstance(value, Tensor) and value.numel() <= _MOST_ADDED and (node := value.grad_fn) is not None:
+            self._values[node, value.output_nr] = value.detach().clone()
 
     @torch.no_grad()
     def of(self, loss: Tensor, terms: Sequence[Term]) -> dict[int, Denominator] | None:
@@ -197,26 +176,21 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         inside = set[Any]()
         for term in terms:
             for (node, place, element), above in term.edges.items():
-                operands = self._operands.get(node, [])
-                value = loss.detach() if place is None else operands[place] if place < len(operands) else None
-                if value is None and place is not None and (vector := self._vector(node, place)) is not None:
-                    value = vector if element is None else vector[element]
-                # what is added up inside of a criterion: the first has the sum
-                if value is None and node in self._results and self._results[node].numel() == 1:
-                    value = torch.zeros_like(loss) if node in inside else self._results[node]
+                below = (node, loss.output_nr) if place is None else node.next_functions[place]
+                value = loss if place is None else self._values.get(below, getattr(below[0], "variable", None))
+                if value is None:  # it is added up inside of a criterion: the first has the sum
+                    value = self._values.get((node, 0)) if node not in inside else torch.zeros_like(loss)
                     inside.add(node)
                 if value is None:
                     return None
+                value = value if element is None or value.numel() == 1 else value.reshape(-1)[element]
                 found[term.key] = found.get(term.key, 0.0) + (above * value).sum()
         constant = (loss.detach() - sum(found.values())).nan_to_num(0.0, 0.0, 0.0)  # a term may be a mean of nothing
         return {key: value + constant if at == 0 else value for at, (key, value) in enumerate(found.items())}
 
-    def _vector(self, node: Any, place: int) -> Tensor | None:
-        """The numbers of an operand, which may be a parameter."""
-        operand = node.next_functions[place][0]
-        value = self._results.get(operand, getattr(operand, "variable", None))
-        return value.detach().reshape(-1) if value is not None and 1 < value.numel() <= _MOST_ADDED else None
-
 
 _MOST_ADDED = 64
-_ADDITIONS = {"add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "stack", "cat", "concat", "concatenate"}
+_ADDITIONS = {
+    "add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__", "rsub", "subtract", "stack",
+    "cat", "concat", "concatenate",
+}  # fmt: skip

@@ -57,11 +57,10 @@ _UNCHANGED = {*THROUGH, "_DDPSink"} - {"Expand", "MaskedFill", "NanToNum", "Neg"
 
 
 class FunctionOfMean(NamedTuple):
-    """What was done to a mean to make it a loss.
+    """What was done to a mean to make it a loss, but for constants that were added.
 
     Attributes:
         steps: the operations, innermost first, each with its numbers.
-        adds_constant: a constant, which is not known, was added last.
 
     Example:
         >>> rmse = FunctionOfMean((("Sqrt", ()), ("Mul", (3.0,))))
@@ -72,16 +71,15 @@ class FunctionOfMean(NamedTuple):
     """
 
     steps: tuple[tuple[str, tuple[_Number, ...]], ...]
-    adds_constant: bool = False
 
     def __call__(self, mean: Tensor) -> Tensor:
-        """Compute it, without the constant."""
+        """Compute it."""
         for kind, numbers in self.steps:
             mean = _FUNCTIONS[kind][0](mean, *numbers)
         return mean
 
     def at(self, mean: float) -> tuple[float, float]:
-        """Its value, without the constant, and its slope; the slope is NaN where the mean is not finite."""
+        """Its value and its slope, which is NaN where the mean is not finite."""
         operand = torch.tensor(mean, dtype=torch.float64, device="cpu", requires_grad=True)
         with torch.enable_grad():
             value = self(operand)
@@ -93,49 +91,23 @@ class FunctionOfMean(NamedTuple):
         for kind, numbers in self.steps:
             given = [words, *(str(number) if number is None else f"{number:g}" for number in numbers)]
             words = f"{_FUNCTIONS[kind][0].__name__}({', '.join(given)})"
-        return f"{words} + a constant" if self.adds_constant else words
+        return words
 
 
 class OfMean(NamedTuple):
-    """A loss that is a function of a mean, without its graph.
+    """A loss that is a function of a mean.
 
     Attributes:
         function: what it is.
-        mean: of what.
+        mean: of what: on the host, or on the device of the loss in double precision where that has it.
         constant: what was added to that.
+        below: the node of the mean, with all that is linear above it, and the place among its outputs; None without its graph.
     """
 
     function: FunctionOfMean
     mean: Denominator
     constant: Denominator = 0.0
-
-
-class FoundFunction(NamedTuple):
-    """A function between a loss and its mean.
-
-    Attributes:
-        function: what it is.
-        mean: the node of the mean, with all that is linear above it, and the place among its outputs.
-        first: the lowest node of the function.
-    """
-
-    function: FunctionOfMean
-    mean: tuple[Node, int]
-    first: Node
-
-    def of_mean(self, loss: Tensor) -> OfMean:
-        """The numbers of ``loss``, which it was found in: on the host, or on its device in double precision where that has it."""
-        kind = kind_of(self.first)
-        try:
-            inverse = _INVERSES.get(kind)
-            mean = exact(self.first._saved_self) if inverse is None else inverse(exact(self.first._saved_result))
-        except RuntimeError as error:  # after a backward the graph has freed what it had saved
-            raise UnreadableLossError(f"{self.first.name()}, of which nothing is left") from error
-        constant: Denominator = 0.0
-        mean = mean.reshape(())
-        if self.function.adds_constant:
-            constant = on_host(loss.detach().reshape(()).to(mean.dtype) - self.function(mean))
-        return OfMean(self.function, on_host(mean), constant)
+    below: tuple[Node, int] | None = None
 
     def leave_out(self, loss: Tensor) -> None:
         """Have the backward to come give the gradients of the mean that ``loss`` is a function of.
@@ -143,50 +115,51 @@ class FoundFunction(NamedTuple):
         Example:
             >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
             >>> loss = x.square().sum().sqrt()
-            >>> function_of_mean(loss.grad_fn).leave_out(loss)
+            >>> function_of_mean(loss).leave_out(loss)
             >>> loss.backward()
             >>> x.grad
             tensor([6., 8.])
         """
         assert loss.grad_fn is not None
+        assert self.below is not None
         of_loss: list[Tensor | None] = []
 
         def keep(gradients: tuple[Tensor | None, ...], place: int = loss.output_nr) -> None:
             of_loss[:] = [gradients[place]]
 
-        def hand_on(gradients: tuple[Tensor | None, ...], place: int = self.mean[1]) -> tuple[Tensor | None, ...]:
+        def hand_on(gradients: tuple[Tensor | None, ...], place: int = self.below[1]) -> tuple[Tensor | None, ...]:
             (given,), old = of_loss, gradients[place]
             if given is None or old is None:
                 return gradients
             return (*gradients[:place], given.to(old.dtype).reshape(old.shape), *gradients[place + 1 :])
 
         loss.grad_fn.register_prehook(keep)
-        self.mean[0].register_prehook(hand_on)
+        self.below[0].register_prehook(hand_on)
 
 
-def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
-    """Find the function that makes a loss of a mean, or of a sum.
-
-    Args:
-        root: the node of the loss, which is one number.
-        index: the place of the loss among its outputs.
+def function_of_mean(loss: Tensor) -> OfMean | None:
+    """Find the function that makes a loss of one number of a mean, or of a sum.
 
     Returns:
         None where there is none, or one that is not known.
 
+    Raises:
+        UnreadableLossError: the graph has freed what it had saved, as after a backward.
+
     Example:
         >>> x = torch.tensor([1.0, 7.0], requires_grad=True)
-        >>> found = function_of_mean((3 * x.square().mean().sqrt()).grad_fn)
-        >>> str(found.function), found.function.at(25.0)
-        ('mul(sqrt(mean), 3)', (15.0, 0.3))
-        >>> function_of_mean(x.sqrt().mean().grad_fn)  # nothing is done to this mean
+        >>> found = function_of_mean(3 * x.square().mean().sqrt() + 1)
+        >>> str(found.function), found.function.at(25.0), found.mean, found.constant
+        ('mul(sqrt(mean), 3)', (15.0, 0.3), 25.0, 1.0)
+        >>> function_of_mean(x.sqrt().mean())  # nothing is done to this mean
     """
-    node, found = root, None
+    node: Node = loss.grad_fn
+    index, found = loss.output_nr, None
     steps: list[tuple[str, tuple[_Number, ...]]] = []
-    adds_constant = adds_inside = False
+    adds_inside = False
     while (kind := kind_of(node)) not in CRITERIA:
-        below = [node.next_functions[index]] if kind == "_DDPSink" else inputs_of(node)
-        if len(below) != 1:
+        inputs = [node.next_functions[index]] if kind == "_DDPSink" else inputs_of(node)
+        if len(inputs) != 1:
             break
         is_second = node.next_functions[0][0] is None
         if kind in ("Mul", "Div"):
@@ -202,17 +175,24 @@ def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
             if adds_inside or any(isinstance(number, Tensor) for number in numbers):
                 return None
             steps.append((kind, numbers))
-            found = (len(steps), below[0], node)
+            found = (len(steps), inputs[0], node)
         elif kind in ("Add", "Sub", "Rsub"):
             steps.append(("Mul", (factor_in_sum(node, kind, int(is_second)),)))
-            adds_constant, adds_inside = adds_constant or found is None, found is not None
+            adds_inside = found is not None
         elif kind == "Neg":
             steps.append(("Mul", (-1.0,)))
         elif kind not in _UNCHANGED and not (kind in ("Mean", *SUMS) and getattr(node, "_saved_self_sym_sizes", None) == ()):
             break
-        node, index = below[0]
+        node, index = inputs[0]
     if found is None:
         return None
-    length, mean, first = found
-    kept = (step for step in reversed(steps[:length]) if step != ("Mul", (1.0,)))
-    return FoundFunction(FunctionOfMean(tuple(kept), adds_constant), mean, first)
+    length, below, first = found
+    function = FunctionOfMean(tuple(step for step in reversed(steps[:length]) if step != ("Mul", (1.0,))))
+    inverse = _INVERSES.get(kind_of(first))
+    try:
+        mean = exact(first._saved_self) if inverse is None else inverse(exact(first._saved_result))
+    except RuntimeError as error:
+        raise UnreadableLossError(f"{first.name()}, of which nothing is left") from error
+    mean = mean.detach().reshape(())
+    constant = (loss.detach().reshape(()).to(mean.dtype) - function(mean)).nan_to_num(0.0, 0.0, 0.0)
+    return OfMean(function, on_host(mean), on_host(constant), below)

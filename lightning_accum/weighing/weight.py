@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_accum.errors import ArgumentError, DoesNotAddUpError, UnreadableLossError, WrongTypeError
 from lightning_accum.weighing.advice import OF_ANOTHER_MODE, how_to_mend
 from lightning_accum.weighing.counts import Weight, count_by, count_by_all, count_samples, name_of
-from lightning_accum.weighing.functions import FoundFunction, OfMean, function_of_mean
+from lightning_accum.weighing.functions import OfMean, function_of_mean
 from lightning_accum.weighing.nodes import CRITERIA, MEAN_REDUCTION, Node, kind_of
 from lightning_accum.weighing.safeguards import guard_against_zero
 from lightning_accum.weighing.shares import NOWHERE, terms_of
@@ -56,7 +56,12 @@ class Reading(NamedTuple):
     """
 
     terms: Sequence[Term] = ()
-    function: FoundFunction | None = None
+    function: OfMean | None = None
+
+    @property
+    def of_mean(self) -> OfMean | None:
+        """The function, without the graph."""
+        return None if self.function is None else self.function._replace(below=None)
 
 
 _UNREAD = Reading()
@@ -142,10 +147,9 @@ class Weigher:
             )
         if isinstance(self._weight, tuple):
             return self._listed(reading, batch, rows)
-        of_mean = None if reading.function is None else reading.function.of_mean(loss)
         weight = count_by(self._weight, batch, rows)
         self.criterion = self.criterion or f"weighted by {name_of(self._weight)}"
-        return Contribution(weight, of_mean=of_mean, doubt=is_lost(loss, weight, reading.terms)), reading
+        return Contribution(weight, of_mean=reading.of_mean, doubt=is_lost(loss, weight, reading.terms)), reading
 
     def know(self, parameters: Iterable[Tensor]) -> None:
         """Take the losses of several heads, which have these parameters, for terms of their own."""
@@ -204,8 +208,8 @@ class Weigher:
     def read(self, loss: Tensor) -> Reading:
         """The terms of a loss."""
         assert loss.grad_fn is not None
-        found = function_of_mean(loss.grad_fn, loss.output_nr) if self._weight != "equal" and self.takes_functions else None
-        terms = alike(terms_of(loss, None if found is None else found.mean, self._places), self.looped)
+        found = function_of_mean(loss) if self._weight != "equal" and self.takes_functions else None
+        terms = alike(terms_of(loss, None if found is None else found.below, self._places), self.looped)
         if self.aliases:
             terms = [term._replace(key=self.aliases.get(term.key, term.key)) for term in terms]
         return Reading(terms, found)
@@ -224,8 +228,7 @@ class Weigher:
         doubt = self._doubt(terms, batch, rows)
         if len(terms) == 1 and callable(terms[0].mode) and terms[0].weight is not None:
             doubt = doubt + is_lost(loss, terms[0].weight, reading.terms)
-        of_mean = None if reading.function is None else reading.function.of_mean(loss)
-        structure = frozenset(term.key for term in reading.terms)
+        of_mean, structure = reading.of_mean, frozenset(term.key for term in reading.terms)
         if self.counts_first:
             if of_mean is not None:
                 raise UnreadableLossError(how_to_mend("a function of means with weights of their own"))
@@ -354,7 +357,7 @@ def is_lost(loss: Tensor, weight: Denominator, terms: Sequence[Term]) -> Denomin
     return on_host(loss.isfinite() & (loss != 0) & (weight == 0))
 
 
-def weight_alone(loss: Tensor) -> tuple[Denominator | None, FoundFunction | None]:
+def weight_alone(loss: Tensor) -> tuple[Denominator | None, OfMean | None]:
     """The weight of a single value, such as a logged one, and the function of a mean that it is.
 
     Raises:
@@ -367,4 +370,4 @@ def weight_alone(loss: Tensor) -> tuple[Denominator | None, FoundFunction | None
     weight = term.weight(term.default_mode)
     if isinstance(weight, float) and math.isnan(weight):
         raise UnreadableLossError("a sum of losses with several factors")
-    return weight, reading.function
+    return weight, reading.of_mean
