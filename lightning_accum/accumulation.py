@@ -186,10 +186,9 @@ class Accumulation(Windows):
             contribution, reading = Contribution(math.nan if self.world_size > 1 else None), Reading()  # one alone needs no weight
         again = self._again if self._again is not None and contribution is self._again[0] else None
         if not self.checks_left and (again is None or self.later.alike):  # else as doubtful as the one before it
-            is_new = again is None and bool(contribution.structure) and self.weigher.is_new(contribution.structure)
             is_checked = self.verdict is not None and self.verdict.deviation is not None
             is_time = is_checked and not self.window.micro_batches and is_time_to_look(self.clock.optimizer_steps + 1)
-            self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_new, is_time))
+            self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_time))
         if again is not None and loss.dtype is again[1]:
             weighed = again[2]
             if weighed.grad_output is None or not weighed.grad_output._version:  # no backward of the user's has changed it
@@ -235,7 +234,6 @@ class Accumulation(Windows):
             counted.add(contribution.of_terms)
             counted.values.append(self._values.of(loss, terms))
         counted.agree()
-        counted.note(contribution.of_terms, contribution.of_factors or {})
         factors = counted.factors(contribution.of_terms)
         own = [factors[term.key] for term in terms]
         shown = counted.shown(loss, factors)

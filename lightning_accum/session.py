@@ -122,15 +122,13 @@ class Session:
         begun, left_out, is_zero_grad_due = window.micro_batches, window.left_out, accumulation.is_zero_grad_due
         parameters = self._parameters()
         kept = {} if sums is None else {own: total.clone() for own, total in sums.accumulated(parameters).items()}
-        counted = window.counted
-        mark = None if counted is None else counted.mark()
 
         def undo() -> None:
             window.rewind(begun)
             window.left_out = left_out
             accumulation.changes.gradients.forget()
-            if counted is not None and mark is not None:
-                counted.rewind(mark)
+            if window.counted is not None:
+                window.counted.values.clear()  # they are those of larger micro-batches
             if sums is not None:
                 sums.restore_accumulated(parameters, kept)
             if is_zero_grad_due and not accumulation.is_zero_grad_due:

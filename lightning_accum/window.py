@@ -221,7 +221,7 @@ class Window:
         """
         more = [number_with_weight(self._contributions, self._tensor_of)] if self.constant else []
         if self.counted is not None:
-            more += [self.counted.missed(), *self.counted.of_factors()]
+            more += self.counted.compared(self._contributions)
         if self._is_on_host:
             numbers = [*summed_on_host(self._losses, self._contributions), *self._flags(), *more]
             self._totals = [float(number) for number in numbers]

@@ -175,7 +175,7 @@ def summed(
     values = tensor_of(losses)
     sums = [float(contribution.weight is None) for contribution in contributions]
     n = tensor_of([0.0 if contribution.weight is None else contribution.weight for contribution in contributions])
-    if contributions[0].structure and not any(sums):
+    if contributions[0].is_read and not any(sums):
         n = torch.where((n == 0) & values.isinf(), values.abs(), n)
     times = n + tensor_of(sums) if any(sums) else n  # a sum counts as it is
     d = spread = torch.zeros_like(n)
@@ -194,7 +194,7 @@ def summed_on_host(losses: Sequence[Denominator], contributions: Sequence[Contri
     totals, sums = [0.0] * 5, sum(contribution.weight is None for contribution in contributions)
     for loss, c in zip(losses, contributions, strict=True):
         n = 0.0 if c.weight is None else float(c.weight)
-        if n == 0 and math.isinf(loss) and contributions[0].structure and not sums:
+        if n == 0 and math.isinf(loss) and contributions[0].is_read and not sums:
             n = math.inf
         times = 1.0 if c.weight is None else n  # a sum counts as it is
         d = times * float(c.factors)

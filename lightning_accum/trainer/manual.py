@@ -174,8 +174,7 @@ class ManualWindows(Windows):
             reading.function.leave_out(loss)
         del reading  # before the backward: its terms may be as large as the losses
         if call.verdict is not None:  # else it is not checked
-            is_new = bool(contribution.structure) and call.weigher.is_new(contribution.structure)
-            call.window.note_doubt(is_new + contribution.doubt)
+            call.window.note_doubt(contribution.is_new + contribution.doubt)
         factor = as_number(call.window.add(loss.detach().to(call.window.dtype), contribution))
         before = {p: p.grad for p in self._parameters() if p.grad is not None}
         if current.before is None:

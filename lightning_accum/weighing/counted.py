@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_accum.weighing.terms import Denominator, Term, quotient
+from lightning_accum.weighing.weight import Contribution
 
 
 class Counted:
@@ -43,11 +44,7 @@ class Counted:
     def discard(self) -> None:
         """The window has ended."""
         self._own: dict[int, Denominator] = {}
-        self._factors: dict[int, tuple[float, Denominator, Denominator]] = {}
-        self._run: dict[int, Denominator] = {}
         self._totals: dict[int, Denominator] | None = None
-        self._alike: dict[int, int] = {}
-        self._is_ambiguous = False
         self.loader_batches_left = 0.0
         """Of the window, where its tokens end it."""
         self.values: deque[dict[int, Denominator] | None] = deque()
@@ -71,34 +68,12 @@ class Counted:
         """Count a micro-batch that is to run. A sum, which has no weight, is None."""
         self._add(self._own, weights)
 
-    def note(self, weights: OfTerms, factors: Mapping[int, Denominator]) -> None:
-        """A micro-batch has run with these, and with these constant factors; of those that are 0 nothing is known."""
-        for key, factor in factors.items():
-            weight = weights.get(key)
-            if isinstance(factor, Tensor) or isinstance(weight, Tensor) or (factor and weight != 0):
-                number, total, squares = self._factors.get(key, (0.0, 0.0, 0.0))
-                self._factors[key] = number + 1.0, total + factor, squares + factor * factor
-        kinds = [key >> 8 for key in weights]
-        for kind in set(kinds):  # of two terms that look alike nobody knows which is there
-            self._is_ambiguous |= self._alike.setdefault(kind, kinds.count(kind)) != kinds.count(kind)
-        self._add(self._run, weights)
-
     def _add(self, so_far: dict[int, Denominator], weights: OfTerms) -> None:
         for key, weight in weights.items():
             constant, own = self.constants.get(key, 0.0), 0.0 if weight is None else weight
             if constant:
                 own = torch.where(own == 0, own, own - constant) if isinstance(own, Tensor) else own - constant if own else own
             so_far[key] = so_far.get(key, 0.0) + own
-
-    def mark(self) -> tuple[dict[int, Denominator], int]:
-        """Where it stands, for :meth:`rewind`."""
-        return dict(self._run), len(self.values)
-
-    def rewind(self, mark: tuple[dict[int, Denominator], int]) -> None:
-        """What has run since is as if it had not."""
-        self._run, left = dict(mark[0]), mark[1]
-        if len(self.values) != left:
-            self.values.clear()
 
     def first(self) -> float:
         """What the first term weighs on this rank so far."""
@@ -132,18 +107,32 @@ class Counted:
                 total = total + factor * value
         return total.detach()
 
-    def of_factors(self) -> list[Denominator]:
-        """Of each term, by the order of :attr:`keys`: its micro-batches, the sum of its factors, and that of their squares."""
-        return [number for key in self.keys for number in self._factors.get(key, (0.0, 0.0, 0.0))]
+    def compared(self, contributions: Sequence[Contribution]) -> list[Denominator]:
+        """What has run on this rank, beside what was counted there.
 
-    def missed(self) -> Denominator:
-        """Relative difference between what has run on this rank and what was counted for it; 0 if unknown."""
-        missed: Denominator = float(self._is_ambiguous)
-        for key in {*self._own, *self._run} if self._own else ():
+        Returns:
+            How far it is from that, relative; 0 where that is not known. And of each term, by the order of :attr:`keys`: its
+            micro-batches, the sum of their constant factors, and that of the squares; those that are 0 are not known.
+        """
+        run: dict[int, Denominator] = {}
+        factors: dict[int, list[Denominator]] = {}
+        numbers: dict[int, set[int]] = {}
+        for contribution in contributions:
+            weights = contribution.of_terms or {}
+            self._add(run, weights)
+            for key, factor in (contribution.of_factors or {}).items():
+                if isinstance(factor, Tensor) or isinstance(weights.get(key), Tensor) or (factor and weights.get(key) != 0):
+                    factors.setdefault(key, []).append(factor)
+            kinds = [key >> 8 for key in weights]
+            for kind in kinds:
+                numbers.setdefault(kind, set()).add(kinds.count(kind))
+        missed: Denominator = float(any(len(seen) > 1 for seen in numbers.values()))  # which of two that look alike is there?
+        for key in {*self._own, *run} if self._own else ():
             own: Any = self._own.get(key, 0.0)
-            run: Any = self._run.get(key, 0.0)
-            missed = missed + abs(own - run) / (abs(own) + abs(run) + 1e-300)
-        return missed
+            ran: Any = run.get(key, 0.0)
+            missed = missed + abs(own - ran) / (abs(own) + abs(ran) + 1e-300)
+        found = [factors.get(key, []) for key in self.keys]
+        return [missed, *(number for own in found for number in (len(own), sum(own), sum(factor * factor for factor in own)))]
 
 
 OfTerms: TypeAlias = "Mapping[int, Denominator | None]"

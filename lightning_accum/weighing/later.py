@@ -43,7 +43,7 @@ class LaterLooks:
         False
         >>> looks.alike
         {('mask',): 1.0, ('labels',): nan}
-        >>> looks.note({"x": torch.tensor([3.0]), "mask": torch.tensor([[1.0, 1.0, 0.0, 0.0]])}, Contribution(1.0), False, False)
+        >>> looks.note({"x": torch.tensor([3.0]), "mask": torch.tensor([[1.0, 1.0, 0.0, 0.0]])}, Contribution(1.0), False)
         0.5
     """
 
@@ -64,20 +64,19 @@ class LaterLooks:
         self.alike = found
         return before is not None and len(found) < len(before)
 
-    def note(self, batch: Any, contribution: Contribution, is_new: bool, is_time: bool) -> Denominator:
+    def note(self, batch: Any, contribution: Contribution, is_time: bool) -> Denominator:
         """Keep a micro-batch that differs. Returns how much; what a device holds stays there.
 
         Args:
             batch: what ``training_step`` got.
             contribution: what its loss brings in.
-            is_new: the loss has terms that were not checked.
             is_time: one is looked at in this window, whether it differs or not.
         """
-        doubt: Denominator = 1.0 if is_new else contribution.doubt if self.counts_left else 0.0
+        doubt: Denominator = 1.0 if contribution.is_new else contribution.doubt if self.counts_left else 0.0
         for path, tensor in tensors_of(batch) if self.alike else ():
             if self.alike and path in self.alike:
                 doubt = doubt + on_host(_unlike(tensor, self.alike[path]))
-        reason: Reason = "new terms" if is_new else "other numbers"
+        reason: Reason = "new terms" if contribution.is_new else "other numbers"
         if is_time and not (self.doubted or isinstance(doubt, Tensor) or doubt):
             doubt, reason = 1.0, "time"
         if isinstance(doubt, Tensor) or doubt:

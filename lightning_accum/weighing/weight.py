@@ -31,7 +31,8 @@ class Contribution(NamedTuple):
         others: the weights of the other terms, which share its weight. Not the terms: their nodes would keep the graph alive.
         factors: a number that is another one where a constant factor of the loss is; 0 where that is not known.
         of_mean: what makes the loss of the mean, or of the sum, that was weighed; None where it is that.
-        structure: the keys of its terms; empty where they are not looked at.
+        is_read: its terms are known.
+        is_new: the check has not seen some of them.
         of_terms: the weight of each term by itself, by its key, where they are counted first.
         of_factors: the ``factors`` of each of them.
         doubt: not 0 where its weight may be none: see :meth:`Term.may_be_raised`.
@@ -41,7 +42,8 @@ class Contribution(NamedTuple):
     others: tuple[Denominator, ...] = ()
     factors: Denominator = 0.0
     of_mean: OfMean | None = None
-    structure: frozenset[int] = frozenset()
+    is_read: bool = False
+    is_new: bool = False
     of_terms: Mapping[int, Denominator | None] | None = None
     of_factors: Mapping[int, Denominator] | None = None
     doubt: Denominator = 0.0
@@ -188,6 +190,7 @@ class Weigher:
                 raise DoesNotAddUpError(OF_ANOTHER_MODE)
             unit = known.get(mode, 1.0) / found[mode]
             self.units[key] = {one: unit * weight for one, weight in found.items()}
+        self._plain = None  # whose terms may have been new
         self.seen |= other.seen
         self.ratios |= other.ratios
         self.looped, self.aliases, self.of_samples = other.looped, other.aliases, other.of_samples
@@ -199,11 +202,11 @@ class Weigher:
         kept = {key: {mode: unit for mode, unit in units.items() if not callable(mode)} for key, units in self.units.items()}
         return {key: units for key, units in kept.items() if units}
 
-    def is_new(self, structure: frozenset[int]) -> bool:
+    def _is_new(self, keys: set[int]) -> bool:
         """Terms that the check has not seen; or fewer that look alike, of which nobody knows which."""
         known = self.units.keys()
-        kinds = {key >> 8 for key in structure}
-        return (bool(known) and not structure <= known) or any(key >> 8 in kinds and key not in structure for key in known)
+        kinds = {key >> 8 for key in keys}
+        return (bool(known) and not keys <= known) or any(key >> 8 in kinds and key not in keys for key in known)
 
     def read(self, loss: Tensor) -> Reading:
         """The terms of a loss."""
@@ -228,7 +231,7 @@ class Weigher:
         doubt = self._doubt(terms, batch, rows)
         if len(terms) == 1 and callable(terms[0].mode) and terms[0].weight is not None:
             doubt = doubt + is_lost(loss, terms[0].weight, reading.terms)
-        of_mean, structure = reading.of_mean, frozenset(term.key for term in reading.terms)
+        of_mean, is_read, is_new = reading.of_mean, True, self._is_new({term.key for term in reading.terms})
         if self.counts_first:
             if of_mean is not None:
                 raise UnreadableLossError(how_to_mend("a function of means with weights of their own"))
@@ -237,7 +240,7 @@ class Weigher:
                 self.criterion = f"each term by its own count ({names}), with one more forward, which weight=[...] saves"
             of_terms = {term.key: weight for term, *_, weight in terms}
             of_factors = {term.key: term.factor(mode) for term, mode, *_ in terms}
-            return Contribution(None, structure=structure, of_terms=of_terms, of_factors=of_factors, doubt=doubt)
+            return Contribution(None, (), 0.0, None, True, is_new, of_terms, of_factors, doubt)
         of_batch = [one for one in terms if one.mode != ONCE]
         # the term whose weight is shown: a cross entropy if there is one
         main = next((one for one in of_batch if one.term.words == "cross entropy"), next(iter(of_batch), None))
@@ -247,7 +250,7 @@ class Weigher:
         if not main.term.words and main.term.key not in self.units:
             if not self.hidden or len(terms) > 1:
                 raise UnreadableLossError(how_to_mend("a node that hides its sum"))
-            structure = frozenset()
+            is_read = is_new = False
         weight, others = self._of_all(terms, main)
         if isinstance(weight, float) and math.isnan(weight):
             if loss.isfinite():
@@ -256,7 +259,7 @@ class Weigher:
         factors, kinks = main.term.factor(main.mode), math.prod(one.term.kink for one in terms if one is not main)
         factors = factors * kinks if isinstance(factors, Tensor) or factors else kinks - 1.0
         self.criterion = self.criterion or words_of(main.term, main.mode)
-        contribution = Contribution(weight, others, factors, of_mean, structure, doubt=doubt)
+        contribution = Contribution(weight, others, factors, of_mean, is_read, is_new, doubt=doubt)
         root: Node = loss.grad_fn
         kind = kind_of(root)
         is_criterion = len(terms) == 1 and main.mode in (COUNT, MEAN) and kind in CRITERIA and of_mean is None
