@@ -279,10 +279,11 @@ class Window:
         disagree = totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
         if (totals.weight == 0 and not is_sum) or (of_terms is not None and is_sum and is_counted_empty):
             return totals.closed(left_out=left_out)
-        loss, slope = totals.loss if is_sum else totals.loss / weight, 1.0
+        mean, slope = totals.loss if is_sum else totals.loss / weight, 1.0
+        loss: Denominator = mean
         if is_function:
             size = totals.micro_batches if is_sum else weight
-            loss, slope = function_of_window(function, contributions, loss, size, self._tensor_of, self._world_size, self._group)
+            loss, slope = function_of_window(function, contributions, mean, size, self._tensor_of, self._world_size, self._group)
         if is_sum:
             _scale(gradients, self._world_size * slope)
             shown = next((total for total in of_terms or () if total), 1.0)

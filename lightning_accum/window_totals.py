@@ -95,7 +95,7 @@ class Totals(NamedTuple):
         """Whether any rank has raised this flag; ``place`` is its position in :func:`as_one_number`."""
         return self.flags // _MOST_RANKS**place % _MOST_RANKS > 0
 
-    def closed(self, loss: float = math.nan, weight: float = 0.0, **others: Any) -> ClosedWindow:
+    def closed(self, loss: Denominator = math.nan, weight: float = 0.0, **others: Any) -> ClosedWindow:
         """What the window was, empty if it had no weight; the ``others`` are fields of it, too."""
         window = ClosedWindow(loss, weight, int(self.micro_batches), is_empty=weight == 0, **others)
         is_last, has_doubts = self.has_flag(IS_LAST), self.has_flag(HAS_NEWS)
@@ -234,7 +234,7 @@ def function_of_window(
     tensor_of: Callable[[Sequence[Denominator]], Tensor],
     ranks: int,
     group: dist.ProcessGroup | None,
-) -> tuple[float, float]:
+) -> tuple[Denominator, float]:
     """The loss of a window that is a function of its mean, and the slope of that. Called on all ranks: 32 bytes from each.
 
     Args:
@@ -254,7 +254,7 @@ def function_of_window(
     for c in contributions:
         constants = constants + (0.0 if c.of_mean is None else c.of_mean.constant * (1.0 if c.weight is None else c.weight))
     if ranks == 1:
-        return value + float(constants) / size, slope
+        return value + constants / size, slope
     own = tensor_of([float(any(map(has_weight, contributions))), value, slope, constants])
     of_ranks = [torch.empty_like(own) for _ in range(ranks)]
     dist.all_gather(of_ranks, own, group=group)

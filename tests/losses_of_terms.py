@@ -227,6 +227,13 @@ LOSSES: dict[str, Row] = {
         (torch.stack([ce(o, b), edges(o, b)]) * WEIGHTS[:2] / 3).mean()),
     "a stack times factors": Row("tokens, samples, boxes", lambda o, b, m:
         torch.stack([ce(o, b), classes(o, b), boxes(o, b)]) @ WEIGHTS[:3]),
+    "a stack times learned factors": Row("tokens, samples, boxes", lambda o, b, m:
+        torch.stack([ce(o, b), classes(o, b), boxes(o, b)]) @ m.net.log_vars),
+    "tasks of one kind times factors": Row("", lambda o, b, m:
+        (torch.stack([masked(each(o, b)[:, c], b.has_box[:, c]) for c in range(3)]) * WEIGHTS[:3]).sum()),
+    "columns, each by its count": Row("", lambda o, b, m:
+        ((each(o, b) * b.has_box).sum(0) / b.has_box.sum(0).clamp(min=1)).mean()),
+    "one loss, then another": Row("", lambda o, b, m: torch.where(torch.tensor(m.global_step < 2), ce(o, b), value(o, b))),
     "a dictionary, summed": Row("tokens, samples", lambda o, b, m: sum({"ce": ce(o, b), "value": value(o, b)}.values())),
     "in place": Row("tokens, samples", lambda o, b, m: in_place(ce(o, b), value(o, b))),
     "a buffer for a factor": Row("tokens, samples", lambda o, b, m: ce(o, b) + m.net.factor * value(o, b)),
@@ -251,10 +258,6 @@ OF_NOTHING: dict[str, Function] = {  # means of nothing are NaN, as losses; the 
     "a learned factor of a selected mean, and samples": lambda o, b, m:
         m.net.log_vars[0] * value(o, b) + m.net.log_vars[1].exp() * each(o, b)[b.some][:, 1].mean(),
 }
-MULTIPLIED: dict[str, Function] = {  # a vector of terms, which a graph shows as one
-    "a stack times learned factors": lambda o, b, m: torch.stack([ce(o, b), classes(o, b), boxes(o, b)]) @ m.net.log_vars,
-}
-
 
 def that_only_shows(o: Any, b: Any, m: Any) -> Tensor:
     return ce(o, b) + value(o, b) + edges(o, b).detach()

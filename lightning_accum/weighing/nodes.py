@@ -209,19 +209,34 @@ def is_multiplied_by_parameters(node: Node) -> bool:
     return kind_of(node) in ("Mul", "Div") and any(is_of_parameters_only(child) for child, _ in inputs_of(node))
 
 
-def is_of_numbers(node: Node, index: int, is_learned: bool = False) -> bool:
+def is_of_numbers(node: Node, index: int, places: Mapping[int, int], is_learned: bool = False) -> bool:
     """Whether a vector is made of numbers, as ``torch.stack(losses)``, and the same was done to each.
 
-    Not those of a loop over rows, which are all of one kind: but nothing learned (``is_learned``) multiplies rows one by one.
+    Not those of a loop over rows, which are all of one kind: but nothing learned (``is_learned``) multiplies rows one by one. Where
+    heads are told by the ``places`` of their parameters, numbers of other heads are of other kinds, and so are those that a vector
+    of counts divides.
     """
     kind, inputs = kind_of(node), inputs_of(node)
     if kind in STACKS:
         are_numbers = len(node.next_functions) == numel_of(node, index) and all(numel_of(*one) == 1 for one in inputs)
-        return are_numbers and (is_learned or len({kinds_below(child) for child, _ in inputs}) > 1)
+        kinds = {(kinds_below(child), head_of(child, places) if places else ()) for child, _ in inputs} if are_numbers else set()
+        return are_numbers and (is_learned or len(kinds) > 1)
     of_batch = [one for one in inputs if not is_of_parameters_only(one[0])] if kind in _OF_EACH else []
     are_as_long = all(numel_of(*one) == numel_of(node, index) for one in inputs)
+    if places and are_as_long and divides_each(node, index):
+        return True
     is_learned |= len(of_batch) < len(inputs)
-    return bool(of_batch) and are_as_long and all(is_of_numbers(*one, is_learned) for one in of_batch)
+    return bool(of_batch) and are_as_long and all(is_of_numbers(*one, places, is_learned) for one in of_batch)
+
+
+def divides_each(node: Node, index: int) -> bool:
+    """Each of a few numbers is divided by its own, as the sums of columns by the counts of theirs."""
+    divisor = getattr(node, "_saved_other", None) if kind_of(node) == "Div" and len(inputs_of(node)) == 1 else None
+    return isinstance(divisor, Tensor) and divisor.dim() == 1 and 1 < divisor.numel() == numel_of(node, index) <= _MOST_COLUMNS
+
+
+_MOST_COLUMNS = 15
+"""More terms of a kind are taken for one."""
 
 
 def numel_of(node: Node, index: int) -> int:

@@ -34,6 +34,7 @@ from lightning_accum.weighing.nodes import (
     THROUGH,
     Node,
     are_numbers,
+    divides_each,
     factor_in_sum,
     head_of,
     ignored_of,
@@ -49,7 +50,6 @@ from lightning_accum.weighing.nodes import (
 from lightning_accum.weighing.terms import PENALTY, Denominator, Edge, Term, on_host, one_of, quotient, same, size_of, tensor_of
 
 NOWHERE: Mapping[int, int] = MappingProxyType({})
-
 _CROSS_ENTROPIES = {"NllLoss", "NllLoss2D"}
 _PRODUCTS, _LAYERS = {"Div", "Dot", "Lerp", "Mul", *CONTRACTIONS}, {*CONTRACTIONS, *PRODUCTS_ADDED}
 _NOT_LINEAR_IN = {"Addcdiv": 2, "Div": 1, "Lerp": 2}
@@ -77,6 +77,7 @@ class Arrived(NamedTuple):
         share: one number if all numbers of the gradient are the same, else the gradient.
         path: the kinds of nodes above, below the addition.
         is_vector: of numbers, each of which is a summand of its own.
+        places: of parameters, by their id: terms of other heads are others.
     """
 
     share: Denominator
@@ -89,6 +90,7 @@ class Arrived(NamedTuple):
     path: tuple[str, ...] = ()
     divisions: tuple[Node, ...] = ()
     is_vector: bool = False
+    places: Mapping[int, int] = NOWHERE
 
     @property
     def is_one(self) -> bool:
@@ -138,7 +140,7 @@ def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mappin
     root, place = (loss.grad_fn, loss.output_nr) if below is None else below
     found: _Found = {}
     try:
-        _walk(root, place, Arrived(1.0, Summand(Edge(root), (), 1.0)), found)
+        _walk(root, place, Arrived(1.0, Summand(Edge(root), (), 1.0), places=places), found)
         terms = [_term(losses, places) for losses in sorted(found.values(), key=lambda losses: losses[0][1].summand.place)]
     except (RuntimeError, AttributeError, TypeError) as error:
         raise UnreadableLossError(f"a node that cannot be run ({error})") from error
@@ -197,8 +199,10 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
         arrived = arrived._replace(share=0.0)
     elif arrived.is_vector and inputs and (numbers := _of_vector(node, kind, index, inputs, arrived)):
         return numbers
-    elif kind == "Dot" and len(inputs) == 1 and arrived.is_one and arrived.total is None and is_of_numbers(*inputs[0][1:]):
-        return [_of_dot(node, *inputs[0], arrived)]
+    elif kind == "Dot" and arrived.is_one and arrived.total is None and (of_numbers := _of_dot(node, inputs, arrived)):
+        return [of_numbers]
+    elif kind == "Where" and len(inputs) == 2 and arrived.is_one and (chosen := _chosen(node, inputs, own)):
+        return [(*chosen, arrived)]
     elif kind == "_DDPSink":  # every tensor goes in and out of that at the same place
         return [(*node.next_functions[index], arrived)]
     elif kind in CRITERIA and arrived.is_one and node._saved_reduction != 0:
@@ -227,6 +231,8 @@ def _of_vector(node: Node, kind: str, index: int, inputs: Sequence[_Input], arri
     """Where to go on with a vector of summands; nowhere if the node is a product of two."""
     if kind in STACKS:
         return [(child, at, _element(arrived.through(kind), place)) for place, child, at in inputs]
+    if arrived.places and divides_each(node, index):
+        return [(*inputs[0][1:], _column(node, index, arrived, place)) for place in range(numel_of(node, index))]
     of_batch = [one for one in inputs if not is_of_parameters_only(one[1])]
     if kind in ADDITIONS:
         shares = [factor_in_sum(node, kind, place) * arrived.share for place, *_ in inputs]
@@ -237,9 +243,21 @@ def _of_vector(node: Node, kind: str, index: int, inputs: Sequence[_Input], arri
     return [] if _is_loss(node, kind, of_batch, len(inputs), arrived) else _run(node, kind, index, of_batch, arrived, True)
 
 
-def _of_dot(node: Node, place: int, child: Node, at: int, arrived: Arrived) -> tuple[Node, int, Arrived]:
-    """A vector of summands times one of numbers."""
+def _of_dot(node: Node, inputs: Sequence[_Input], arrived: Arrived) -> tuple[Node, int, Arrived] | None:
+    """A vector of summands times one of numbers, or of parameters."""
+    of_batch = [one for one in inputs if not is_of_parameters_only(one[1])]
+    if len(of_batch) != 1 or not is_of_numbers(*of_batch[0][1:], arrived.places, len(inputs) > 1):
+        return None
+    ((place, child, at),) = of_batch
     return child, at, arrived.summed(node, place, node(_spread(arrived.share, node, 0))[place], is_vector=True)
+
+
+def _chosen(node: Node, inputs: Sequence[_Input], own: int) -> tuple[Node, int] | None:
+    """Which of two losses is there, where the host knows it."""
+    condition = node._saved_condition
+    if condition.numel() > 1 or not condition.is_cpu or any(numel_of(*one) != own for _, *one in inputs):
+        return None
+    return inputs[not condition][1:]
 
 
 def _element(arrived: Arrived, element: int) -> Arrived:
@@ -251,6 +269,14 @@ def _element(arrived: Arrived, element: int) -> Arrived:
     edge, place, above = arrived.summand
     summand = Summand(edge._replace(element=element), (*place, element), of(above))
     return arrived._replace(share=of(arrived.share), summand=summand, is_vector=False)
+
+
+def _column(node: Node, index: int, arrived: Arrived, element: int) -> Arrived:
+    """One number of a vector that another divides: what arrives below is 0 at the others."""
+    of_one, is_it = _element(arrived, element), torch.arange(numel_of(node, index), device=node._saved_other.device) == element
+    shares = torch.where(is_it, quotient(_spread(of_one.share, node, index), node._saved_other), 0.0)
+    divisions = (*arrived.divisions, node)
+    return of_one.through("Div", share=shares, total=_wide(shares.sum()), is_divided=True, divisions=divisions)
 
 
 def _summands(node: Node, kind: str, inputs: Sequence[_Input], sizes: Sequence[int], own: int, arrived: Arrived) -> _Below:
@@ -314,7 +340,7 @@ def _of_all_alike(node: Node, kind: str, own: int, place: int, child: Node, at: 
         if kind_of(child) in STACKS and all(below is None or numel_of(below, n) == 1 for below, n in child.next_functions):
             number = 1 / numel if kind == "Mean" else 1.0  # a sum or mean of terms
             return arrived._replace(share=share * number, number=arrived.number * number)
-        if own == 1 and arrived.total is None and is_of_numbers(child, at):
+        if own == 1 and arrived.total is None and is_of_numbers(child, at, arrived.places):
             return arrived.summed(node, place, share / numel if kind == "Mean" else share, is_vector=True)
         if kind == "Sum":
             return arrived.through(kind, total=total)

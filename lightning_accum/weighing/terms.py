@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.exact import exact, exact_dtype
-from lightning_accum.weighing.nodes import Node
+from lightning_accum.weighing.nodes import Node, kind_of
 
 Denominator: TypeAlias = "Tensor | float"
 PENALTY = "penalty on parameters"
@@ -264,7 +264,9 @@ def scale_terms(terms: Sequence[Term], factors: list[Denominator]) -> None:
             def hook(gradients: tuple[Tensor | None, ...], *_: Any, number: int = number, edge: Edge = edge) -> Any:
                 factor, is_learned = factors[number], terms[number].is_learned
                 return tuple(
-                    _times_at(edge.element, g, factor, is_learned) if g is not None and edge.place in (None, at) else g
+                    _times_at(edge.element, g, factor, is_learned)
+                    if g is not None and (edge.place in (None, at) or kind_of(edge.node) == "Dot")
+                    else g
                     for at, g in enumerate(gradients)
                 )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import assert_one_window_one_batch, on, windows_of
 from lightning.pytorch.callbacks import Callback
-from losses_of_terms import COUNTS, LOSSES, MULTIPLIED, OF_NOTHING, Function, OfTerms, rows, that_only_shows, windows_of_tokens
+from losses_of_terms import COUNTS, LOSSES, OF_NOTHING, Function, OfTerms, rows, that_only_shows, windows_of_tokens
 from resumed import Module as Resumed
 from resumed import assert_goes_on
 from support import Interrupted, SaveAfter, StatefulLoader, ddp, error_of_updates, fit, warned
@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_accum import (
-    AccumulationError,
     AccumulationWarning,
     DoesNotAddUpError,
     GradientAccumulation,
@@ -63,17 +62,6 @@ def test_with_no_argument_a_loss_of_several_terms_takes_the_steps_of_the_full_ba
 def test_one_weight_for_each_term_in_their_order_takes_the_same_steps(name: str, policy: str) -> None:
     weight, batches = [COUNTS[count] for count in LOSSES[name].counts.split(", ")], ALL_SOME if name in ABSENT else BATCHES
     assert_exact(LOSSES[name].of, {**POLICIES[policy], "weight": weight, "log": False}, batches, [adamw])
-
-
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", MULTIPLIED)
-def test_terms_in_a_vector_that_factors_multiply_are_an_error_before_the_first_step(name: str, policy: str) -> None:
-    batches = windows_of([BATCHES], 4) if "micro_batch" in POLICIES[policy] else BATCHES
-    module = OfTerms(MULTIPLIED[name])
-    with pytest.raises(AccumulationError, match="do not add up"):
-        fit(module, [default_collate(batch) for batch in batches], GradientAccumulation(**POLICIES[policy]))
-    assert all(map(torch.equal, module.parameters(), OfTerms(MULTIPLIED[name]).parameters()))
 
 
 @pytest.mark.some_cases(1)
