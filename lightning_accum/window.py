@@ -32,7 +32,6 @@ from lightning_accum.window_totals import (
     as_one_number,
     function_of_window,
     has_weight,
-    number_with_weight,
     summed,
     summed_on_host,
     tensor_of,
@@ -219,7 +218,8 @@ class Window:
 
         Called once the last weight is known, before its backward: so it does not wait in line behind the gradients.
         """
-        more = [number_with_weight(self._contributions, self._tensor_of)] if self.constant else []
+        weights = [0.0 if c.weight is None else c.weight for c in self._contributions] if self.constant else []
+        more: list[Denominator] = [self._tensor_of(weights).count_nonzero()] if self.constant else []
         if self.counted is not None:
             more += self.counted.compared(self._contributions)
         if self._is_on_host:

@@ -182,7 +182,7 @@ def summed(
     if any(c.others or isinstance(c.factors, Tensor) or c.factors != 0 for c in contributions):
         d = times * tensor_of([c.factors for c in contributions])
         if any(c.others for c in contributions):
-            d = d + torch.stack([_of_other_terms(c, tensor_of) for c in contributions])
+            d = d + torch.stack([tensor_of(_of_other_terms(c)).sum() for c in contributions])
         spread = torch.where((times == 0) & (d == 0), 0.0, d**2 / times)
     loss = torch.where(times == 0, 0.0, values * times)
     totals = torch.stack((n, loss, (n < 0).to(n.dtype), d, spread)).sum(1)
@@ -198,23 +198,17 @@ def summed_on_host(losses: Sequence[Denominator], contributions: Sequence[Contri
             n = math.inf
         times = 1.0 if c.weight is None else n  # a sum counts as it is
         d = times * float(c.factors)
-        d += sum((1.0 + index / len(c.others)) * float(other) for index, other in enumerate(c.others))
+        d += sum(map(float, _of_other_terms(c)))
         spread = d * d / times if times else abs(d) and math.inf
         for place, number in enumerate((n, times and float(loss) * times, n < 0, d, spread)):
             totals[place] += number
     return [*totals, float(len(contributions)), float(sums)]
 
 
-def _of_other_terms(contribution: Contribution, tensor_of: Callable[[Sequence[Denominator]], Tensor]) -> Tensor:
-    """The sum of the denominators of a loss's other terms, with unequal factors, so that no term makes up for another."""
-    number = len(contribution.others)
-    return tensor_of([(1.0 + index / number) * denominator for index, denominator in enumerate(contribution.others)]).sum()
-
-
-def number_with_weight(contributions: Sequence[Contribution], tensor_of: Callable[[Sequence[Denominator]], Tensor]) -> Denominator:
-    """The micro-batches whose weight is not 0."""
-    weights = [contribution.weight for contribution in contributions if contribution.weight is not None]
-    return tensor_of(weights).count_nonzero() if weights else 0.0
+def _of_other_terms(contribution: Contribution) -> list[Denominator]:
+    """The denominators of a loss's other terms, with unequal factors, so that no term makes up for another."""
+    others = contribution.others
+    return [(1.0 + index / len(others)) * denominator for index, denominator in enumerate(others)]
 
 
 def tensor_of(values: Sequence[Denominator], device: torch.device, dtype: torch.dtype) -> Tensor:

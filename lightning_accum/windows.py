@@ -149,17 +149,16 @@ class Windows(ABC):
                     )
             return None
         partial = PartialWindow.from_state_dict(state["window"])
-        if partial.policy != self.in_words(size):
-            self._warn(
-                f"The checkpoint was taken after {partial.position} loader batches of a window of {partial.policy}. Now it is"
-                f" {self.in_words(size)}: the gradients in the checkpoint are dropped, and a new window begins."
-            )
-            return None
+        then, now = partial.policy, self.in_words(size)
         if partial.ranks != self.ranks.size and any(loss.term_totals is not None for loss in partial.losses):
+            then, now = (
+                f"{then}, with terms counted over {partial.ranks} ranks",
+                f"{now} over {self.ranks.size}, with other batches",
+            )
+        if then != now:
             self._warn(
-                f"The checkpoint was taken after {partial.position} loader batches of a window whose terms were counted over"
-                f" {partial.ranks} ranks. Now there are {self.ranks.size}, with other batches: the gradients in the checkpoint are"
-                " dropped, and a new window begins."
+                f"The checkpoint was taken after {partial.position} loader batches of a window of {then}. Now it is {now}: the"
+                " gradients in the checkpoint are dropped, and a new window begins."
             )
             return None
         self.boundary.go_on(seen, partial.position, math.inf if partial.size is None else partial.size, partial.tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,20 +15,9 @@ from lightning_accum.weighing.weight import Contribution
 _IGNORED = -100
 _LOOKS_AGAIN = 8
 Reason: TypeAlias = Literal["new terms", "other numbers", "time"]
-
-
-class Doubt(NamedTuple):
-    """A micro-batch that is to be looked at before the step of its window.
-
-    Attributes:
-        size: how much it differs from those that were checked; it is not looked at if that is 0.
-        batch: what ``training_step`` got.
-        reason: terms that the check has not seen; numbers in the batch, or a weight, that it has not; or that it is time.
-    """
-
-    size: Denominator
-    batch: Any
-    reason: Reason
+"""Why a micro-batch is looked at: terms that the check has not seen; numbers in the batch, or a weight, that it has not; or that it
+is time.
+"""
 
 
 class LaterLooks:
@@ -50,7 +39,8 @@ class LaterLooks:
     def __init__(self) -> None:
         self.alike: dict[tuple[Any, ...], float] | None = None
         """The number of each, by where it is in a batch; NaN for labels of which none is ignored. None before any was learned."""
-        self.doubted: list[Doubt] = []
+        self.doubted: list[tuple[Denominator, Any, Reason]] = []
+        """How much a micro-batch differs from those that were checked (it is not looked at if that is 0), its batch, and why."""
         self.counts_left = 8
         """How many windows more are looked at that have a micro-batch whose weight may be none."""
 
@@ -80,16 +70,16 @@ class LaterLooks:
         if is_time and not (self.doubted or isinstance(doubt, Tensor) or doubt):
             doubt, reason = 1.0, "time"
         if isinstance(doubt, Tensor) or doubt:
-            self.doubted.append(Doubt(doubt, batch, reason))
+            self.doubted.append((doubt, batch, reason))
         return doubt
 
     def telling(self, others: Any) -> list[tuple[Any, Reason]]:
         """Which of the window to look at, and why: the last with new terms, and what differs most; ``others`` if nothing does."""
-        doubted = [doubt for doubt in reversed(self.doubted) if doubt.size] or [Doubt(0.0, others, "time")]
+        doubted = [doubt for doubt in reversed(self.doubted) if doubt[0]] or [(0.0, others, "time")]
         self.doubted.clear()
-        new = [doubt for doubt in doubted if doubt.reason == "new terms"]
-        farthest = max(new or doubted, key=lambda doubt: float(doubt.size))
-        return [(doubt.batch, doubt.reason) for doubt in ([new[0], farthest] if new and new[0] is not farthest else [farthest])]
+        new = [doubt for doubt in doubted if doubt[2] == "new terms"]
+        farthest = max(new or doubted, key=lambda doubt: float(doubt[0]))
+        return [(batch, reason) for _, batch, reason in ([new[0], farthest] if new and new[0] is not farthest else [farthest])]
 
 
 def is_time_to_look(window: int) -> bool:

@@ -197,7 +197,7 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
     inputs = [(place, child, at) for place, (child, at) in enumerate(node.next_functions) if child is not None]
     if own == 0:  # nothing is chosen: there are no losses, whatever divides them
         arrived = arrived._replace(share=0.0)
-    elif arrived.is_vector and inputs and (numbers := _of_vector(node, kind, index, inputs, arrived)):
+    elif arrived.is_vector and inputs and (numbers := _of_vector(node, kind, index, inputs, own, arrived)):
         return numbers
     elif kind == "Dot" and arrived.is_one and arrived.total is None and (of_numbers := _of_dot(node, inputs, arrived)):
         return [of_numbers]
@@ -227,19 +227,15 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
 # --- below a node that is linear
 
 
-def _of_vector(node: Node, kind: str, index: int, inputs: Sequence[_Input], arrived: Arrived) -> _Below:
+def _of_vector(node: Node, kind: str, index: int, inputs: Sequence[_Input], own: int, arrived: Arrived) -> _Below:
     """Where to go on with a vector of summands; nowhere if the node is a product of two."""
     if kind in STACKS:
         return [(child, at, _element(arrived.through(kind), place)) for place, child, at in inputs]
     if arrived.places and divides_each(node, index):
-        return [(*inputs[0][1:], _column(node, index, arrived, place)) for place in range(numel_of(node, index))]
-    of_batch = [one for one in inputs if not is_of_parameters_only(one[1])]
+        return [(*inputs[0][1:], _column(node, index, arrived, place)) for place in range(own)]
     if kind in ADDITIONS:
-        shares = [factor_in_sum(node, kind, place) * arrived.share for place, *_ in inputs]
-        return [
-            (child, at, arrived.summed(node, place, share, (place, child, at) in of_batch))
-            for (place, child, at), share in zip(inputs, shares, strict=True)
-        ]
+        return _summands(node, kind, inputs, [own] * len(inputs), own, arrived)
+    of_batch = [one for one in inputs if not is_of_parameters_only(one[1])]
     return [] if _is_loss(node, kind, of_batch, len(inputs), arrived) else _run(node, kind, index, of_batch, arrived, True)
 
 
@@ -282,14 +278,15 @@ def _column(node: Node, index: int, arrived: Arrived, element: int) -> Arrived:
 def _summands(node: Node, kind: str, inputs: Sequence[_Input], sizes: Sequence[int], own: int, arrived: Arrived) -> _Below:
     """The operands of an addition, of these sizes, that has ``own`` numbers."""
     result = []
-    is_own = (own == 1 or kind in STACKS) and len(inputs) > 1 and arrived.total is None
+    is_own = arrived.is_vector or ((own == 1 or kind in STACKS) and len(inputs) > 1 and arrived.total is None)
     for (place, child, at), numel in zip(inputs, sizes, strict=True):
         share = arrived.share
         if kind in ADDITIONS:
             times = own // numel if numel else 1  # what is small is added to each number
             factor = factor_in_sum(node, kind, place) * max(1, times)
             share = share if factor == 1.0 else factor * share
-        result.append((child, at, arrived.summed(node, place, share) if is_own else arrived._replace(share=share)))
+        is_vector = arrived.is_vector and not is_of_parameters_only(child)
+        result.append((child, at, arrived.summed(node, place, share, is_vector) if is_own else arrived._replace(share=share)))
     return result
 
 

@@ -212,7 +212,9 @@ def _joined(key: int, terms: Sequence[Term]) -> Term:
 
 def one_of(shares: Sequence[Denominator]) -> Denominator:
     """The one size that all have which are not 0; 0 if all are 0, nan if there are several."""
-    tensors = [_without_copies(share.detach()).abs() for share in shares if isinstance(share, Tensor)]
+    tensors = [share.detach() for share in shares if isinstance(share, Tensor)]
+    # of an expanded tensor one of the numbers that are the same in memory
+    tensors = [share[tuple(slice(None if stride else 1) for stride in share.stride())].abs() for share in tensors]
     if not tensors:
         sizes = {abs(float(share)) for share in shares if share} or {0.0}
         return max(sizes) if max(sizes) - min(sizes) <= 1e-12 * max(sizes) else float("nan")
@@ -225,14 +227,6 @@ def one_of(shares: Sequence[Denominator]) -> Denominator:
         return 0.0
     high, low = torch.stack(most).amax(), torch.stack(least).amin()
     return on_host(torch.where((high - low <= 64 * eps * high) | (high == 0), high, torch.full_like(high, torch.nan)))
-
-
-def _without_copies(gradient: Tensor) -> Tensor:
-    """One of the numbers of an expanded tensor that are the same in memory."""
-    for dim, (stride, size) in enumerate(zip(gradient.stride(), gradient.shape, strict=True)):
-        if stride == 0 and size > 1:
-            gradient = gradient.narrow(dim, 0, 1)
-    return gradient
 
 
 def keep_weight(loss: Tensor, weight: Denominator, rounded: Tensor) -> None:
