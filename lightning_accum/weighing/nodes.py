@@ -182,6 +182,23 @@ _OF_PARAMETERS = {
 }  # fmt: skip
 
 
+def in_order(root: Node) -> list[Node]:
+    """``root`` and the nodes below it down to what is not linear, each before those below it."""
+    order, stack, seen = list[Node](), [(root, False)], {root}
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            order.append(node)
+            continue
+        stack.append((node, True))
+        if (kind := kind_of(node)) in LINEAR or kind in KINKS:
+            for child, _ in node.next_functions:
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    stack.append((child, False))
+    return order[::-1]
+
+
 def is_first_layer(node: Node) -> bool:
     """Whether ``node`` takes in the batch, as a product of parameters with it: below it there is no loss."""
     inputs = inputs_of(node)
@@ -227,6 +244,14 @@ def is_of_numbers(node: Node, index: int, places: Mapping[int, int], is_learned:
         return True
     is_learned |= len(of_batch) < len(inputs)
     return bool(of_batch) and are_as_long and all(is_of_numbers(*one, places, is_learned) for one in of_batch)
+
+
+def chosen_of(node: Node, own: int) -> tuple[Node, int] | None:
+    """Which of two losses of ``own`` numbers a ``torch.where`` has taken, if the host knows it."""
+    condition, inputs = node._saved_condition, inputs_of(node)
+    if condition.numel() > 1 or not condition.is_cpu or any(numel_of(*one) != own for one in inputs):
+        return None
+    return inputs[not condition]
 
 
 def divides_each(node: Node, index: int) -> bool:

@@ -34,10 +34,12 @@ from lightning_accum.weighing.nodes import (
     THROUGH,
     Node,
     are_numbers,
+    chosen_of,
     divides_each,
     factor_in_sum,
     head_of,
     ignored_of,
+    in_order,
     is_first_layer,
     is_multiplied_by_parameters,
     is_of_numbers,
@@ -154,27 +156,11 @@ def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mappin
 def _walk(root: Node, place: int, arrived: Arrived, found: _Found) -> None:
     """Each node before those below it: what arrives at it on several ways is added up, for each summand by itself."""
     given: dict[Node, dict[Any, tuple[int, Arrived]]] = {root: {(place, None): (place, arrived)}}
-    for node in _in_order(root):
+    for node in in_order(root):
         for index, one in given.pop(node, {}).values():
             for child, at, below in _below(node, index, one, found):
                 of_child, key = given.setdefault(child, {}), (at, below.summand.edge)
                 of_child[key] = (at, _together(of_child[key][1], below, child, at) if key in of_child else below)
-
-
-def _in_order(root: Node) -> list[Node]:
-    order, stack, seen = list[Node](), [(root, False)], {root}
-    while stack:
-        node, is_done = stack.pop()
-        if is_done:
-            order.append(node)
-            continue
-        stack.append((node, True))
-        if (kind := kind_of(node)) in LINEAR or kind in KINKS:
-            for child, _ in node.next_functions:
-                if child is not None and child not in seen:
-                    seen.add(child)
-                    stack.append((child, False))
-    return order[::-1]
 
 
 def _together(first: Arrived, other: Arrived, node: Node, index: int) -> Arrived:
@@ -201,7 +187,7 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
         return numbers
     elif kind == "Dot" and arrived.is_one and arrived.total is None and (of_numbers := _of_dot(node, inputs, arrived)):
         return [of_numbers]
-    elif kind == "Where" and len(inputs) == 2 and arrived.is_one and (chosen := _chosen(node, inputs, own)):
+    elif kind == "Where" and len(inputs) == 2 and arrived.is_one and (chosen := chosen_of(node, own)):
         return [(*chosen, arrived)]
     elif kind == "_DDPSink":  # every tensor goes in and out of that at the same place
         return [(*node.next_functions[index], arrived)]
@@ -246,14 +232,6 @@ def _of_dot(node: Node, inputs: Sequence[_Input], arrived: Arrived) -> tuple[Nod
         return None
     ((place, child, at),) = of_batch
     return child, at, arrived.summed(node, place, node(_spread(arrived.share, node, 0))[place], is_vector=True)
-
-
-def _chosen(node: Node, inputs: Sequence[_Input], own: int) -> tuple[Node, int] | None:
-    """Which of two losses is there, where the host knows it."""
-    condition = node._saved_condition
-    if condition.numel() > 1 or not condition.is_cpu or any(numel_of(*one) != own for _, *one in inputs):
-        return None
-    return inputs[not condition][1:]
 
 
 def _element(arrived: Arrived, element: int) -> Arrived:
