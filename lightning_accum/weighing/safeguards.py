@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.nodes import nodes_below
@@ -58,17 +58,6 @@ def gradients_of_zero(loss: Tensor, leaves_none: bool = False) -> Iterator[None]
         yield
 
 
-class _Zero(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sparse: Collection[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.parameters, ctx.sparse = parameters, sparse
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(torch.zeros_like(p, layout=torch.sparse_coo if p in ctx.sparse else None) for p in ctx.parameters))
-
-
 def zero_loss_of(parameters: Sequence[Tensor], sparse: Collection[Tensor] = frozenset()) -> Tensor:
     """A loss of 0 whose backward reaches each of ``parameters``, whatever their values, with a gradient of zeros.
 
@@ -76,8 +65,10 @@ def zero_loss_of(parameters: Sequence[Tensor], sparse: Collection[Tensor] = froz
         parameters: that it reaches.
         sparse: those of them whose gradients are sparse.
     """
-    zero: Tensor = _Zero.apply(sparse, *parameters)  # type: ignore[no-untyped-call]
-    return zero
+    device = parameters[0].device
+    nothing = torch.zeros(0, dtype=torch.long, device=device)
+    none_of = [embedding(nothing.to(p.device), p, sparse=True) if p in sparse else p.reshape(-1)[:0] for p in parameters]
+    return torch.stack([values.sum().to(device) for values in none_of]).sum()
 
 
 def batch_norm_layers(module: nn.Module) -> list[str]:
