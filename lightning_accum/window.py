@@ -26,11 +26,10 @@ from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.window_totals import (
     HAS_FUNCTION,
+    MOST_RANKS,
     NUMBERS,
     ClosedWindow,
     Totals,
-    as_one_number,
-    function_of_window,
     has_weight,
     summed,
     summed_on_host,
@@ -283,7 +282,7 @@ class Window:
         loss: Denominator = mean
         if is_function:
             size = totals.micro_batches if is_sum else weight
-            loss, slope = function_of_window(function, contributions, mean, size, self._tensor_of, self._world_size, self._group)
+            loss, slope = self._of_function(function, contributions, mean, size)
         if is_sum:
             _scale(gradients, self._world_size * slope)
             shown = next((total for total in of_terms or () if total), 1.0)
@@ -296,10 +295,42 @@ class Window:
         doubts = {"do_terms_disagree": has_others, "do_factors_differ": disagree and not has_others}
         return totals.closed(loss, weight, left_out=left_out, slope=slope, **doubts)
 
+    def _of_function(
+        self, function: FunctionOfMean | None, contributions: Sequence[Contribution], mean: float, size: float
+    ) -> tuple[Denominator, float]:
+        """The loss of a window that is a function of its ``mean``, and the slope of that. Called on all ranks: 32 bytes from each.
+
+        Args:
+            function: what the loss is on this rank; None where none has a weight.
+            contributions: of its micro-batches.
+            mean: of the window.
+            size: its weight, or its micro-batches where the loss is a function of a sum.
+
+        Raises:
+            ValueError: it is another function on one rank than on another.
+        """
+        value, slope = (mean, 1.0) if function is None else function.at(mean)
+        constants: Denominator = 0.0
+        for c in contributions:
+            constants = constants + (0.0 if c.of_mean is None else c.of_mean.constant * (1.0 if c.weight is None else c.weight))
+        if self._world_size == 1:
+            return value + constants / size, slope
+        own = self._tensor_of([float(any(map(has_weight, contributions))), value, slope, constants])
+        of_ranks = [torch.empty_like(own) for _ in range(self._world_size)]
+        dist.all_gather(of_ranks, own, group=self._group)
+        numbers = torch.stack(of_ranks).tolist()
+        (value, slope), *others = [(value, slope) for is_known, value, slope, _ in numbers if is_known]
+        if any(other != slope and not (math.isnan(other) and math.isnan(slope)) for _, other in others):
+            raise ArgumentError(
+                "The ranks compute different functions of the means of their losses, so the loss of the window is not a function of"
+                " a single mean. Have training_step compute the same function on all ranks."
+            )
+        return value + sum(constant for *_, constant in numbers) / size, slope
+
     def _flags(self) -> list[Denominator]:
         has_function = self._world_size > 1 and self._function is not None
         has_doubts = self.has_doubts.to(self.dtype) if isinstance(self.has_doubts, Tensor) else self.has_doubts
-        flags = as_one_number(self.flag, self.is_last, has_doubts, has_function)
+        flags = self.flag + MOST_RANKS * self.is_last + MOST_RANKS**2 * has_doubts + MOST_RANKS**3 * has_function
         return [flags, float(self.left_out)] if self._counts_left_out else [flags]
 
     def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:

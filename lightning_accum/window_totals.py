@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError
-from lightning_accum.weighing.functions import FunctionOfMean
 from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.terms import tensor_of as as_tensor
 from lightning_accum.weighing.weight import Contribution
@@ -79,7 +77,7 @@ class Totals(NamedTuple):
         spread: of d^2 / n, where n is 1 for a sum.
         micro_batches: those with a loss.
         sums: those whose loss is a sum.
-        flags: see :func:`as_one_number`.
+        flags: those of ranks, each times a power of :data:`MOST_RANKS`.
     """
 
     weight: float
@@ -92,8 +90,8 @@ class Totals(NamedTuple):
     flags: float
 
     def has_flag(self, place: int) -> bool:
-        """Whether any rank has raised this flag; ``place`` is its position in :func:`as_one_number`."""
-        return self.flags // _MOST_RANKS**place % _MOST_RANKS > 0
+        """Whether any rank has raised the flag with this place."""
+        return self.flags // MOST_RANKS**place % MOST_RANKS > 0
 
     def closed(self, loss: Denominator = math.nan, weight: float = 0.0, **others: Any) -> ClosedWindow:
         """What the window was, empty if it had no weight; the ``others`` are fields of it, too."""
@@ -144,15 +142,10 @@ class Totals(NamedTuple):
         return disagree
 
 
-_MOST_RANKS = 2.0**13
+MOST_RANKS = 2.0**13
 """Four flags are in one number, and those of so many ranks do not run into each other."""
 FLAG, IS_LAST, HAS_NEWS, HAS_FUNCTION = range(4)
 """Their places."""
-
-
-def as_one_number(flag: bool, is_last: bool, has_news: Denominator, has_function: bool) -> Denominator:
-    """Flags of a rank, as a number that can be summed over ranks."""
-    return flag + _MOST_RANKS * is_last + _MOST_RANKS**2 * has_news + _MOST_RANKS**3 * has_function
 
 
 NUMBERS = len(Totals._fields)
@@ -218,45 +211,3 @@ def tensor_of(values: Sequence[Denominator], device: torch.device, dtype: torch.
     if any(isinstance(value, Tensor) for value in values):
         return torch.stack([as_tensor(value, device, dtype).detach() for value in values])
     return torch.tensor(values, dtype=dtype, device=device)
-
-
-def function_of_window(
-    function: FunctionOfMean | None,
-    contributions: Sequence[Contribution],
-    mean: float,
-    size: float,
-    tensor_of: Callable[[Sequence[Denominator]], Tensor],
-    ranks: int,
-    group: dist.ProcessGroup | None,
-) -> tuple[Denominator, float]:
-    """The loss of a window that is a function of its mean, and the slope of that. Called on all ranks: 32 bytes from each.
-
-    Args:
-        function: what the loss is on this rank; None where none has a weight.
-        contributions: of its micro-batches.
-        mean: of the window.
-        size: its weight, or its micro-batches where the loss is a function of a sum.
-        tensor_of: makes a tensor of numbers, where the ranks exchange them.
-        ranks: how many there are.
-        group: theirs.
-
-    Raises:
-        ValueError: it is another function on one rank than on another.
-    """
-    value, slope = (mean, 1.0) if function is None else function.at(mean)
-    constants: Denominator = 0.0
-    for c in contributions:
-        constants = constants + (0.0 if c.of_mean is None else c.of_mean.constant * (1.0 if c.weight is None else c.weight))
-    if ranks == 1:
-        return value + constants / size, slope
-    own = tensor_of([float(any(map(has_weight, contributions))), value, slope, constants])
-    of_ranks = [torch.empty_like(own) for _ in range(ranks)]
-    dist.all_gather(of_ranks, own, group=group)
-    numbers = torch.stack(of_ranks).tolist()
-    (value, slope), *others = [(value, slope) for is_known, value, slope, _ in numbers if is_known]
-    if any(other != slope and not (math.isnan(other) and math.isnan(slope)) for _, other in others):
-        raise ArgumentError(
-            "The ranks compute different functions of the means of their losses, so the loss of the window is not a function of"
-            " a single mean. Have training_step compute the same function on all ranks."
-        )
-    return value + sum(constant for *_, constant in numbers) / size, slope
