@@ -340,7 +340,7 @@ class Accumulation(Windows):
         is_auto = self.policy.weight == "auto" and self.may_count_first and self.window.counted is None
         if disagrees and is_auto and self.ranks.largest(float(self.closed.do_terms_disagree))[0]:
             self.counted_next = ()
-        elif self.closed.is_doubtful:
+        else:
             self.loss.warn_of(self.closed, self.warn_once)
         if self.sums is not None:
             self.sums.write_to_grad()

@@ -60,11 +60,6 @@ class ClosedWindow(NamedTuple):
     has_doubts: bool = False
     is_miscounted: bool = False
 
-    @property
-    def is_doubtful(self) -> bool:
-        """What was weighed says that its gradient may not be the full batch's."""
-        return self.do_terms_disagree or self.do_factors_differ or self.is_miscounted
-
 
 class Totals(NamedTuple):
     """The numbers of a window, summed over its micro-batches and ranks.
