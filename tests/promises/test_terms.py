@@ -334,7 +334,7 @@ def test_the_unit_of_weights_does_not_change_inside_of_the_first_window() -> Non
         return ((o.values - b.y).square().mean(1) * b.some).sum() / (b.some.sum() + 1e-8)
 
     batches = [default_collate(rows(len(some), seed)) | {"some": torch.tensor(some) > 0} for seed, some in enumerate(FEW)]
-    with pytest.raises(DoesNotAddUpError, match="whose window has begun"):
+    with pytest.raises(DoesNotAddUpError, match="its window has begun"):
         fit(OfTerms(loss), batches, GradientAccumulation(4))
 
 
