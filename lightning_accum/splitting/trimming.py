@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -26,23 +25,16 @@ from lightning_accum.weighing.terms import ONCE, Mode
 from lightning_accum.weighing.weight import Weigher
 
 
-@dataclass(frozen=True)
-class Inconclusive:
-    """What was tried neither shows that the loss depends on padding nor that it does not.
-
-    Attributes:
-        reason: why.
-        needs_trimming: the module cannot run rows that have more columns than the longest of them needs.
-    """
-
-    reason: str
-    needs_trimming: bool = False
+class NeedsTrimmingError(CannotCheckError):
+    """The module cannot run rows that have more columns than the longest of them needs."""
 
 
-Verdict: TypeAlias = str | Inconclusive | None
-"""None where the module's loss does not depend on padding, what was seen where it does."""
-Proof: TypeAlias = Callable[..., Verdict]
-"""Takes a few rows with all of their padding, and the same rows without some of it, as one batch or as several."""
+Proof: TypeAlias = Callable[..., str | None]
+"""Takes a few rows with all of their padding, and the same rows without some of it, as one batch or as several.
+
+Returns None where the module's loss does not depend on padding, or what was seen where it does. What shows neither raises a
+:class:`CannotCheckError`.
+"""
 _Known: TypeAlias = tuple[str, tuple[str, ...], frozenset[tuple[str, int]]]
 """A side of rows, the tensors that show where they end, and what has their columns: dimensions, as (path, number).
 
@@ -75,73 +67,75 @@ class TrimmingCheck:
                 if is_there and known not in self._answers:
                     self._seen[known] += 1
                     if self._seen[known].bit_count() == 1:
-                        self._note(known, _prove(side, span, spans, layout, proof))
+                        self._note(known, partial(_prove, side, span, spans, layout, proof))
                 keeps[side] = not self._answers.get(known, False)
             kept.append(span.keep_padding(**keeps))
         return {span.length: span for span in kept if span.is_padded}
 
-    def _note(self, known: _Known, verdict: Verdict) -> None:
+    def _note(self, known: _Known, prove: Callable[[], str | None]) -> None:
         where = f"Padding on the {known[0]} of rows is not trimmed"
-        if not isinstance(verdict, Inconclusive):
-            self._answers[known] = verdict is None
-            self._seen.pop(known)
-        if isinstance(verdict, str):
+        try:
+            seen = prove()
+        except CannotCheckError as error:
+            if self._seen[known] == 1:
+                self._warn(
+                    f"{where} so far: whether the loss of this module depends on it could not be found out ({error}). It is tried"
+                    " again with later batches."
+                )
+            return
+        self._answers[known] = seen is None
+        self._seen.pop(known)
+        if seen is not None:
             self._warn(
-                f"{where}: the loss of this module depends on it ({verdict}). Pass GradientAccumulation(trim_padding=False) to"
-                " say so yourself."
-            )
-        elif verdict is not None and self._seen[known] == 1:
-            self._warn(
-                f"{where} so far: whether the loss of this module depends on it could not be found out ({verdict.reason}). It is"
-                " tried again with later batches."
+                f"{where}: the loss of this module depends on it ({seen}). Pass GradientAccumulation(trim_padding=False) to say so"
+                " yourself."
             )
 
 
-def _prove(side: str, span: Spans, spans: dict[int, Spans], layout: Layout, proof: Proof) -> Verdict:
+def _prove(side: str, span: Spans, spans: dict[int, Spans], layout: Layout, proof: Proof) -> str | None:
     own = span.keep_padding(left=side == "right", right=side == "left")
     rows = sorted(range(layout.size), key=own.widths.__getitem__)[:2]
     if not (columns := kept_columns(rows, [own])):
         rows = rows[:1]  # the second has no padding: the proof would be of the same batch twice
         columns = kept_columns(rows, [own])
-    verdict = proof(layout.take(rows), layout.take(rows, columns))
-    if not isinstance(verdict, Inconclusive) or not verdict.needs_trimming:
-        return verdict
+    try:
+        return proof(layout.take(rows), layout.take(rows, columns))
+    except NeedsTrimmingError:
+        if any(max(each.widths) < each.length for each in spans.values()):
+            raise
     # a module that takes the longest row for the number of columns is asked of all kinds of padding at once: beside the shortest
     # row of each stands one without padding, so that all columns are needed; then each is on its own
     rows = sorted({each.widths.index(width) for each in spans.values() for width in (max(each.widths), min(each.widths))})
-    if any(max(each.widths) < each.length for each in spans.values()):
-        return verdict
-    together = proof(layout.take(rows), *(layout.take([row], kept_columns([row], spans.values())) for row in rows))
-    return verdict if isinstance(together, Inconclusive) else together
+    return proof(layout.take(rows), *(layout.take([row], kept_columns([row], spans.values())) for row in rows))
 
 
 def difference_by_padding(
     padded: Any, *trimmed: Any, trained: Trained, training_step: Callable[[Any], Any], weight: Any
-) -> Verdict:
+) -> str | None:
     """Compare the weight and the gradient of the same rows with and without padding, as the check compares rows and their parts.
 
-    Nothing of it lasts, and nothing in it waits for other ranks, which may have nothing to try.
+    It is a :data:`Proof`. Nothing of it lasts, and nothing in it waits for other ranks, which may have nothing to try.
     """
     if held := trained.snapshotter.iterators():
-        return Inconclusive(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
+        raise CannotCheckError(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
     weigh = weight if callable(weight) else None if weight != "equal" else lambda batch: 1.0
     take_snapshot = partial(trained.snapshotter.take, watches_parameters=False)
     trial = Trial(trained.module, partial(_run_alone, trained.module, training_step), take_snapshot, GradientSync(), largest=float)
-    return trial.in_widest_type(
-        lambda wide: _compare(wide, weigh, padded, trimmed), lambda verdict: not isinstance(verdict, Inconclusive)
-    )
+    return trial.in_widest_type(lambda wide: _compare(wide, weigh, padded, trimmed))
 
 
-def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, padded: Any, trimmed: Sequence[Any]) -> Verdict:
+def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, padded: Any, trimmed: Sequence[Any]) -> str | None:
     weigher, measured = Weigher("auto"), list[Measured]()
     try:
         with trial.held():
             for batch in (padded, *trimmed):
                 measured.append(trial.measure(partial(copy, batch), weigher, ()))
     except CannotCheckError as error:
-        return f"without it, {error}" if measured else Inconclusive(f"with it, {error}", needs_trimming=True)
+        if measured:
+            return f"without it, {error}"
+        raise NeedsTrimmingError(f"with it, {error}") from error
     if not all(math.isfinite(one.loss) for one in measured):
-        return Inconclusive("its loss is not finite")
+        raise CannotCheckError("its loss is not finite")
     names = aliases(measured)
     for one in measured:
         one.rename(names)
@@ -156,8 +150,12 @@ def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, padded: Any, trim
         with_it, without = measured[0].loss, measured[-1].loss
         if len(trimmed) == 1 and not math.isclose(with_it, without, rel_tol=trial.tolerance):
             seen = f"its loss is {with_it:.9g} with it, {without:.9g} without"
-        return Inconclusive(f"{seen}, which may be rounding") if trial.eps >= torch.finfo(torch.float16).eps else seen
-    return None if any(fit.deviation.has_evidence for fit in fits) else Inconclusive("these rows have no gradient")
+        if trial.eps >= torch.finfo(torch.float16).eps:
+            raise CannotCheckError(f"{seen}, which may be rounding")
+        return seen
+    if not any(fit.deviation.has_evidence for fit in fits):
+        raise CannotCheckError("these rows have no gradient")
+    return None
 
 
 def _run_alone(module: nn.Module, training_step: Callable[[Any], Any], batch: Any) -> Any:
