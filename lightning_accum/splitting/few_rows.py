@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_accum.errors import AccumulationError, UnsplittableBatchError
 from lightning_accum.splitting.lengths import IGNORE_INDEX, is_whole
-from lightning_accum.splitting.micro_batch import Layout, doubt_about, layout_of_samples, rebuilt, with_entries
-from lightning_accum.splitting.rows import Part, read_parts
+from lightning_accum.splitting.micro_batch import Layout, doubt_about, layout_of_samples, rebuilt
+from lightning_accum.splitting.rows import Part, entries_of, read_parts, with_entries
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 
 
@@ -225,7 +225,7 @@ def join(batches: Sequence[Any], known: Mapping[str, str] | None = None) -> tupl
                 raise JoiningError(f"{part.path} has the shapes {shapes}")
             return torch.cat(list(of_part))
         if part.kind == "rows":
-            return with_entries(part.value, [entry for value in of_part for entry in value])
+            return with_entries(part.value, [entry for value in of_part for entry in entries_of(value)])
         if part.is_tensor:
             if not all(v.shape == part.value.shape and torch.equal(v, part.value) for v in of_part):
                 raise JoiningError(f"{part.path} has no rows, and is not the same in all of them")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_accum.errors import ArgumentError, UnsplittableBatchError
 from lightning_accum.splitting.lengths import is_whole
-from lightning_accum.splitting.rows import Part, read_parts
+from lightning_accum.splitting.rows import Part, entries_of, read_parts, with_entries
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ class Layout:
         def taken(part: Part) -> Any:  # containers of its own, so that a micro-batch does to them what it does to them
             value = part.value
             if part.kind == "rows":
-                return with_entries(value, value[rows] if isinstance(rows, slice) else [value[row] for row in rows])
+                entries = entries_of(value)
+                return with_entries(value, entries[rows] if isinstance(rows, slice) else [entries[row] for row in rows])
             if part.kind == "tensor":
                 return of_tensor(value)
             if not part.is_tensor:
@@ -160,15 +161,6 @@ def rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:
         made[key] = entry
         if key in getattr(made, "__dict__", {}):  # `batch.labels` for `batch["labels"]`
             made.__dict__[key] = made[key]
-    return made
-
-
-def with_entries(value: Sequence[Any], entries: Sequence[Any]) -> Any:
-    """A list or tuple of the type of another."""
-    if isinstance(value, tuple):
-        return getattr(value, "_make", type(value))(entries)
-    made: Any = copy.copy(value)
-    made[:] = entries
     return made
 
 

@@ -6,6 +6,7 @@ dimension 0. A tensor or a list of as many entries is rows. Everything else is s
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter, UserDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from lightning_accum.errors import UnsplittableBatchError
 
@@ -57,7 +58,7 @@ class Part:
     @property
     def has_tensors(self) -> bool:
         """Whether it is a tensor, or holds one."""
-        return any(part.is_tensor for part in self.walk())
+        return any(isinstance(part.value, (Tensor, PackedSequence)) for part in self.walk())
 
     def walk(self) -> Iterator[Part]:
         """This part and all inside of it."""
@@ -104,7 +105,7 @@ def parse(value: Any, path: str = "", key: Any = None) -> Part:
         if value.is_nested or value.layout is not torch.strided:
             part.problem = "nested" if value.is_nested else f"of the layout {value.layout}"
     elif isinstance(value, PackedSequence):
-        part.problem = "packed, so that its rows are interleaved"
+        part.size = int(value.batch_sizes[0])
     elif isinstance(value, (dict, UserDict)):
         part.parts = _parse_all(value.items(), path)
     elif isinstance(value, (list, tuple)):
@@ -142,6 +143,22 @@ def holds_tensors(value: Any, depth: int) -> bool:
     return any(holds_tensors(entry, depth - 1) for entry in inside if type(entry) not in _PLAIN)
 
 
+def entries_of(value: Any) -> Sequence[Any]:
+    """Of what has one a row: a list, or a packed sequence."""
+    return unpack_sequence(value) if isinstance(value, PackedSequence) else value
+
+
+def with_entries(value: Any, entries: Sequence[Any]) -> Any:
+    """A list, tuple or packed sequence of the type of another."""
+    if isinstance(value, PackedSequence):
+        return pack_sequence([*entries], enforce_sorted=False)
+    if isinstance(value, tuple):
+        return getattr(value, "_make", type(value))(entries)
+    made: Any = copy.copy(value)
+    made[:] = entries
+    return made
+
+
 # --- how many rows it has, and what each part is ----------------------------------------------------------------------
 
 
@@ -161,7 +178,7 @@ def _most_frequent(root: Part) -> int:
 
 def _votes(part: Part) -> list[int]:
     """The sizes that parts have; of a list with tensors, its length, and the size of its tensors if they have one."""
-    if part.is_tensor:
+    if part.is_tensor or isinstance(part.value, PackedSequence):
         found = [part.size]
     elif part.is_list:
         sizes = {inner.size for inner in part.walk() if inner.is_tensor}

@@ -188,7 +188,7 @@ UNSPLITTABLE: dict[str, tuple[Any, str]] = {
     "two sizes": ({"x": rows(8, 3), "y": rows(7)}, "x.*y"),
     "no rows": ({"n": 3, "t": torch.tensor(1.0)}, "t"),
     "a text": ("text", "str"),
-    "packed": ({"x": X, "p": pack_sequence([rows(3), rows(2)])}, "p is a PackedSequence"),
+    "packed rows of another number": ({"p": pack_sequence([rows(3), rows(2)]), "x": X}, "2 or 8.*p is a PackedSequence of 2"),
     "nested": ((X, [ragged()]), r"\[1\]\[0\]"),
     "sparse": ({"x": X, "s": torch.eye(8).to_sparse()}, "s is a Tensor"),
     "no size that most have": ({"x": rows(8), "y": rows(8), "u": rows(5), "v": rows(5)}, "5 or 8.*u is a Tensor of shape"),

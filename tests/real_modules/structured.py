@@ -330,16 +330,9 @@ def packed_series(rows: Sequence[tuple[Tensor, Tensor]]) -> list[PackedSequence]
     return [pack_sequence(values, enforce_sorted=False) for values in zip(*rows, strict=True)]
 
 
-def series_of(batch: list[PackedSequence], size: int) -> list[Any]:
-    rows = list(zip(*map(unpack_sequence, batch), strict=True))
-    return [packed_series(rows[start : start + size]) for start in range(0, len(rows), size)]
-
-
 @real_module(
     *("forecasts of packed series", dealt(series)),
     collate=packed_series,
-    split=Refused(UnsplittableBatchError, {"split": series_of}),
-    windows_today=Warned(),
 )
 class PackedTimeSeries(LightningModule):
     """A mean over steps, and one over series for what is known at their ends."""
