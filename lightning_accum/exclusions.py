@@ -94,12 +94,12 @@ def _exclusions(a: Asked) -> Iterator[str]:
 
     # --- arguments of GradientAccumulation beside each other
     trims = f"trim_padding={policy.trim_padding!r}" if isinstance(policy.trim_padding, str) else ""
-    if only_for_split := trims if policy.split is None else "split=":
-        if row_wise or policy.offload:
-            whole = f"row_wise={row_wise}" if row_wise else 'micro_batch="offload"'
-            yield f"{only_for_split} is for loader batches that are split; {whole} has training_step see them whole. Leave it out."
-        elif not is_split:
-            yield f"{only_for_split} says how loader batches are split, but not the size, and so none is: set micro_batch= too."
+    only_for_split = trims if policy.split is None else "split="
+    if only_for_split and (row_wise or policy.offload):
+        whole = f"row_wise={row_wise}" if row_wise else 'micro_batch="offload"'
+        yield f"{only_for_split} is for loader batches that are split; {whole} has training_step see them whole. Leave it out."
+    if trims and not is_split:
+        yield f"{trims} says how loader batches are split, but not the size, and so none is: set micro_batch= too."
     if policy.counts_ahead and policy.tail == "carry" and is_long:
         yield (
             f"weight={weights} counts a window before it runs, but with tail='carry' it may go on in the next epoch, whose"

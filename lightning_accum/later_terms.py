@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from lightning_accum.check import Check
-from lightning_accum.looks import Checked, Rows
+from lightning_accum.looks import Checked, Rows, split_rows
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
@@ -37,15 +37,7 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
     checked.sync.reshard()
     trial, counts_first = checked.trial(), accumulation.weigher.counts_first
     try:
-        own = trial.together(lambda: FewRows(rows, checked.samples))
-        others = trial.together(lambda: FewRows(accumulation.checked_rows, checked.samples))
-        with suppress(CannotCheckError):
-            joined, turned = trial.together(lambda: (own.by_turns(others), others.by_turns(own)))
-            if checked.sync.is_waited_for_in_forward or not _goes_by_order(checked, trial, joined, turned):
-                own = joined
-            elif not checked.is_window_long and not checked.on_any((plan := accumulation.plan) is None or not plan.is_read):
-                assert plan is not None  # of the rows beside it in its own loader batch it may be of another kind, too
-                own = trial.together(lambda: own.by_turns(FewRows(plan.batch, checked.samples)))
+        own = trial.together(lambda: split_rows(checked, rows)) or _beside_others(checked, trial, rows)
         modes, names = accumulation.weigher.modes, accumulation.weigher.names()
         numbers = accumulation.ranks.largest(-own.of_batch, own.number, -own.at_once)
         Check(checked, Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False), is_later=True).run()
@@ -62,6 +54,21 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
     if is_other or (weigher.names() != names if counts_first else weigher.counts_first):
         accumulation.leave_out_window()
         accumulation.warn_once(OF_LATER_WEIGHTS)
+
+
+def _beside_others(checked: Checked, trial: Trial, rows: Any) -> FewRows:
+    """Rows by turns with those that were checked, if they are of one kind."""
+    accumulation = checked.accumulation
+    own = trial.together(lambda: FewRows(rows, checked.samples))
+    others = trial.together(lambda: FewRows(accumulation.checked_rows, checked.samples))
+    with suppress(CannotCheckError):
+        joined, turned = trial.together(lambda: (own.by_turns(others), others.by_turns(own)))
+        if checked.sync.is_waited_for_in_forward or not _goes_by_order(checked, trial, joined, turned):
+            return joined
+        if not checked.is_window_long and not checked.on_any((plan := accumulation.plan) is None or not plan.is_read):
+            assert plan is not None  # of the rows beside it in its own loader batch it may be of another kind, too
+            return trial.together(lambda: own.by_turns(FewRows(plan.batch, checked.samples)))
+    return own
 
 
 def _goes_by_order(checked: Checked, trial: Trial, joined: FewRows, turned: FewRows) -> bool:

@@ -168,8 +168,8 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None, shared:
     if held := checked.trained.snapshotter.iterators():
         names = " and ".join(map(repr, held))
         raise CannotCheckError(f"the module holds an iterator ({names}), and what training_step draws from it cannot be put back")
-    if accumulation.policy.split is not None:
-        return SplitRows(batches[0], accumulation.policy.split, size)
+    if (cut := split_rows(checked, batches[0], size)) is not None:
+        return cut
     before = [] if accumulation.checked_rows is None else [accumulation.checked_rows]
     known = None if accumulation.splitting is None else accumulation.splitting.kinds
     try:
@@ -181,6 +181,12 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None, shared:
     if accumulation.row_wise is not None and found.of_batch < 2:
         raise UnsuitableRowsError("the first batch has 1 row")
     return found
+
+
+def split_rows(checked: Checked, batch: Any, size: int | None = None) -> SplitRows | None:
+    """The rows of a batch that the user's own function cuts; None without one."""
+    split = checked.accumulation.policy.split
+    return None if split is None else SplitRows(batch, split, size)
 
 
 def parts_to_share(checked: Checked, rows: Rows, error: Exception) -> list[str]:

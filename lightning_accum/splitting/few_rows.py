@@ -35,7 +35,9 @@ class FewRows:
         try:
             layout = layout_of_samples(batch, samples, known)
         except UnsplittableBatchError as error:
-            raise CannotCheckError("the rows of the batch cannot be told apart") from error
+            raise CannotCheckError(
+                "the rows of the batch cannot be told apart (split=function, which cuts a batch, tells them)"
+            ) from error
         self._batch, self._own, self.of_batch, self.of_others = batch, layout, layout.size, list[int]()
         if not layout.size:
             raise CannotCheckError("the first batch has no rows")
@@ -137,9 +139,12 @@ class SplitRows:
     kept = None
 
     def __init__(self, batch: Any, split: Callable[[Any, int], Sequence[Any]], micro_batch: int | None) -> None:
-        self._batch, self._split, self._size = batch, split, micro_batch or 4
+        self._batch, self._split = batch, split
         try:
-            self.number = self.of_batch = self.at_once = len(self._parts())
+            for self._size in (micro_batch or 4, 2):  # fewer, where all are one part
+                self.number = self.of_batch = self.at_once = len(self._parts())
+                if self.number > 1:
+                    break
         except Exception as error:
             raise CannotCheckError(f"split= raises {type(error).__name__} on a micro-batch: {error}") from error
         if self.number < 2:

@@ -111,7 +111,8 @@ class GradientAccumulation(Callback):
             from the mask or the lengths under a key that is given here instead of True (``"lengths"`` for all whose name ends so).
             It is tried on two rows first, without dropout, and left out if the loss depends on padding.
         split: a function ``split(batch, size)`` that returns the micro-batches as a list, for batches that are not nested
-            containers of tensors with one entry for each sample; ``split_lists`` for lists of images and targets.
+            containers of tensors with one entry for each sample; ``split_lists`` for lists of images and targets. Without
+            ``micro_batch`` the check alone cuts by it.
         check: whether to try out, on up to 8 rows of the first batch, that the weighed losses of its parts, and their gradients,
             add up to those of the whole. It runs ``training_step`` a few times more, with dropout off, and restores everything. If
             they do not add up there is an error before the first step. A window that is one micro-batch on one rank needs no check,

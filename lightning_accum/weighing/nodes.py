@@ -37,7 +37,7 @@ def kind_of(node: Node) -> str:
     kind = _KINDS.get(type(node))
     if kind is None:
         name: str = node.name().rpartition("::")[2]
-        kind = name.partition("Backward")[0]
+        kind = name.partition("Backward")[0].removesuffix("Impl")  # 'IndexPutImpl' is 'IndexPut' in a dispatch mode
         if type(node).__name__ == name:  # not so for operations written in C++, which share one type
             _KINDS[type(node)] = kind
     return kind

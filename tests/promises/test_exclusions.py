@@ -67,7 +67,7 @@ static, reducing = partial(ddp, static_graph=True), partial(ddp, sync="micro_bat
 in_parts = partial(ForkedFSDP2, mesh={"context_parallel": 2})
 narrow = {"accumulate_dtype": torch.float64, "module": Layered(nn.Linear(1, 1))}
 CASES: list[Callable[[], Any]] = [
-    lambda: GradientAccumulation(split=lambda batch, size: [batch]),
+    lambda: GradientAccumulation(trim_padding="lengths"),
     lambda: GradientAccumulation(micro_batch="offload", trim_padding="mask"),
     fit(weight=EACH, window=2, tail="carry"),
     fit(Drawing([x(1.0)]), weight=EACH),

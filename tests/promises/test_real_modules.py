@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from real_modules.table import FROM_GOOD_TO_BAD, How, Row, Silent, Warned, rows, today
+from real_modules.structured import graphs_of
+from real_modules.table import FROM_GOOD_TO_BAD, Exact, How, Row, Silent, Warned, measure, rows, today
 
 CASES: list[tuple[Row, How]] = [(row, how) for row in rows() for how in ("windows", "split")]
 SHORT = [(row, how) for row, how in CASES if row.today(how) is not row.expected(how)]
@@ -44,3 +45,8 @@ def test_a_real_module_is_no_worse_than_the_table_says(row: Row, how: How) -> No
         assert FROM_GOOD_TO_BAD.index(type(outcome)) <= FROM_GOOD_TO_BAD.index(type(known)), f"{outcome}, not {known}"
         if isinstance(known, Silent | Warned) and type(outcome) is type(known):
             assert outcome.deviation <= 2 * max(known.deviation, 1e-12), f"{outcome}, not {known}"
+
+
+def test_windows_of_packed_graphs_are_proven_by_split() -> None:
+    row = next(row for row in rows() if row.name == "energies forces and bonds")
+    assert isinstance(measure(row, "windows", {"split": graphs_of}), Exact)
