@@ -71,6 +71,17 @@ class Asked:
         modules = () if self.module is None else self.module.named_modules()
         return next((f"SyncBatchNorm ({name})" for name, layer in modules if isinstance(layer, nn.SyncBatchNorm)), "")
 
+    @property
+    def not_row_wise_sharded(self) -> str:
+        """Beside what ``fully_shard`` cannot run submodules again after a backward; empty where it can."""
+        if torch.__version__ < "2.9":
+            return f"torch {torch.__version__}, which reduces what was accumulated in another forward and backward alone"
+        if self.sync != "window":
+            return f'sync="{self.sync}"'
+        if self.tensor_parallel > 1:
+            return "tensor parallelism"
+        return f"on_nonfinite={self.policy.on_nonfinite!r}" if self.policy.on_nonfinite != "propagate" else ""
+
 
 def refuse(asked: Asked) -> None:
     """Refuse what cannot be had together.
@@ -178,21 +189,24 @@ def _exclusions(a: Asked) -> Iterator[str]:
             f"{nonfinite} looks at the gradients of each rank, but with {strategy}(sync={a.sync!r}) each backward reduces them, and"
             ' one that is not finite gets into those of all ranks. Use sync="window".'
         )
+    again = "runs submodules again in the backward of the loss"
     if a.is_static_graph:
         recorded = f"is decided after a backward, but {strategy}(static_graph=True) reduces in the one that it has recorded."
         if looks_at_gradients:
             yield f"What {nonfinite} leaves out or raises {recorded} Leave static_graph out."
         if row_wise and not a.is_manual:
-            yield (
-                f"row_wise={row_wise} runs submodules again in the backward of the loss, and {strategy}(static_graph=True) records"
-                " one backward. Leave static_graph out."
-            )
+            yield f"row_wise={row_wise} {again}, and {strategy}(static_graph=True) records one backward. Leave static_graph out."
         if policy.ends_by_tokens:
             yield f"The end of {window} {recorded} Leave static_graph out, or give the window in loader batches."
-    if row_wise and a.is_sharded:
+    if row_wise and a.engine == "fsdp1":
         yield (
-            f"row_wise={row_wise} runs submodules again in the backward of the loss, but {strategy} gathers and frees their"
-            ' parameters for one forward and backward. Use micro_batch="offload", or DistributedDataParallel ("accum_ddp").'
+            f"row_wise={row_wise} {again}, but {strategy} gathers and frees their parameters for one forward and backward. Use"
+            ' Trainer(strategy="accum_model_parallel") (FSDP2) or "accum_ddp".'
+        )
+    if row_wise and a.engine == "fsdp2" and a.not_row_wise_sharded:
+        yield (
+            f"row_wise={row_wise} {again}, on all ranks together, which {strategy} cannot beside {a.not_row_wise_sharded}. Leave"
+            ' that out, or use Trainer(strategy="accum_ddp").'
         )
     if (isinstance(policy.micro_batch, Tokens) or policy.micro_batch == "auto") and a.needs_as_many_rounds:
         yield (

@@ -132,7 +132,7 @@ class Accumulator(Loop):
             splitting, sums = self._splitting(), training.main_gradients(accumulate_dtype)
             training.make_sync(policy.finishes_after_backward, sums, self._loss_of)
             accumulation = Accumulation(policy, training.ranks, words.rank_zero_warn, splitting, sums)
-            accumulation.row_wise = row_wise_of(policy, training.module, training.ranks.device)
+            accumulation.row_wise = row_wise_of(policy, training.module, training.ranks, training.is_sharded)
         if loss_of is None and accumulation.row_wise is not None and accumulation.row_wise.proofs_left:
             words.rank_zero_warn(unproven(accumulation.row_wise, "pass loss_of="))
         guard = None

@@ -112,6 +112,8 @@ class ShardedSync(WrappedSync):
         below = {child for unit in units for child in unit.modules() if child is not unit}
         self._roots = [unit for unit in units if unit not in below]
         self._unused_roots = set(self._roots)
+        self.may_lack_loss = True
+        """Where this rank has no loss, it can take part all the same."""
         self.shared_rows: SharedRows | None = None
         """Where ranks have parts of the same rows, what they have in common."""
         self._outputs: list[Tensor] = []
@@ -119,7 +121,7 @@ class ShardedSync(WrappedSync):
 
     def _note_output(self, unit: nn.Module, arguments: Any, output: Any) -> None:
         self._unused_roots.discard(unit)
-        if torch.is_grad_enabled():
+        if self.may_lack_loss and torch.is_grad_enabled():
             tensors = [output] if isinstance(output, Tensor) else torch.utils._pytree.tree_leaves(output)
             self._outputs += [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
 
@@ -135,6 +137,12 @@ class ShardedSync(WrappedSync):
     @override
     def _loss_without_batch(self) -> Tensor:
         """A loss that depends on all that the other ranks' losses do."""
+        if not self.may_lack_loss:
+            raise UsageError(
+                f"Rank {dist.get_rank()} has a loader batch without a loss, or fewer of them than others, and cannot take part in"
+                f" what row-wise submodules run there, with {type(self._engine).__name__}. Have each loader batch of each rank give"
+                ' a loss, or use Trainer(strategy="accum_ddp").'
+            )
         outputs, self._outputs = self._outputs, []
         if outputs:
             return torch.stack([output.flatten()[:1].sum().float() for output in outputs]).sum()

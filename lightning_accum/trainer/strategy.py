@@ -143,7 +143,7 @@ class AccumulationMixin(Engine):
         module = self.module
         with misconfigured():
             refuse(self._asked(trainer))
-            self.row_wise = row_wise_of(self.policy, module, self.root_device)
+            self.row_wise = row_wise_of(self.policy, module, self.ranks, self.reduces_every_backward_by_itself)
         if self.row_wise is not None and self.row_wise.proofs_left and not module.automatic_optimization:
             rank_zero_warn(unproven(self.row_wise, "the module optimizes by itself"))
         self.offload = Offload(self.root_device) if self.policy.offload else None

@@ -18,26 +18,35 @@ from lightning_accum.whole.forms import INSTEAD, Form, Layer, Tree, check_output
 
 
 class RowWiseOutputs(torch.autograd.Function):
-    """Outputs of a call as those of one node in the graph of a step, however many micro-batches they are from."""
+    """Outputs of a call as those of one node in the graph of a step, however many micro-batches they are from.
+
+    After them it takes those of ``shadows``, which count for nothing, and have a backward all the same.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, begin_backward: Callable[[], None] | None, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The outputs, which nobody else has."""
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.data for tensor in tensors)
+        ctx.begin_backward, ctx.shadows = begin_backward, [tensor.shape for tensor in tensors[number:]]
+        ctx.set_materialize_grads(begin_backward is not None)
+        return tuple(tensor.data for tensor in tensors[:number])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of all."""
-        return gradients
+        if ctx.begin_backward is not None:
+            ctx.begin_backward()
+        zero = next(gradient for gradient in gradients if gradient is not None)
+        return None, None, *gradients, *(zero.new_zeros(shape) for shape in ctx.shadows)
 
 
-def as_one_node(outputs: Sequence[Any]) -> list[Any]:
+def as_one_node(
+    outputs: Sequence[Any], shadows: Sequence[Tensor] = (), begin_backward: Callable[[], None] | None = None
+) -> list[Any]:
     """Outputs of a call, whether or not it ran in micro-batches: the terms of a loss are told by nodes."""
     trained = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
     if not trained:
         return [*outputs]
-    made = iter(RowWiseOutputs.apply(*trained))  # type: ignore[no-untyped-call]
+    made = iter(RowWiseOutputs.apply(begin_backward, len(trained), *trained, *shadows))  # type: ignore[no-untyped-call]
     return [next(made) if isinstance(value, Tensor) and value.requires_grad else value for value in outputs]
 
 
@@ -47,7 +56,9 @@ class Call:
 
     Attributes:
         pieces: the rows of the micro-batches that it runs in.
+        shadows: micro-batches that other ranks have more: this one takes part in them with its last, which counts for nothing.
         run_piece: runs the submodule on the arguments of a micro-batch.
+        begin_backward: is asked before its backward, where ranks wait for each other in it.
         device: whose random state there is beside the CPU's.
     """
 
@@ -55,11 +66,14 @@ class Call:
     arguments: Tree
     form: Form
     pieces: list[range]
+    shadows: int
     run_piece: Callable[[range, Any], Any]
+    begin_backward: Callable[[], None] | None
     device: torch.device
 
     def __post_init__(self) -> None:
-        watched = [*self.layer.module.parameters(), *(value for value in self.arguments.values if isinstance(value, Tensor))]
+        parameters = [] if self.layer.is_sharded else self.layer.module.parameters()
+        watched = [*parameters, *(value for value in self.arguments.values if isinstance(value, Tensor))]
         self._unchanged = [(tensor, tensor._version) for tensor in watched if not tensor.is_inference()]
         self._state = _State(self.layer.module)
         self._given: list[Sequence[Any]] = []
@@ -70,9 +84,14 @@ class Call:
         """Run all rows. Returns the outputs, joined."""
         buffers = [(name, own, own._version) for name, own in self.layer.module.named_buffers() if not own.is_inference()]
         parts: list[Tree] = []
-        for index, piece in enumerate(self.pieces):
+        after = None
+        for index, piece in enumerate([*self.pieces, *self.pieces[-1:] * self.shadows]):
+            if index == len(self.pieces):
+                after = RandomState(self.device)
             parts.append(self._run_checkpointed(index, piece))
             check_outputs(self.layer, parts[-1], parts[0], self.form.dims)
+        if after is not None:
+            after.restore()
         for name, buffer, version in buffers:
             if buffer._version != version:
                 raise RowWiseError.of(
@@ -80,14 +99,17 @@ class Call:
                     f"a call changes the buffer {self.layer.name}.{name}, as if each micro-batch were a batch. Have another"
                     ' submodule run row-wise, or use micro_batch="offload".',
                 )
+        number = len(self.pieces)
         of_parts = [*zip(*(part.values for part in parts), strict=True)]
-        joined = as_one_node([_joined(of_output, dim) for of_output, dim in zip(of_parts, self.form.dims, strict=True)])
+        shadows = [x for of_output in of_parts for x in of_output[number:] if isinstance(x, Tensor) and x.requires_grad]
+        joined = [_joined(of_output[:number], dim) for of_output, dim in zip(of_parts, self.form.dims, strict=True)]
+        joined = as_one_node(joined, shadows, self.begin_backward)
         for value, of_output, dim in zip(joined, of_parts, self.form.dims, strict=True):
             given = value.detach() if isinstance(value, Tensor) and value.requires_grad else None
             if given is None or dim is None:
-                self._given.append([given] * len(of_output))
+                self._given.append([given] * number)
             else:
-                self._given.append(torch.split(given, [part.shape[dim] for part in of_output], dim))
+                self._given.append(torch.split(given, [part.shape[dim] for part in of_output[:number]], dim))
         return parts[0].make(joined)
 
     def _run_checkpointed(self, index: int, piece: range) -> Tree:
@@ -104,7 +126,7 @@ class Call:
                     stack.callback(RandomState(self.device).restore)
                     before.restore()
                 found = read(self.run_piece(piece, self.arguments.make(values)), self.layer)
-            if is_again:
+            if is_again and index < len(self.pieces):
                 self._compare(index, found)
             is_again = True
             return found

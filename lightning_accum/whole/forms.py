@@ -27,11 +27,13 @@ class Layer:
 
     Attributes:
         run: what its calls ran before they were replaced, hooks included.
+        is_sharded: ranks wait for each other in each forward and backward of it, between which its parameters are others.
     """
 
     name: str
     module: nn.Module
     run: Callable[..., Any]
+    is_sharded: bool = False
 
 
 class Tree(NamedTuple):
@@ -160,7 +162,7 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
                 f" other outputs. {INSTEAD}",
             )
     tries, places = [fitting], [place for place, fits in enumerate(fitting) if fits]
-    if len(places) > 1:
+    if len(places) > 1 and not layer.is_sharded:
         tries += [tuple(fits and at != place for at, fits in enumerate(fitting)) for place in places[1:] + places[:1]]
     problem: Exception | None = None
     few, fewer = (3, 2) if rows > 2 else (2, 1)

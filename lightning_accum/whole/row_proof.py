@@ -57,8 +57,9 @@ def prove_row_wise(
         RowWiseError: it is another. On all ranks.
     """
     row_wise.begin_proof()
+    engine = trained.sync if trained.sync.is_waited_for_in_forward else _InPlace()
     take_snapshot = partial(trained.snapshotter.take, watches_parameters=False)
-    trial = Trial(row_wise.module, step, take_snapshot, _InPlace(), lambda value: trained.ranks.largest(value)[0])
+    trial = Trial(row_wise.module, step, take_snapshot, engine, lambda value: trained.ranks.largest(value)[0])
     try:
         take, number = trial.together(lambda: _rows_of(trained, batches, samples))
         number = -int(trial.largest(-number))
@@ -160,7 +161,7 @@ class _Proof:
                     self._refuse(trial, *wrong)
                 break
             size = self.row_wise.size
-            of_training = min(self.number, size) if isinstance(size, int) else 0
+            of_training = min(self.number, size) if isinstance(size, int) and self.row_wise.largest is None else 0
             if of_training > number:  # what few rows cannot show
                 with suppress(CannotCheckError):
                     large = self._compare(trial, self.row_wise.names, of_training, -(-of_training // 2))
@@ -212,7 +213,7 @@ class _Proof:
         if self._is_wrong(trial, self._deviation(trial, one, other)):
             raise CannotCheckError("training_step gives the same rows another gradient each time")
         first = next((name for name in names if self._is_wrong(trial, self._compare(trial, [name], number))), names[0])
-        name = self._innermost(trial, first, number)
+        name = first if self.row_wise.largest is not None else self._innermost(trial, first, number)
         kind = type(self.row_wise.module.get_submodule(name)).__name__
         seen = found.seen if found.size == math.inf else f"relative error of {found.seen}: {found.size:.2g}"
         raise RowWiseError(

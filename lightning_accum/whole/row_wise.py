@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_accum.errors import ArgumentError, RowWiseError
 from lightning_accum.policy import Policy
+from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import columns_of
 from lightning_accum.whole.calls import Call, as_one_node
@@ -38,6 +40,7 @@ class RowWise:
         names: of its submodules.
         size: rows, or tokens, of a micro-batch; None to run calls as they are, in a trial.
         device: where the module runs.
+        largest: over the ranks, where submodules are sharded, so that ranks wait for each other in each of their forwards.
         draws: where they are tried out.
         proofs_left: number of loader batches on which row-wise and whole steps may still be compared, until one shows a gradient.
 
@@ -60,11 +63,12 @@ class RowWise:
     names: Sequence[str]
     size: int | Tokens | None
     device: torch.device
+    largest: Callable[..., Sequence[float]] | None = None
     draws: Draws | None = None
     proofs_left: int = 0
 
     def __post_init__(self) -> None:
-        self._layers = _named(self.module, self.names)
+        self._layers = _named(self.module, self.names, self.largest is not None)
         self.names = [layer.name for layer in self._layers]
         self.kinds: set[Hashable] = set()
         """The kinds of their calls."""
@@ -102,12 +106,13 @@ class RowWise:
             yield
 
     def end_backward(self) -> None:
-        """The backward of the loss is over: calls of now are no part of the step.
+        """The backward of the loss is over, on all ranks of sharded submodules: calls of now are no part of the step.
 
         Raises:
             RowWiseError: a submodule was not called.
         """
         self._is_over = True
+        self._check_is_next(0)
         if missing := [name for name in self.names if name not in self._called]:
             raise RowWiseError(
                 f"row_wise={missing[0]!r}: training_step does not call {missing[0]!r}, so none of it runs in micro-batches. Name a"
@@ -136,7 +141,7 @@ class RowWise:
                 self._is_inside = False
 
         is_one = rows < 2 or (isinstance(self.size, int) and rows <= self.size)
-        if self.size is None or is_one:  # as it is
+        if self.size is None or (is_one and self.largest is None):  # as it is
             output = run(range(rows), arguments.make(arguments.values))
             with suppress(RowWiseError):  # it returns something that holds tensors
                 tree = read(output, layer)
@@ -144,13 +149,26 @@ class RowWise:
                 output = tree.make(as_one_node([x.clone() if isinstance(x, Tensor) else x for x in tree.values]))
             return output
         form = self._form(layer, arguments, rows, run)
-        return Call(layer, arguments, form, self._pieces(self.size, arguments, form, rows), run, self.device).run()
+        pieces, begin_backward, shadows = self._pieces(self.size, arguments, form, rows), None, 0
+        if self.largest is not None:
+            shadows = int(self.largest(float(len(pieces)))[0]) - len(pieces)
+            begin_backward = partial(self._check_is_next, self._number)
+        return Call(layer, arguments, form, pieces, shadows, run, begin_backward, self.device).run()
 
     def _form(self, layer: Layer, arguments: Tree, rows: int, run: Callable[[range, Any], Any]) -> Form:
         """Where the rows of a call are."""
         fitting = tuple(leaf.size == rows for leaf in arguments.leaves)
         kind = kind_of(layer, arguments)
         form = self._forms.get((fitting, kind))
+        if self.largest is not None:
+            is_needed, fewest = self.largest(float(form is None), float(-rows))
+            if fewest >= -1:
+                raise RowWiseError.of(
+                    layer.name,
+                    f"{layer.name!r} is called with one row on a rank, where others have more. Sharded, it runs on all ranks"
+                    " together: have the loader yield at least two rows.",
+                )
+            form = None if is_needed else form
         if form is None:
             form = self._forms[fitting, kind] = form_of(layer, arguments, fitting, rows, run)
         if (kind, form) not in self.kinds and self._warn_of_kind is not None:
@@ -165,22 +183,36 @@ class RowWise:
         step = max(1, size)
         return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
+    # --- the backward -------------------------------------------------------------------------------------------------
+
+    def _check_is_next(self, number: int) -> None:
+        """Raise on all ranks of sharded submodules unless they go on with the same call; 0 for none."""
+        if self.largest is None:
+            return
+        last, first = self.largest(float(number), float(-number))
+        if last != -first:
+            raise RowWiseError(
+                "row_wise: the loss of one rank depends on a call of sharded submodules that the loss of another does not depend"
+                " on. They wait for each other in each: have the loss of each rank depend on the same calls."
+            )
+
 
 # --- which submodules -------------------------------------------------------------------------------------------------
 
 
-def row_wise_of(policy: Policy, module: nn.Module, device: torch.device) -> RowWise | None:
-    """What runs submodules in micro-batches; None if none was named.
+def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: bool) -> RowWise | None:
+    """What runs submodules in micro-batches; None if none was named. ``is_sharded``: ranks wait for each other in each forward.
 
     Raises:
         ValueError: a name is no submodule, or is inside of another.
     """
     if not policy.row_wise:
         return None
-    return RowWise(module, policy.row_wise, policy.row_wise_size, device, proofs_left=_MOST_PROOFS if policy.check else 0)
+    largest, proofs = ranks.largest if is_sharded else None, _MOST_PROOFS if policy.check else 0
+    return RowWise(module, policy.row_wise, policy.row_wise_size, ranks.device, largest, proofs_left=proofs)
 
 
-def _named(module: nn.Module, names: Sequence[str]) -> list[Layer]:
+def _named(module: nn.Module, names: Sequence[str], are_sharded: bool) -> list[Layer]:
     modules = dict(module.named_modules(remove_duplicate=False))
     for name in names:
         if not name or name not in modules:
@@ -195,7 +227,7 @@ def _named(module: nn.Module, names: Sequence[str]) -> list[Layer]:
                 f"row_wise={list(names)}: {inner!r} is inside of {outer!r}, which runs in micro-batches. Name one of them."
             )
     first_names = {modules[name]: name for name in reversed(names)}
-    return [Layer(name, inner, inner) for inner, name in first_names.items()][::-1]
+    return [Layer(name, inner, inner, are_sharded) for inner, name in first_names.items()][::-1]
 
 
 @contextmanager
