@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -38,6 +39,7 @@ class Asked:
         is_static_graph: DistributedDataParallel records the first backward.
         has_comm_hook: DistributedDataParallel reduces in the user's way.
         ranks: that have batches of their own.
+        tensor_parallel: ranks that share one.
         same_rows: ranks that have parts of the same rows.
     """
 
@@ -53,6 +55,7 @@ class Asked:
     is_static_graph: bool = False
     has_comm_hook: bool = False
     ranks: int = 1
+    tensor_parallel: int = 1
     same_rows: int = 1
 
     @property

@@ -164,7 +164,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
 
     @override
     def _engine(self) -> dict[str, Any]:
-        return {"engine": "fsdp2", "sync": self._sync_policy, "same_rows": self.same_rows()}
+        tensor = self.gradient_mesh["tensor_parallel"].size()
+        return {"engine": "fsdp2", "sync": self._sync_policy, "tensor_parallel": tensor, "same_rows": self.same_rows()}
 
     @override
     def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
