@@ -10,17 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from lightning_accum.boundary import Boundary, StepClock
-from lightning_accum.checkpoint import FORMAT, PartialWindow, check_format, check_keys, gather_loss, restore_loss
+from lightning_accum.checkpoint import FORMAT, PartialWindow, check_format, gather_loss, restore_loss
 from lightning_accum.parameter_changes import IN_OPTIMIZER_STEP, ParameterChanges
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.step import Trained
 from lightning_accum.window import WindowLoss
-
-_COUNTS = ("epoch", "optimizer_steps", "scheduler_time", "total_weight", "skipped_micro_batches")
-_STATE = ("format", *_COUNTS, "is_at_boundary")
-"""What :meth:`Windows.state_dict` always has, and what it has of some trainings."""
-_MORE_STATE = ("epoch_loss", "window", "micro_batch_sizes", "counted")
 
 
 class Windows(ABC):
@@ -113,7 +108,6 @@ class Windows(ABC):
         """Take what :meth:`state_dict` gave, to go on from it in :meth:`restart`; nothing where training begins."""
         if state:
             check_format(state)
-            check_keys(state, _STATE, _MORE_STATE, "GradientAccumulation")
         self.resumed_state = state
 
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:

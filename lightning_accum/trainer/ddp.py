@@ -83,14 +83,6 @@ class DDPAccumulationStrategy(ParallelMixin, DDPStrategy):
         return {"engine": "ddp", "sync": self._sync_policy, "is_static_graph": is_static, "has_comm_hook": has_hook}
 
     @override
-    def begin_manual_loader_batch(self) -> None:
-        assert self.manual is not None
-        ddp = self.model
-        assert isinstance(ddp, DistributedDataParallel)
-        if self.manual.is_first:
-            sync_buffers(ddp)
-
-    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         if self.manual is None:  # else nothing is left to DistributedDataParallel that it could delay
             super().post_backward(closure_loss)
@@ -99,6 +91,8 @@ class DDPAccumulationStrategy(ParallelMixin, DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.manual is not None:  # its windows reduce gradients themselves, each backward by itself
             assert isinstance(self.model, DistributedDataParallel)
+            if self.manual.micro_batches_begun == 1:
+                sync_buffers(self.model)
             with self.precision_plugin.train_step_context(), self.model.no_sync():
                 return self.module.training_step(*args, **kwargs)
         if self.accumulation is None:

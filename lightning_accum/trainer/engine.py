@@ -112,9 +112,6 @@ class Engine(Strategy, Trained):
         """Run a step as the engine wants it."""
         return step(*args, **kwargs)
 
-    def begin_manual_loader_batch(self) -> None:
-        """A loader batch of a module that optimizes by itself is about to run."""
-
     def _make_sync(self) -> GradientSync:
         """When gradients are reduced, in a fit that begins. May refuse what the engine cannot do."""
         return GradientSync()

@@ -83,7 +83,7 @@ class ManualWindows(Windows):
         """No loss depends on a step that ``training_step`` makes before it; None where that was not tried out."""
         self._module = cast("LightningModule", trained.module)
         self._parameters, self._loss_scale, self._reduces_by_itself = trained.parameters, trained.loss_scale, reduces_by_itself
-        self._micro_batches_begun = 0
+        self.micro_batches_begun = 0
         """Those of the window."""
         self._has_called = False
         """A micro-batch of the window has called ``manual_backward``."""
@@ -102,16 +102,11 @@ class ManualWindows(Windows):
     def losses(self) -> list[WindowLoss]:
         return [call.loss for call in self.calls]
 
-    @property
-    def is_first(self) -> bool:
-        """The next ``training_step`` is the first of its window."""
-        return self._micro_batches_begun == 0
-
     # --- one loader batch -------------------------------------------------------------------------------------------
 
     def begin_loader_batch(self) -> None:
         """Hooks before training_step are next. A window has one that may step, that of its first loader batch."""
-        self.current = ManualMicroBatch(defers_steps=not self.is_first)
+        self.current = ManualMicroBatch(defers_steps=self.micro_batches_begun > 0)
 
     def takes_check(self) -> bool:
         """Whether the loader batch that is next is checked: on all ranks or on none."""
@@ -139,7 +134,7 @@ class ManualWindows(Windows):
         """Enter training_step."""
         versions = [] if is_boundary else [p._version for p in self._parameters()]
         self.current = ManualMicroBatch(batch, not is_boundary, is_running=True, versions=versions)
-        self._micro_batches_begun += 1
+        self.micro_batches_begun += 1
         if is_boundary:
             self.closed = []
 
@@ -195,8 +190,8 @@ class ManualWindows(Windows):
             return
         if self.changes.is_under_way and not self.current.defers_steps:
             if not self.current.stepped:
-                self.changes.end(self._micro_batches_begun)
-        elif self.changes.is_due and self._micro_batches_begun == 1 and self.current.defers_steps:
+                self.changes.end(self.micro_batches_begun)
+        elif self.changes.is_due and self.micro_batches_begun == 1 and self.current.defers_steps:
             self.changes.begin(self._module)
 
     def _take_gradients(self, call: Call, factor: float | Tensor, before: dict[nn.Parameter, Tensor]) -> None:
@@ -305,7 +300,7 @@ class ManualWindows(Windows):
     @override
     def _begin_window(self, seen: int) -> None:
         self.boundary.close(seen)
-        self._micro_batches_begun, self._of_first, self._has_called = 0, None, False
+        self.micro_batches_begun, self._of_first, self._has_called = 0, None, False
         for call in self.calls:
             call.given.clear()
 
@@ -380,7 +375,7 @@ class ManualWindows(Windows):
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
         partial = super().restart(seen, into_window, steps, loader_batches, size)
         if partial is not None:
-            self._micro_batches_begun, self._has_called = partial.position, bool(partial.losses)
+            self.micro_batches_begun, self._has_called = partial.position, bool(partial.losses)
             for index in range(len(partial.losses)):
                 self.call(index)
         return partial

@@ -41,7 +41,6 @@ class WindowManualOptimization(_ManualOptimization):
         is_boundary = epoch_loop.begin_loader_batch(manual.boundary, "_ManualOptimization")
         manual.check_batch(True, is_boundary)
         check_manual_batch(self.trainer, self.strategy, kwargs)
-        self.strategy.begin_manual_loader_batch()
         manual.begin_training_step(batch, is_boundary)
         outputs = super().run(kwargs)
         seen = epoch_loop.batch_progress.total.ready
