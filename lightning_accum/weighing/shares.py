@@ -58,32 +58,23 @@ _NOT_LINEAR_IN = {"Addcdiv": 2, "Div": 1, "Lerp": 2}
 _CHANGES_SOME = {"MaskedFill", "NanToNum", "Where"}
 
 
-class Summand(NamedTuple):
-    """What the loss adds up last.
-
-    Attributes:
-        edge: the addition, and where the summand is there.
-        place: in the sum.
-        above: what it is multiplied by on the way to the loss.
-    """
-
-    edge: Edge
-    place: tuple[int, ...]
-    above: Denominator
-
-
 class Arrived(NamedTuple):
-    """What arrives at a node, from one summand; see :class:`Term`.
+    """What arrives at a node, from one summand of the loss; see :class:`Term`.
 
     Attributes:
         share: one number if all numbers of the gradient are the same, else the gradient.
+        edge: the addition, and where the summand is there.
+        place: of the summand, in the sum.
+        above: what it is multiplied by on the way to the loss.
         path: the kinds of nodes above, below the addition.
         is_vector: of numbers, each of which is a summand of its own.
         places: of parameters, by their id: terms of other heads are others.
     """
 
     share: Denominator
-    summand: Summand
+    edge: Edge
+    place: tuple[int, ...] = ()
+    above: Denominator = 1.0
     total: Denominator | None = None
     number: Denominator = 1.0
     kink: Denominator = 1.0
@@ -101,8 +92,8 @@ class Arrived(NamedTuple):
 
     def summed(self, node: Node, place: int, share: Denominator, is_vector: bool = False) -> Arrived:
         """What goes on to an operand of an addition: a summand of its own, or a vector of them."""
-        summand = Summand(Edge(node, place), (*self.summand.place, place), share)
-        return self._replace(share=share, path=(), summand=summand, is_vector=is_vector)
+        places = (*self.place, place)
+        return self._replace(share=share, path=(), edge=Edge(node, place), place=places, above=share, is_vector=is_vector)
 
     def through(self, kind: str, **changes: Any) -> Arrived:
         """What goes on below a node of that kind."""
@@ -142,8 +133,8 @@ def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mappin
     root, place = (loss.grad_fn, loss.output_nr) if below is None else below
     found: _Found = {}
     try:
-        _walk(root, place, Arrived(1.0, Summand(Edge(root), (), 1.0), places=places), found)
-        terms = [_term(losses, places) for losses in sorted(found.values(), key=lambda losses: losses[0][1].summand.place)]
+        _walk(root, place, Arrived(1.0, Edge(root), places=places), found)
+        terms = [_term(losses, places) for losses in sorted(found.values(), key=lambda losses: losses[0][1].place)]
     except (RuntimeError, AttributeError, TypeError) as error:
         raise UnreadableLossError(f"a node that cannot be run ({error})") from error
     seen: dict[int, int] = {}
@@ -159,7 +150,7 @@ def _walk(root: Node, place: int, arrived: Arrived, found: _Found) -> None:
     for node in in_order(root):
         for index, one in given.pop(node, {}).values():
             for child, at, below in _below(node, index, one, found):
-                of_child, key = given.setdefault(child, {}), (at, below.summand.edge)
+                of_child, key = given.setdefault(child, {}), (at, below.edge)
                 of_child[key] = (at, _together(of_child[key][1], below, child, at) if key in of_child else below)
 
 
@@ -206,7 +197,7 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
                 return [(*of_batch[0][1:], below)]
             if all(isinstance(size, int) for size in node._input_metadata[index].shape):  # not so of a nested tensor
                 return _run(node, kind, index, of_batch, arrived, own == 1)
-    found.setdefault(arrived.summand.edge, []).append((node, arrived))
+    found.setdefault(arrived.edge, []).append((node, arrived))
     return []
 
 
@@ -240,9 +231,8 @@ def _element(arrived: Arrived, element: int) -> Arrived:
     def of(share: Denominator) -> Denominator:
         return _wide(share.reshape(-1)[element]) if isinstance(share, Tensor) and share.dim() else share
 
-    edge, place, above = arrived.summand
-    summand = Summand(edge._replace(element=element), (*place, element), of(above))
-    return arrived._replace(share=of(arrived.share), summand=summand, is_vector=False)
+    edge, place = arrived.edge._replace(element=element), (*arrived.place, element)
+    return arrived._replace(share=of(arrived.share), edge=edge, place=place, above=of(arrived.above), is_vector=False)
 
 
 def _column(node: Node, index: int, arrived: Arrived, element: int) -> Arrived:
@@ -390,8 +380,8 @@ def _wide(tensor: Tensor) -> Denominator:
 def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> Term:
     """The losses of one summand."""
     (node, first), *others = losses
-    kind, summand, ways = kind_of(node), first.summand, [arrived for _, arrived in losses]
-    addition, place, element = summand.edge
+    kind, ways = kind_of(node), [arrived for _, arrived in losses]
+    addition, place, element = first.edge
     top = addition if place is None else addition.next_functions[place][0]
     is_penalty = place is not None and element is None and is_of_parameters_only(top)
     path = (*first.path, *kinds_below(node), *("penalty",) * is_penalty)
@@ -413,7 +403,7 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
         is_penalty=is_penalty,
         is_learned=element is None and is_multiplied_by_parameters(top),
         is_bent=any(kind_of(loss) in BENT for loss, _ in losses),
-        edges={summand.edge: summand.above},
+        edges={first.edge: first.above},
         divisions=tuple(dict.fromkeys(division for one in ways for division in one.divisions)),
         shares=tuple(shares),
     )
