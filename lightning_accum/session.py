@@ -85,9 +85,8 @@ class Session:
 
     def _run_whole(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
         accumulation = self._accumulation
-        rows = None if accumulation.splitting is None else accumulation.splitting.rows
         is_boundary = ends_window and not self.finishes_after_backward
-        micro_batch = MicroBatch(batch, rows, is_boundary=is_boundary, is_shadow_batch=accumulation.is_shadow_batch)
+        micro_batch = MicroBatch(batch, is_boundary=is_boundary, is_shadow_batch=accumulation.is_shadow_batch)
         if self.guard is None or not self.guard.leaves_out:
             loss, extra, _ = self._run_micro_batch(step, micro_batch)
         else:  # what may be left out is not shown before it was looked at

@@ -131,13 +131,12 @@ class Passes:
 
     def _parts(self, batch: Any, ends_window: bool, is_shadow: bool) -> Iterator[Part]:
         """The micro-batches of a loader batch."""
-        splitting, overlaps = self._accumulation.splitting, not self.policy.finishes_after_backward
-        plan = None if splitting is None else splitting.plan
+        plan, overlaps = self._accumulation.plan, not self.policy.finishes_after_backward
         own, parts, part = 1 if plan is None else len(plan.pieces), iter([batch] if plan is None else plan), None
         rounds = self._session.rounds(own)
         for position in range(rounds):
             part, is_again = next(parts, part), position >= own  # other ranks have more
-            is_end, rows = ends_window and position == rounds - 1, None if splitting is None or is_again else splitting.rows
+            is_end, rows = ends_window and position == rounds - 1, None if plan is None or is_again else plan.rows
             yield MicroBatch(part, rows, position, rounds, is_end and overlaps, is_shadow or is_again), is_end
 
     def transferred(self, batch: Any) -> Any:

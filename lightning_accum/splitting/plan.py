@@ -56,8 +56,6 @@ class Plan:
     make: Callable[[RowSlice], Any]
     order: list[int] | None = None
     """The rows of the batch in the order of the micro-batches; None where they keep theirs."""
-    is_whole: bool = False
-    """The batch is one micro-batch, as it came."""
     tensors: Sequence[Tensor] = ()
     is_read: bool = True
     """What a micro-batch is made of are rows of the batch."""
@@ -71,9 +69,9 @@ class Plan:
 
     def note(self, error: Exception) -> None:
         """Add to an error which micro-batch raised it (Python 3.10 shows no notes)."""
-        if self.is_whole or not (self.is_read or len(self.pieces) > 1) or not hasattr(error, "add_note"):
-            return
         piece = self.pieces[self.current]
+        if not (len(self.pieces) > 1 or piece.columns) or not hasattr(error, "add_note"):
+            return
         found = f", {piece.count} rows of the loader batch, columns {dict(piece.columns) or 'all'}" if self.is_read else ""
         error.add_note(
             f"GradientAccumulation(micro_batch=...) has split the batch: this was micro-batch {self.current} of"
@@ -86,7 +84,7 @@ class Plan:
         """The micro-batches, one at a time."""
         for index, piece in enumerate(self.pieces):
             self.current = index
-            yield self.batch if self.is_whole else self.make(piece)
+            yield self.make(piece)
 
 
 class Splitting:
@@ -158,11 +156,6 @@ class Splitting:
         if self.plan is not None:
             self.begin(self.plan.batch, self._proof)
 
-    @property
-    def rows(self) -> int | None:
-        """The samples of the micro-batch under way, where it is known to be made of them."""
-        return None if self.plan is None else self.plan.rows
-
     def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
         """Run the loader batch under way."""
         assert self.plan is not None
@@ -186,10 +179,9 @@ class Splitting:
             shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in layout.shared_tensors.items())
             order_of = ["sorted and trimmed"] if spans else []
             self._description = ", ".join([*order_of, f"all of them share {shared}"] if shared else order_of)
-        # else in a container of its own each time: `batch.pop("labels")` must not be felt where the batch runs again
-        is_whole = len(pieces) == 1 and not pieces[0].columns and self.size != "auto"
+        # in a container of its own each time: `batch.pop("labels")` must not be felt where the batch runs again
         tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
-        return Plan(batch, pieces, lambda piece: layout.take(piece.rows, piece.columns), order, is_whole, tensors)
+        return Plan(batch, pieces, lambda piece: layout.take(piece.rows, piece.columns), order, tensors)
 
     def _layout_of(self, batch: Any) -> Layout:
         layout = layout_of_samples(batch, self._samples(), self.kinds)
@@ -207,8 +199,7 @@ class Splitting:
         self._description = self._description or f"cut by {getattr(split, '__name__', split)}"
         counts = [min(size, count_samples(micro_batch) or size) for micro_batch in micro_batches]
         pieces = [RowSlice(slice(index, None), count, 1) for index, count in enumerate(counts)]
-        is_whole = len(micro_batches) == 1 and micro_batches[0] is batch
-        return Plan(batch, pieces, lambda piece: micro_batches[piece.rows.start], is_whole=is_whole, is_read=False)  # type: ignore[union-attr]
+        return Plan(batch, pieces, lambda piece: micro_batches[piece.rows.start], is_read=False)  # type: ignore[union-attr]
 
     # --- which rows make a micro-batch ------------------------------------------------------------------------------------
 
