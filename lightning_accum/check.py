@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from lightning_accum import mends
 from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.exact import rounding_of_gradients
+from lightning_accum.left_behind import warn_of_state
 from lightning_accum.looks import (
     Checked,
     Rows,
@@ -20,7 +21,6 @@ from lightning_accum.looks import (
     looks_at,
     parts_to_share,
     takes_rows_of_other_ranks,
-    warn_of_state,
 )
 from lightning_accum.prove import (
     ALL,

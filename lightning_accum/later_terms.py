@@ -74,5 +74,4 @@ def _beside_others(checked: Checked, trial: Trial, rows: Any) -> FewRows:
 def _goes_by_order(checked: Checked, trial: Trial, joined: FewRows, turned: FewRows) -> bool:
     """Whether the loss of rows of two batches is another one if those of the other come first: they are of different kinds."""
     rows = range(min(joined.number, turned.number))
-    one, other = trial.losses_of([partial(joined.take, rows), partial(turned.take, rows)])
-    return checked.on_any(abs(one - other) > trial.tolerance * max(abs(one), abs(other)))
+    return checked.on_any(trial.differ(partial(joined.take, rows), partial(turned.take, rows)))

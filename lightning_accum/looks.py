@@ -22,12 +22,11 @@ from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.rows import split_lists
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
-from lightning_accum.trial import BATCH_IDX, Trial
+from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.terms import Term
 from lightning_accum.weighing.weight import Weigher
-from lightning_accum.whole.row_proof import moved
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
@@ -293,19 +292,6 @@ class _InParts:
         return self.found.take(rows) if emptied is None else emptied
 
 
-def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) -> None:
-    """Buffers and attributes that change with each micro-batch, such as running statistics, change the loss of the next."""
-    number = min(found.number, MOST_ROWS)
-    whole = found.whole if isinstance(found, SplitRows) else partial(found.take, range(number))
-    others = found.whole if isinstance(found, SplitRows) else partial(found.take, [0] * number)
-    is_moved = not checked.sync.is_waited_for_in_forward  # what has converged, as a spectral norm, changes with its parameters
-    # on another rank the next step may have no loss
-    is_told = checked.is_window_long and is_moved and not checked.on_any(trial.mode.has_waited)
-    with suppress(CannotCheckError), moved(checked.module) if is_moved else nullcontext():
-        for what, size in trial.what_stays(whole, others, checked.next_step if is_told else None).items():
-            checked.accumulation.warn_once(advice.OF_BATCH_IDX if what == BATCH_IDX else advice.of_state(what, size))
-
-
 def has_several_terms(checked: Checked, batches: Sequence[Any]) -> bool:
     """Whether the loss of a loader batch, of which no rows can be looked at, has several. Called on all ranks."""
     if checked.on_any(not batches or checked.accumulation.is_shadow_batch):
@@ -353,7 +339,10 @@ def takes_rows_of_other_ranks(checked: Checked, trial: Trial, rows: Rows) -> boo
         return False
     assert isinstance(rows.found, FewRows)
     try:
-        is_joint = trial.takes_rows_of_other_ranks(rows.found.two(rows.number), accumulation.ranks.rank)
+        own, other = rows.found.two(rows.number)
+        parity = accumulation.ranks.rank % 2
+        differs = [trial.differ(own, own if parity == still else other) and parity == still for still in (0, 1)]
+        is_joint = checked.on_any(any(differs))
     except CannotCheckError as problem:
         if not checked.on_any(isinstance(problem, UnsuitableRowsError)):  # other rows may show it
             accumulation.checks_left = 0

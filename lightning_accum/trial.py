@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,7 +19,6 @@ from lightning_accum.randomness import RandomState, dropout_switched_off
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial_mode import TrialMode, is_narrow, widened, widened_batch
 from lightning_accum.undo import Snapshot
-from lightning_accum.user_warnings import listed
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.safeguards import freeze_batch_norm, guard_against_zero
 from lightning_accum.weighing.terms import Term, scale_terms
@@ -29,8 +27,6 @@ from lightning_accum.weighing.weight import Reading, Weigher
 _T = TypeVar("_T")
 Step: TypeAlias = Callable[[Any], Any]
 """Runs a batch, and returns what ``training_step`` returns."""
-BATCH_IDX = "batch_idx"
-"""The number of its loader batch, which a step may be told, and go by."""
 
 PATIENCE = 10.0
 """Seconds that a rank which has failed waits for others that do the same, beside ten times what it took itself."""
@@ -67,7 +63,7 @@ class Trial:
         largest: Callable[[float], float],
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._module = module
+        self.module = module
         self._training_step = training_step
         self._take_snapshot = take_snapshot
         self.backward = backward
@@ -85,7 +81,7 @@ class Trial:
     @property
     def device(self) -> torch.device:
         """Of the module."""
-        return next((p.device for p in self._module.parameters()), torch.device("cpu"))
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
     def widened(self, dtype: torch.dtype) -> Trial:
         """A trial of the module in a type that is wider than its own. The values stay rounded to its own.
@@ -93,11 +89,11 @@ class Trial:
         Raises:
             CannotCheckError: its own is as wide, or it cannot be run in another, or is too large for that. On all ranks.
         """
-        is_narrower = any(is_narrow(p, dtype) for p in self._module.parameters() if p.requires_grad)
-        is_large = sum(parameter.numel() for parameter in self._module.parameters()) * dtype.itemsize > _MOST_BYTES
+        is_narrower = any(is_narrow(p, dtype) for p in self.module.parameters() if p.requires_grad)
+        is_large = sum(parameter.numel() for parameter in self.module.parameters()) * dtype.itemsize > _MOST_BYTES
         if self.backward.is_waited_for_in_forward or not is_narrower or is_large:
             raise CannotCheckError(f"the module does not run in {dtype}")
-        return Trial(self._module, self._training_step, self._take_snapshot, self.backward, self.largest, dtype)
+        return Trial(self.module, self._training_step, self._take_snapshot, self.backward, self.largest, dtype)
 
     def in_widest_type(self, look: Callable[[Trial], _T], is_answer: Callable[[_T], bool] = lambda _: True) -> _T:
         """What ``look`` finds in double precision if the module runs in it, else in single precision, else in its own type.
@@ -134,77 +130,15 @@ class Trial:
         with self.held():
             return [self.together(partial(loss_of, batch)) for batch in batches]
 
-    def what_stays(self, batch: Callable[[], Any], others: Callable[[], Any], next_step: Step | None) -> dict[str, float]:
-        """What a step on ``others`` leaves behind, and the loss of ``batch`` depends on. Called on all ranks.
+    def differ(self, one: Callable[[], Any], other: Callable[[], Any]) -> bool:
+        """Whether two batches have unlike losses on this rank, each run as if it were the first. Called on all ranks."""
+        first, second = self.losses_of([one, other])
+        return abs(first - second) > self.tolerance * max(abs(first), abs(second))
 
-        Args:
-            batch: makes rows.
-            others: makes others.
-            next_step: runs a batch as the next one, if the step is told which it is.
-
-        Returns:
-            In words what it is, and how far the loss, or its gradient, is from what it was with it, as part of its size.
-
-        Raises:
-            CannotCheckError: the batch has no loss, or another one each time. On all ranks.
-        """
-        buffers = dict(self._module.named_buffers())
-
-        def run(make: Callable[[], Any], step: Step | None = None) -> tuple[float, dict[int, Tensor]]:
-            loss = self.step(make(), step)
-            return float(loss.detach()), self.gradients(loss, 1.0)
-
-        def change(step: Step | None = None) -> float:
-            return self.largest(difference_of(self.together(lambda: run(batch, step)), before))
-
-        def begin(is_left: bool = False, values: Mapping[str, Tensor] | None = None) -> None:
-            if is_left:
-                random_state.restore()
-                self.mode.restore()
-            else:
-                self.restore()
-            for name, value in (values or {}).items():
-                buffers[name].data.copy_(value)
-
-        with self.held():
-            random_state = RandomState(self.device)
-            at_first = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-            before = self.together(lambda: run(batch))
-            begin()
-            self.together(lambda: run(others))
-            after = {name: b.detach().clone() for name, b in self._module.named_buffers() if name in buffers}
-            changed = {n: v for n, v in after.items() if v.shape == at_first[n].shape and not v.equal(at_first[n])}
-            attributes = self._snapshot.changed_attributes() if self._snapshot else []
-            begin(is_left=True)
-            if change(next_step) <= self.tolerance:
-                return {}
-            begin()
-            if change() > self.tolerance:
-                raise CannotCheckError("training_step gives the same rows another loss each time")
-            begin(values=changed)
-            found = {_named("buffer", [*changed]): change()}
-            begin()
-            self.together(lambda: run(others))
-            begin(is_left=True, values=at_first)
-            found[_named("attribute", attributes)] = change()
-            begin()
-            found[BATCH_IDX] = change(next_step)
-        return {what: size for what, size in found.items() if size > self.tolerance}
-
-    def takes_rows_of_other_ranks(self, pair: tuple[Callable[[], Any], Callable[[], Any]], rank: int) -> bool:
-        """Whether the loss of a rank is another where other ranks have other rows: it gathers them. Called on all ranks.
-
-        Args:
-            pair: two batches of as many rows.
-            rank: this one.
-        """
-        has_changed = 0.0
-        own, other = pair
-        for still in (0, 1):
-            before, after = self.losses_of([own, own if rank % 2 == still else other])
-            if rank % 2 == still:
-                has_changed = max(has_changed, float(abs(after - before) > self.tolerance * max(abs(before), abs(after))))
-        return self.largest(has_changed) > 0
+    def changed_attributes(self) -> list[str]:
+        """What the last step has changed in attributes, by path."""
+        assert self._snapshot is not None
+        return self._snapshot.changed_attributes()
 
     def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
         """Have the next step begin as the first did; for ``rows`` see :meth:`NoiseOfRows.restart`."""
@@ -369,19 +303,19 @@ class Trial:
         """In here the module is as it is tried; after it as it was."""
         with ExitStack() as stack:
             if (dtype := self._dtype) is not None:
-                self.together(lambda: stack.enter_context(widened(self._module, dtype)))  # memory may run out
+                self.together(lambda: stack.enter_context(widened(self.module, dtype)))  # memory may run out
             self.backward.reshard()  # what runs forward alone leaves others, whose memory the engine frees
-            self.mode.watch(self._module.parameters())
-            self._trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+            self.mode.watch(self.module.parameters())
+            self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             stack.callback(self.mode.watch, ())  # what is in another type is not kept
             stack.callback(self._trained.clear)
-            stack.enter_context(dropout_switched_off(self._module))
+            stack.enter_context(dropout_switched_off(self.module))
             outer = self._take_snapshot()
             stack.callback(outer.restore)
             if not self.backward.is_waited_for_in_forward:  # else the engine looks after them
-                stack.enter_context(_without_gradients(self._module))
+                stack.enter_context(_without_gradients(self.module))
             stack.callback(self.mode.restore)
-            freeze_batch_norm(self._module)
+            freeze_batch_norm(self.module)
             self._snapshot, self._end, self.draws_others = self._take_snapshot(), None, False
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
@@ -397,10 +331,6 @@ def _users_code(kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[N
         raise
     except kinds as error:
         raise CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}") from error
-
-
-def _named(what: str, names: list[str]) -> str:
-    return f"the {what}{'s' * (len(names) > 1)} {listed([*map(repr, names)])}" if names else f"an {what} on another rank"
 
 
 def _on_host(term: Term) -> Term:
@@ -428,13 +358,3 @@ def _without_gradients(module: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
-
-
-def difference_of(now: tuple[float, dict[int, Tensor]], before: tuple[float, dict[int, Tensor]]) -> float:
-    """How far a loss or its gradient, whichever is farther, is from what it was, as part of its size."""
-    (loss, gradients), (old_loss, old_gradients) = now, before
-    both = gradients.keys() & old_gradients.keys()
-    apart = sum(float((gradients[index] - old_gradients[index]).square().sum()) for index in both)
-    size = sum(float(old_gradients[index].square().sum()) for index in both)
-    of_loss = abs(loss - old_loss) / (max(abs(loss), abs(old_loss)) or 1.0)
-    return max(of_loss, math.sqrt(apart / (size or 1.0)))

@@ -1,0 +1,121 @@
+"""What a step leaves behind in a module, or goes by beside its batch, changes the loss of the next micro-batch of a window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from lightning_accum.looks import Checked
+from lightning_accum.randomness import RandomState
+from lightning_accum.splitting.few_rows import FewRows, SplitRows
+from lightning_accum.trial import Step, Trial
+from lightning_accum.user_warnings import listed
+from lightning_accum.verdict import MOST_ROWS, CannotCheckError
+from lightning_accum.weighing import advice
+from lightning_accum.whole.row_proof import moved
+
+_Result: TypeAlias = "tuple[float, dict[int, Tensor]]"
+"""A loss and its gradient."""
+
+
+def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) -> None:
+    """Warn of buffers, attributes and a ``batch_idx`` that the loss goes by. Called on all ranks."""
+    number = min(found.number, MOST_ROWS)
+    rows = found.whole if isinstance(found, SplitRows) else partial(found.take, range(number))
+    others = found.whole if isinstance(found, SplitRows) else partial(found.take, [0] * number)
+    is_moved = not checked.sync.is_waited_for_in_forward  # what has converged, as a spectral norm, changes with its parameters
+    # on another rank the next step may have no loss
+    is_told = checked.is_window_long and is_moved and not checked.on_any(trial.mode.has_waited)
+    with suppress(CannotCheckError), moved(checked.module) if is_moved else nullcontext(), trial.held():
+        for what, size in _LeftBehind(trial, rows, others, checked.next_step if is_told else None).find().items():
+            checked.accumulation.warn_once(advice.of_state(what, size) if what else advice.OF_BATCH_IDX)
+
+
+@dataclass(frozen=True)
+class _LeftBehind:
+    """Compares the loss of rows, and its gradient, with what they are after a step on others. Ranks take each step together.
+
+    Attributes:
+        trial: in which the module is held.
+        rows, others: make them.
+        next_step: runs a batch as the next one, if the step is told which it is.
+    """
+
+    trial: Trial
+    rows: Callable[[], Any]
+    others: Callable[[], Any]
+    next_step: Step | None
+
+    def find(self) -> dict[str, float]:
+        """What they depend on, in words (none for ``batch_idx``), and by how much of their size.
+
+        Raises:
+            CannotCheckError: the rows have no loss, or another one each time. On all ranks.
+        """
+        trial, named = self.trial, self.trial.module.named_buffers
+        random_state = RandomState(trial.device)
+        at_first = {name: buffer.detach().clone() for name, buffer in named()}
+        before = self._run(self.rows)
+
+        def leave(values: Mapping[str, Tensor]) -> None:
+            """Have the next step find attributes as the last has left them."""
+            random_state.restore()
+            trial.mode.restore()
+            write(values)
+
+        def write(values: Mapping[str, Tensor]) -> None:
+            for name, buffer in named():
+                if name in values and values[name].shape == buffer.shape:
+                    buffer.data.copy_(values[name])
+
+        def change(step: Step | None = None) -> float:
+            return trial.largest(_difference(self._run(self.rows, step), before))
+
+        trial.restore()
+        self._run(self.others)
+        after = {name: buffer.detach().clone() for name, buffer in named()}
+        buffers = [name for name, old in at_first.items() if name in after and not after[name].equal(old)]
+        attributes = trial.changed_attributes()
+        leave({})
+        if change(self.next_step) <= trial.tolerance:
+            return {}
+        trial.restore()
+        if change() > trial.tolerance:
+            raise CannotCheckError("training_step gives the same rows another loss each time")
+        trial.restore()
+        write(after)
+        found = {_named("buffer", buffers): change()}
+        trial.restore()
+        self._run(self.others)
+        leave(at_first)
+        found[_named("attribute", attributes)] = change()
+        trial.restore()
+        found[""] = change(self.next_step)
+        return {what: size for what, size in found.items() if size > trial.tolerance}
+
+    def _run(self, make: Callable[[], Any], step: Step | None = None) -> _Result:
+        return self.trial.together(lambda: self._result(make, step))
+
+    def _result(self, make: Callable[[], Any], step: Step | None) -> _Result:
+        loss = self.trial.step(make(), step)
+        return float(loss.detach()), self.trial.gradients(loss, 1.0)
+
+
+def _difference(now: _Result, before: _Result) -> float:
+    """How far a loss or its gradient, whichever is farther, is from what it was, as part of its size."""
+    (loss, gradients), (old_loss, old_gradients) = now, before
+    both = gradients.keys() & old_gradients.keys()
+    apart = sum(float((gradients[index] - old_gradients[index]).square().sum()) for index in both)
+    size = sum(float(old_gradients[index].square().sum()) for index in both)
+    of_loss = abs(loss - old_loss) / (max(abs(loss), abs(old_loss)) or 1.0)
+    return max(of_loss, math.sqrt(apart / (size or 1.0)))
+
+
+def _named(what: str, names: list[str]) -> str:
+    return f"the {what}{'s' * (len(names) > 1)} {listed([*map(repr, names)])}" if names else f"an {what} on another rank"
