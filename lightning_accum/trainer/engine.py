@@ -118,11 +118,6 @@ class Engine(Strategy, Trained):
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
-    def drop_gradients(self) -> None:
-        """Clear what was accumulated."""
-        self.sync.drop_accumulated()
-        self.module.zero_grad()
-
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
         """Clip the gradients of ``parameters`` to a norm. Returns the norm that they had."""
         return torch.nn.utils.clip_grad_norm_(parameters, largest)
@@ -162,17 +157,9 @@ class Engine(Strategy, Trained):
         with nullcontext() if self.gradient_reads is None else self.gradient_reads:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
-    def watching_gradient(self, loss: Tensor, grad_output: Tensor | None) -> AbstractContextManager[None]:
-        """A backward in here: its loss is to get the gradient that it was given."""
-        return self.watch.gradient_of_loss(loss, grad_output, self.loss_scale() if self._is_precision_lightnings else None)
-
     @property
-    def _may_skip_steps(self) -> bool:
-        """A step may be left out where a gradient has overflowed, or the precision plugin is not known."""
-        return self.scaler is not None or not self._is_precision_lightnings
-
-    @property
-    def _is_precision_lightnings(self) -> bool:
+    def has_lightnings_precision(self) -> bool:
+        """What the precision plugin does with a loss, and whether it may leave out a step, is known."""
         return type(self.precision_plugin).__module__.startswith(("lightning.", "pytorch_lightning."))
 
     def samples_of_loader(self) -> frozenset[int]:

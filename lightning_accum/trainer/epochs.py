@@ -87,8 +87,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             self.strategy.manual.leave_loader_batch()
         if self._rows.pending:
             self._rows.flush()
-        if self.validation is not None:
-            self.note_loader_batch(self.validation)
+        if self.validation is not None and self.validation.is_due(self.global_step):
+            self.validation.begin(self.global_step, self.batch_progress.total.ready)
         super().on_advance_end(data_fetcher)
 
     @override
@@ -194,7 +194,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             return
         if accumulation.policy.tail == "drop":
             self._report_dropped(accumulation.discard(seen))
-            self.strategy.drop_gradients()
+            self.strategy.sync.drop_accumulated()
+            self.strategy.module.zero_grad()
             return
         accumulation.boundary.cut_short(seen)
         steps = self.global_step

@@ -216,7 +216,9 @@ class WindowOptimization(_AutomaticOptimization):
         if is_users and grad_output is not None:  # it may not pass its keyword arguments on: it gets the product instead
             loss, grad_output = loss * grad_output, None
         kwargs = {} if grad_output is None else {"gradient": grad_output}
-        with strategy.watching_gradient(loss, grad_output) if strategy.watch.is_close else _NOTHING_AROUND:
+        is_close = strategy.watch.is_close
+        scale = strategy.loss_scale() if is_close and strategy.has_lightnings_precision else None  # which waits for the device
+        with strategy.watch.gradient_of_loss(loss, grad_output, scale) if is_close else _NOTHING_AROUND:
             call._call_strategy_hook(self.trainer, "backward", loss, strategy.optimizers[0], **kwargs)
 
     def collecting_logs(self) -> AbstractContextManager[BatchLog]:

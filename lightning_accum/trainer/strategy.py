@@ -172,7 +172,7 @@ class AccumulationMixin(Engine):
         self.sync = self._make_sync()
         self.session = Session(self, self.accumulation, self._guard(sums), self.announce)
         self.watch.attend(self.optimizers[0])
-        self.watch.may_skip_steps = self._may_skip_steps
+        self.watch.may_skip_steps = self.scaler is not None or not self.has_lightnings_precision
         self._fit.callback(self.watch.forget_optimizer)
 
     def _main_gradients(self, dtype: torch.dtype) -> MainGradients | None:

@@ -93,11 +93,6 @@ class ValidatingEpochLoop(_TrainingEpochLoop):
         assert self.validation is not None
         return self.validation.after == self.batch_progress.total.ready
 
-    def note_loader_batch(self, validation: ValidationClock) -> None:
-        """A loader batch has ended: validation comes next, if its steps have reached a multiple of those asked for."""
-        if validation.is_due(self.global_step):
-            validation.begin(self.global_step, self.batch_progress.total.ready)
-
     def validate_if_due(self) -> None:
         """Validate where no end of a loader batch comes after the optimizer step that it is due at."""
         validation, seen = self.validation, self.batch_progress.total.ready
