@@ -335,16 +335,8 @@ def _users_code(kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[N
 
 def _on_host(term: Term) -> Term:
     """With shares that are numbers, and without its graph."""
-    losses, total = float(term.losses), float(term.total)
-    return term._replace(
-        losses=losses,
-        total=total,
-        number=float(term.number),
-        kink=float(term.kink),
-        edges={},
-        divisions=(),
-        shares=(),
-    )
+    numbers: dict[str, Any] = {name: float(getattr(term, name)) for name in ("losses", "total", "number", "kink")}
+    return term._replace(**numbers, edges={}, divisions=(), shares=())
 
 
 @contextmanager

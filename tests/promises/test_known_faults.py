@@ -137,50 +137,39 @@ def test_a_sum_times_one_over_its_number_of_rows_is_a_mean_without_the_check_too
     exact_or_refused(module, rows_of(*[2] * 8), GradientAccumulation(4, check=False))
 
 
-BENT: list[Callable[[Tensor], Tensor]] = [  # in the first rows each is on one side of its kink
-    lambda outputs: F.l1_loss(outputs.softmax(-1).mean(0), torch.eye(4)[0]),
-    lambda outputs: F.relu(outputs.mean(0) + 9).sum(),
-    lambda outputs: torch.maximum(outputs.mean(0), Tensor([-9.0])).sum(),
-    lambda outputs: F.huber_loss(outputs.mean(0), 18 * torch.eye(4).double()[0] - 9, delta=0.1),
-    lambda outputs: (outputs - 9 * torch.arange(4)).square().mean(0).max(),
-]
-
-
-@pytest.mark.parametrize("loss", BENT)
+@pytest.mark.parametrize(
+    "loss",
+    [  # in the first rows each is on one side of its kink
+        lambda outputs: F.l1_loss(outputs.softmax(-1).mean(0), torch.eye(4)[0]),
+        lambda outputs: F.huber_loss(outputs.mean(0), 18 * torch.eye(4).double()[0] - 9, delta=0.1),
+        lambda outputs: (outputs - 9 * torch.arange(4)).square().mean(0).max(),
+    ],
+)
 def test_a_kink_above_means_of_the_batch_is_not_taken_for_a_sum_that_is_hidden(loss: Any) -> None:  # up to 1.1, in later windows
     with pytest.raises(AccumulationError):
         fit(Toy(lambda net, batch: loss(net(batch[0]))), labelled(4, 4, 4, 4), GradientAccumulation(2))
 
 
-COMPILED: list[Callable[[Tensor, Tensor], Tensor]] = [
-    lambda outputs, labels: F.cross_entropy(outputs, labels, reduction="none").sum() / (labels >= 0).sum(),  # 0.5 before
-    lambda outputs, labels: outputs.square().mean().sqrt(),  # 0.16
-]
+@pytest.mark.parametrize("is_mean", [True, False])  # 0.5 and 0.16 before
+def test_a_compiled_loss_is_weighted_by_counts_in_one_unit_and_is_no_function_of_a_mean(is_mean: bool) -> None:
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        return classified(net, batch, "sum") / (batch[1] >= 0).sum() if is_mean else net(batch[0]).square().mean().sqrt()
 
-
-@pytest.mark.parametrize("loss", COMPILED)
-def test_a_compiled_loss_is_weighted_by_counts_in_one_unit_and_is_no_function_of_a_mean(loss: Any) -> None:
-    compiled, rows = torch.compile(loss, backend="aot_eager"), [*rows_of(3), *rows_of(6, 3, 3, ignored=0.5)]
-    exact_or_refused(partial(Toy, lambda net, batch: compiled(net(batch[0]), batch[1])), rows)
+    compiled = torch.compile(loss, backend="aot_eager")
+    exact_or_refused(partial(Toy, compiled), [*rows_of(3), *rows_of(6, 3, 3, ignored=0.5)])
 
 
 def test_one_row_that_counts_does_not_show_that_a_loss_is_a_sum() -> None:  # 1.4 before
     def loss(net: nn.Module, batch: Any) -> Tensor:
-        return Hide.apply(
-            F.cross_entropy(net(batch[0]), batch[1], reduction="sum", ignore_index=0) / batch[1].count_nonzero().clamp(min=1)
-        )
+        return Hide.apply(classified(net, (batch[0], batch[1] * 103 - 100), "sum") / batch[1].count_nonzero().clamp(min=1))
 
-    batches = labelled(8, 8, 8)
-    for (_, labels), number in zip(batches, (1, 5, 3), strict=True):
-        labels.copy_((torch.arange(8) >= 8 - number) * 3)
+    batches = [[inputs, (torch.arange(8) >= 8 - n).long()] for (inputs, _), n in zip(labelled(8, 8, 8), (1, 5, 3), strict=True)]
     split_exact_or_refused(partial(Toy, loss), batches)
 
 
 def test_a_norm_by_singular_values_is_a_penalty() -> None:  # an error in window 2, if labels are ignored there
-    def loss(net: nn.Module, batch: Any) -> Tensor:
-        return classified(net, batch) + 0.1 * torch.linalg.matrix_norm(net.weight, 2)
-
-    exact_or_refused(partial(Toy, loss), [*rows_of(4, 4), *rows_of(4, 4, ignored=0.5)])
+    rows = [*rows_of(4, 4), *rows_of(4, 4, ignored=0.5)]
+    exact_or_refused(partial(Toy, lambda net, batch: classified(net, batch) + torch.linalg.matrix_norm(net.weight, 2)), rows)
 
 
 def test_the_weight_of_a_bfloat16_loss_is_not_rounded() -> None:
@@ -328,6 +317,20 @@ def test_a_spectral_norm_that_has_converged_is_warned_of() -> None:  # 5e-5
 
     with warned() as messages:
         fit(Toy(classified, net=converged), labelled(8, 8), GradientAccumulation(micro_batch=4))
+    assert any("training_step changes the buffer" in message for message in messages)
+
+
+def test_a_threshold_that_follows_each_micro_batch_is_warned_of_before_it_is_crossed() -> None:  # 0.2 before
+    def of_sure_rows(net: nn.Module, batch: Any) -> Tensor:
+        sure = net[0](batch[0]).detach().softmax(-1).amax(1)
+        return (classified(net[0], batch, "none") * (sure > net[1].running_mean.lerp_(sure.mean(), 0.01) + 0.35)).mean()
+
+    with warned() as messages:
+        fit(
+            Toy(of_sure_rows, net=lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(1))),
+            labelled(8, 8),
+            GradientAccumulation(2),
+        )
     assert any("training_step changes the buffer" in message for message in messages)
 
 
