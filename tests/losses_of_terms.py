@@ -233,6 +233,9 @@ LOSSES: dict[str, Row] = {
         (torch.stack([masked(each(o, b)[:, c], b.has_box[:, c]) for c in range(3)]) * WEIGHTS[:3]).sum()),
     "columns, each by its count": Row("", lambda o, b, m:
         ((each(o, b) * b.has_box).sum(0) / b.has_box.sum(0).clamp(min=1)).mean()),
+    "columns, each by its count, and means of rows": Row("", lambda o, b, m:
+        ((each(o, b) * b.has_box).sum(0) / b.has_box.sum(0).clamp(min=1)).mean()
+        + ((z(o) * (b.labels >= 0)).sum(1) / (b.labels >= 0).sum(1)).mean()),
     "one loss, then another": Row("", lambda o, b, m: torch.where(torch.tensor(m.global_step < 2), ce(o, b), value(o, b))),
     "a dictionary, summed": Row("tokens, samples", lambda o, b, m: sum({"ce": ce(o, b), "value": value(o, b)}.values())),
     "in place": Row("tokens, samples", lambda o, b, m: in_place(ce(o, b), value(o, b))),

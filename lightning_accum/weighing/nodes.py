@@ -255,9 +255,12 @@ def chosen_of(node: Node, own: int) -> tuple[Node, int] | None:
 
 
 def divides_each(node: Node, index: int) -> bool:
-    """Each of a few numbers is divided by its own, as the sums of columns by the counts of theirs."""
-    divisor = getattr(node, "_saved_other", None) if kind_of(node) == "Div" and len(inputs_of(node)) == 1 else None
-    return isinstance(divisor, Tensor) and divisor.dim() == 1 and 1 < divisor.numel() == numel_of(node, index) <= _MOST_COLUMNS
+    """Each of a few sums over the rows is divided by a number of its own, as those of columns by their counts."""
+    inputs = inputs_of(node)
+    divisor = getattr(node, "_saved_other", None) if kind_of(node) == "Div" and len(inputs) == 1 else None
+    is_vector = isinstance(divisor, Tensor) and divisor.dim() == 1 and 1 < divisor.numel() == numel_of(node, index)
+    is_sum = is_vector and kind_of(inputs[0][0]) == "Sum" and 0 in getattr(inputs[0][0], "_saved_dim", ())
+    return is_sum and numel_of(node, index) <= _MOST_COLUMNS
 
 
 _MOST_COLUMNS = 15
