@@ -141,12 +141,6 @@ def test_the_size_that_most_tensors_have_is_that_of_rows_and_a_table_stays_share
     assert all(torch.equal(piece["table"], torch.ones(5, 2)) for piece in module.batches)
 
 
-def test_a_list_of_samples_in_a_batch_of_two_rows_is_not_mistaken_for_what_holds_it() -> None:
-    images, targets = rows(2, 3), [{"boxes": rows(1, 4)}, {"boxes": rows(3, 4)}]
-    assert [len(image) for image, _ in pieces((images, targets), 1)] == [1, 1]
-    assert [target for _, (target,) in pieces((images, targets), 1)] == targets
-
-
 @pytest.mark.parametrize("number", [4, 8])
 @pytest.mark.parametrize("is_list", [False, True], ids=["weights of classes", "names of columns"])
 def test_what_all_rows_share_may_have_as_many_entries_as_there_are_rows(number: int, is_list: bool) -> None:
