@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader
 
 import lightning_accum
 
-FEATURES, CLASSES, ROWS, WINDOW, FIRST = 4, 3, 4, 4, 80
-PACKAGE = Path(lightning_accum.__file__).parent
+FEATURES, CLASSES, ROWS, WINDOW, FIRST, PACKAGE = 4, 3, 4, 4, 80, Path(lightning_accum.__file__).parent
 
 
 class Follows(pl.Callback):
@@ -44,7 +43,6 @@ class Follows(pl.Callback):
 
 
 def main(functions: bool = False) -> None:
-    """Follow and print."""
     loader, rows = DataLoader(labelled(ROWS, FEATURES, CLASSES, FIRST + WINDOW), batch_size=None), []
     whole, split = {"window": WINDOW}, {"micro_batch": ROWS // 4}
     ways = [("inside a window", 1, whole), ("at a boundary", WINDOW - 1, whole), ("split in four", 0, split)]

@@ -6,6 +6,7 @@ import copy
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -162,12 +163,11 @@ def holds_anything_of_a_fit(callback: GradientAccumulation) -> bool:
     return False
 
 
-def pickled(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
+def pickled(value: Any, by: Any = pickle) -> Any:
+    return pickle.loads(by.dumps(value))
 
 
-def cloudpickled(value: Any) -> Any:
-    return pickle.loads(cloudpickle.dumps(value))
+cloudpickled = partial(pickled, by=cloudpickle)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -99,26 +99,13 @@ def test_a_hook_that_is_put_into_an_object_or_its_class_is_called_from_then_on(o
     assert found == expected != []
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [({"micro_batch": 2}, ["zero_grad", *["backward"] * 2, "step"] * 2), ({"window": 2}, ["zero_grad", *["backward"] * 2, "step"])],
-    ids=str,
-)
-def test_hooks_of_backward_are_called_for_each_micro_batch_and_those_of_the_step_once(policy: Any, expected: list[str]) -> None:
-    calls: list[str] = []
-
-    class Hooks(pl.Callback):
-        def on_before_backward(self, *_: Any) -> None:
-            calls.append("backward")
-
-        def on_before_zero_grad(self, *_: Any) -> None:
-            calls.append("zero_grad")
-
-        def on_before_optimizer_step(self, *_: Any) -> None:
-            calls.append("step")
-
-    fit(Toy(squares), [torch.randn(4, 4).double()] * 2, GradientAccumulation(**policy), Hooks())
-    assert calls == expected
+@pytest.mark.parametrize(("policy", "windows"), [({"micro_batch": 2}, 2), ({"window": 2}, 1)], ids=str)
+def test_hooks_of_backward_are_called_for_each_micro_batch_and_those_of_the_step_once(policy: Any, windows: int) -> None:
+    calls, hooks = list[str](), pl.Callback()
+    for what in ("backward", "zero_grad", "optimizer_step"):
+        setattr(hooks, f"on_before_{what}", lambda *_, what=what: calls.append(what))
+    fit(Toy(squares), [torch.randn(4, 4).double()] * 2, GradientAccumulation(**policy), hooks)
+    assert calls == ["zero_grad", "backward", "backward", "optimizer_step"] * windows
 
 
 # --- what a hook may do -------------------------------------------------------------------------------------------------
@@ -254,17 +241,8 @@ class TakingAtTheStart(Taking):
         batch["y"] = -batch["y"]
 
 
-class Own:
-    """A loader that gives out its own batches, where torch's makes new containers."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
+class Own(list[Any]):
+    """A loader that gives out its own batches, where torch's makes new containers; a plain list would be one of loaders."""
 
 
 def rows(number: int = 4) -> dict[str, Tensor]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -32,6 +31,7 @@ OTHERS = {
     "GathersError": "caught, as CannotCheckError is",
     "ImportError": "an extra is not installed",
     "ModuleNotFoundError": "an extra is not installed",
+    "NeedsTrimmingError": "caught, as CannotCheckError is",
     "NotImplementedError": "of a method that derived classes have",
     "RuntimeError": "caught two lines on, or by what runs a trial: it is reported in words",
     "SIGTERMException": "Lightning's, for a signal",
@@ -80,17 +80,12 @@ def test_every_error_goes_from_process_to_process_with_its_message(kinds: set[ty
 # --- by their public names, which other tests raise, and by what Python has for them ---------------------------------------
 
 
-def test_public_errors_are_of_the_base_and_of_a_kind_of_pythons() -> None:
+def test_public_errors_are_of_the_base_and_of_a_kind_of_pythons_or_lightnings() -> None:
     of_values = (DoesNotAddUpError, UnreadableLossError, UnsplittableBatchError)
     assert all(issubclass(error, AccumulationError) for error in (RowWiseError, *of_values))
     assert issubclass(RowWiseError, RuntimeError)
     assert all(issubclass(error, ValueError) for error in of_values)
-
-
-@pytest.mark.parametrize(
-    ("use", "kind"), [(lambda: GradientAccumulation(2, tail="keep"), MisconfigurationException), (lambda: Tokens(0), ValueError)]
-)
-def test_wrong_arguments_are_of_the_base_and_of_the_kind_that_they_are(use: Callable[[], Any], kind: type[Exception]) -> None:
-    with pytest.raises(AccumulationError) as caught:
-        use()
-    assert isinstance(caught.value, kind)
+    for use, kind in (lambda: GradientAccumulation(2, tail="keep"), MisconfigurationException), (lambda: Tokens(0), ValueError):
+        with pytest.raises(AccumulationError) as caught:
+            use()
+        assert isinstance(caught.value, kind)
