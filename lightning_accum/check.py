@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lightning_accum import mends
 from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.exact import rounding_of_gradients
-from lightning_accum.left_behind import warn_of_state
+from lightning_accum.left_behind import leaves_nothing, warn_of_state
 from lightning_accum.looks import (
     Checked,
     Rows,
@@ -117,6 +117,7 @@ class _Found(NamedTuple):
         constants: what the weights of a term have in them beside what adds up.
         mend: what makes it add up, if that was found.
         are_alike: single rows all have the same loss.
+        leaves_something: a step has changed the module, or is another one if it is the next.
     """
 
     verdict: Verdict
@@ -126,6 +127,7 @@ class _Found(NamedTuple):
     terms: dict[int, Term]
     mend: str | None = None
     are_alike: bool = False
+    leaves_something: bool = True
 
 
 class Check:
@@ -203,7 +205,7 @@ class Check:
             if not is_open:
                 accumulation.later.learn(rows.found.kept)
         is_cut = accumulation.splitting is not None or checked.is_window_long
-        if is_cut and before is None and not is_open:
+        if is_cut and before is None and not is_open and found.leaves_something:
             warn_of_state(checked, self._trial, rows.found)
         if not accumulation.checks_left or not checked.on_any(verdict.may_try_again):
             if verdict.deviation is None:
@@ -227,7 +229,10 @@ class Check:
             if self._checked.on_any(len(functions) > 1):  # a single row may look as if it was one
                 weigher.takes_functions = False
                 looks = looks_at(self._checked, trial, rows, weigher)
-            found = self._decide(looks, weigher, trial)
+            before = self._accumulation.verdict
+            is_first = not self._is_later and (before is None or before.deviation is None)
+            leaves_something = is_first and not leaves_nothing(self._checked, trial, looks[0].whole)
+            found = self._decide(looks, weigher, trial)._replace(leaves_something=leaves_something)
             if found.adds_up:
                 return found
             if not self._checked.sync.is_waited_for_in_forward and not weigher.tells_heads:  # else others are in their place

@@ -7,22 +7,20 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_accum.looks import Checked
-from lightning_accum.randomness import RandomState
+from lightning_accum.prove import ALL, Measured
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
-from lightning_accum.trial import Step, Trial
+from lightning_accum.trial import Result, Step, Trial
+from lightning_accum.undo import version_of
 from lightning_accum.user_warnings import listed
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 from lightning_accum.weighing import advice
 from lightning_accum.whole.row_proof import moved
-
-_Result: TypeAlias = "tuple[float, dict[int, Tensor]]"
-"""A loss and its gradient."""
 
 
 def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) -> None:
@@ -36,6 +34,23 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
     with suppress(CannotCheckError), moved(checked.module) if is_moved else nullcontext(), trial.held():
         for what, size in _LeftBehind(trial, rows, others, checked.next_step if is_told else None).find().items():
             checked.accumulation.warn_once(advice.of_state(what, size) if what else advice.OF_BATCH_IDX)
+
+
+def leaves_nothing(checked: Checked, trial: Trial, whole: Measured) -> bool:
+    """Whether the last step has changed nothing in the module, and the whole has its loss as the next step. Called on all ranks."""
+    if checked.sync.is_waited_for_in_forward or checked.on_any(whole.function is not None or trial.mode.has_waited):
+        return False
+    if checked.on_any(bool(trial.changed_attributes())):
+        return False
+    versions = [*map(version_of, checked.module.buffers())]  # what has converged changes with its parameters
+    trial.leave(whole.rows if whole.total else None, whole.total)
+    try:
+        now = trial.result(whole.batch, checked.next_step if checked.is_window_long else None)
+    except CannotCheckError:  # it runs once
+        return False
+    is_written = versions != [*map(version_of, checked.module.buffers())]
+    of_loss = _difference(now, (whole.loss, {**whole.gradient(ALL)}))
+    return trial.largest(math.inf if is_written else of_loss) <= trial.tolerance
 
 
 @dataclass(frozen=True)
@@ -60,15 +75,8 @@ class _LeftBehind:
             CannotCheckError: the rows have no loss, or another one each time. On all ranks.
         """
         trial, named = self.trial, self.trial.module.named_buffers
-        random_state = RandomState(trial.device)
         at_first = {name: buffer.detach().clone() for name, buffer in named()}
-        before = self._run(self.rows)
-
-        def leave(values: Mapping[str, Tensor]) -> None:
-            """Have the next step find attributes as the last has left them."""
-            random_state.restore()
-            trial.mode.restore()
-            write(values)
+        before = trial.result(self.rows)
 
         def write(values: Mapping[str, Tensor]) -> None:
             for name, buffer in named():
@@ -76,14 +84,14 @@ class _LeftBehind:
                     buffer.data.copy_(values[name])
 
         def change(step: Step | None = None) -> float:
-            return trial.largest(_difference(self._run(self.rows, step), before))
+            return trial.largest(_difference(trial.result(self.rows, step), before))
 
         trial.restore()
-        self._run(self.others)
+        trial.result(self.others)
         after = {name: buffer.detach().clone() for name, buffer in named()}
         buffers = [name for name, old in at_first.items() if name in after and not after[name].equal(old)]
         attributes = trial.changed_attributes()
-        leave({})
+        trial.leave()
         of_all = change(self.next_step)
         trial.restore()
         write({name: _far(at_first[name], after[name]) for name in buffers})
@@ -97,22 +105,16 @@ class _LeftBehind:
         write(after)
         found = {_named("buffer", buffers): max(change(), of_far)}
         trial.restore()
-        self._run(self.others)
-        leave(at_first)
+        trial.result(self.others)
+        trial.leave()
+        write(at_first)
         found[_named("attribute", attributes)] = change()
         trial.restore()
         found[""] = change(self.next_step)
         return {what: size for what, size in found.items() if size > trial.tolerance}
 
-    def _run(self, make: Callable[[], Any], step: Step | None = None) -> _Result:
-        return self.trial.together(lambda: self._result(make, step))
 
-    def _result(self, make: Callable[[], Any], step: Step | None) -> _Result:
-        loss = self.trial.step(make(), step)
-        return float(loss.detach()), self.trial.gradients(loss, 1.0)
-
-
-def _difference(now: _Result, before: _Result) -> float:
+def _difference(now: Result, before: Result) -> float:
     """How far a loss or its gradient, whichever is farther, is from what it was, as part of its size."""
     (loss, gradients), (old_loss, old_gradients) = now, before
     both = gradients.keys() & old_gradients.keys()

@@ -25,6 +25,8 @@ from lightning_accum.weighing.terms import Term, scale_terms
 from lightning_accum.weighing.weight import Reading, Weigher
 
 _T = TypeVar("_T")
+Result: TypeAlias = "tuple[float, dict[int, Tensor]]"
+"""A loss and its gradient."""
 Step: TypeAlias = Callable[[Any], Any]
 """Runs a batch, and returns what ``training_step`` returns."""
 
@@ -135,10 +137,25 @@ class Trial:
         first, second = self.losses_of([one, other])
         return abs(first - second) > self.tolerance * max(abs(first), abs(second))
 
+    def result(self, batch: Callable[[], Any], step: Step | None = None) -> Result:
+        """What comes of a batch as everything is, in the step that is tried or in another. Called on all ranks."""
+
+        def run() -> Result:
+            loss = self.step(batch(), step)
+            return float(loss.detach()), self.gradients(loss, 1.0)
+
+        return self.together(run)
+
     def changed_attributes(self) -> list[str]:
         """What the last step has changed in attributes, by path."""
         assert self._snapshot is not None
         return self._snapshot.changed_attributes()
+
+    def leave(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
+        """Have the next step draw the same numbers, and find buffers and attributes as the last has left them."""
+        assert self._snapshot is not None
+        self._snapshot.random_state.restore()
+        self.mode.restore(rows, total)
 
     def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
         """Have the next step begin as the first did; for ``rows`` see :meth:`NoiseOfRows.restart`."""

@@ -50,9 +50,9 @@ class Undo:
             watches_parameters: whether to raise if a parameter was changed; not where an optimizer may step meanwhile.
         """
         kept, too_large, _ = self._reached()
-        watched: list[_Watched] = [(tensor, _version(tensor), path) for tensor, path in too_large]
+        watched: list[_Watched] = [(tensor, version_of(tensor), path) for tensor, path in too_large]
         if watches_parameters:
-            watched += [(parameter, _version(parameter), None) for parameter in self.module.parameters()]
+            watched += [(parameter, version_of(parameter), None) for parameter in self.module.parameters()]
         for parameter in gradients_of or ():
             gradient = parameter.grad
             kept.append((restore_gradient, parameter, None if gradient is None else (gradient, gradient.clone()), None))
@@ -95,7 +95,7 @@ class Snapshot:
     """How everything was when :meth:`Undo.take` made it. As a context, it restores that in the end."""
 
     def __init__(self, module: nn.Module, random_state: RandomState, kept: list[_Kept], watched: list[_Watched]) -> None:
-        self._module, self._random_state, self._kept, self._watched = module, random_state, kept, watched
+        self._module, self.random_state, self._kept, self._watched = module, random_state, kept, watched
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -106,9 +106,9 @@ class Snapshot:
                 restore(target, saved)
             except Exception as error:  # of an object of the user's: the rest is restored all the same
                 failure = failure or error
-        self._random_state.restore()
+        self.random_state.restore()
         for tensor, before, path in self._watched:
-            if _version(tensor) != before:
+            if version_of(tensor) != before:
                 raise UsageError(f"training_step changed {self._in_words(tensor, path)}")
         if failure is not None:
             raise failure
@@ -146,5 +146,6 @@ def _in_words(path: _Path, root: nn.Module) -> str:
     return (next((name for name, module in root.named_modules() if module is path), "") + words).lstrip(".")
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # what is made in inference mode counts no changes
+def version_of(tensor: Tensor) -> int:
+    """How many changes it has seen, as far as torch counts them; what is made in inference mode counts none."""
+    return 0 if tensor.is_inference() else tensor._version

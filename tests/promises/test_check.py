@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from changing import Changes
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from sharded import DoublePrecision, ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
 from support import Toy, ddp, fit, labelled, loader, pad, sentences, trainer, warned
 from torch import Tensor, nn
@@ -458,3 +458,12 @@ def test_a_fault_of_the_package_in_the_check_is_an_error_and_not_an_unchecked_lo
     monkeypatch.setattr("lightning_accum.trial.guard_against_zero", lambda terms: terms["a fault"])
     with pytest.raises(TypeError, match="list indices"):
         fit(Toy(lambda net, batch: net(batch).square().mean()), [torch.randn(8, 4).double()], GradientAccumulation(2))
+
+
+@pytest.mark.parametrize(("policy", "own"), [(GradientAccumulation(2), 2), (GradientAccumulation(micro_batch=8), 2)])
+def test_the_step_is_tried_at_most_16_times_before_the_first_window(policy: GradientAccumulation, own: int) -> None:
+    calls: list[int] = []
+    steps: list[int] = []
+    module = Toy(lambda net, batch: calls.append(1) or adds_up(net, batch))
+    fit(module, labelled(16, 16), policy, LambdaCallback(on_before_optimizer_step=lambda *_: steps.append(len(calls))))
+    assert steps[0] - own <= 16
