@@ -328,9 +328,12 @@ class Check:
         assert fit.mode is not None
         known = self._accumulation.weigher.units.get(key, {})
         weights = {mode: looks[0].whole.weight(key, mode) or math.nan for mode in (fit.mode, *fit.modes)}
-        if not fit.modes or not math.isfinite(weights[fit.mode]):
-            return {fit.mode: 1.0} if fit.mode not in known else {fit.mode: known[fit.mode], **known}
-        return {mode: weight / weights[fit.mode] for mode, weight in weights.items() if math.isfinite(weight)}
+        in_units = {mode: weight / weights[fit.mode] for mode, weight in weights.items()}
+        own = {mode: weight for mode, weight in in_units.items() if math.isfinite(weight)}  # none on a rank with nothing to weigh
+        found: dict[Mode, float] = max(self._checked.of_all(own), key=len)
+        if fit.modes and found:
+            return found
+        return {fit.mode: 1.0} if fit.mode not in known else {fit.mode: known[fit.mode], **known}
 
     def _fit(self, looks: Sequence[Look], key: int, modes: Iterable[Mode], eps: float) -> Fit:
         """The first way in which a term adds up on all ranks."""
@@ -368,7 +371,8 @@ class Check:
             least, most = ratios(looks, (key, first.mode), (key, fit.mode))  # type: ignore[arg-type]
             if self._checked.on_any(not most - least <= 1e-9 * most):
                 return None
-        counts = tuple(fit.mode for fit in right if fit.mode and (known or looks[0].whole.weight(key, fit.mode)))
+        of_whole = {fit.mode: looks[0].whole.weight(key, fit.mode) for fit in right if fit.mode}
+        counts = tuple(mode for mode, weight in of_whole.items() if self._checked.on_any(bool(known or weight)))
         return first._replace(mode=counts[0], modes=counts) if counts else None
 
     def _combine(self, looks: Sequence[Look], weigher: Weigher, terms: dict[int, Term]) -> tuple[str, str] | None:

@@ -14,7 +14,7 @@ import torch
 from changing import Changes
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from sharded import DoublePrecision, ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
-from support import Toy, ddp, fit, labelled, loader, pad, sentences, trainer, warned
+from support import Hide, Toy, ddp, fit, labelled, loader, pad, sentences, trainer, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
@@ -383,6 +383,7 @@ ON_RANKS: dict[str, tuple[Any, list[Any], dict[str, Any], bool]] = {
     "a break": (_on_rank_1(adds_up, breaks), _labelled_by_rank(2), WINDOW, True),
     "a later break": (LATER["the mean of all where the mask is empty"], [masks(None), masks(4)], {"window": 3}, True),
     "a later zero": (EXACT["zero where the mask is empty"], [masks(None), masks(4)], {"window": 3}, False),
+    "a hidden count": (lambda *nb: Hide.apply(EXACT["a masked sum by the number of some"](*nb)), [masks(None), masks(0)], WINDOW, True),
     "elements": (_on_rank_1(adds_up, lambda n, b: F.mse_loss(n(b[0]), b[0])), _labelled_by_rank(4, 2), WINDOW, True),
     "weights that begin": (ALIKE["by weights over the largest"], _weights_later_on_rank_1(), WINDOW, True),
     "rows": (_on_rank_1(adds_up, lambda n, b: _each(n, b).mean()), _labelled_by_rank(4, 2), WINDOW, False),

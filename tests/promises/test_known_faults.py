@@ -137,13 +137,9 @@ def test_a_sum_times_one_over_its_number_of_rows_is_a_mean_without_the_check_too
     exact_or_refused(module, rows_of(*[2] * 8), GradientAccumulation(4, check=False))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # in the first rows each is on one side of its kink
     "loss",
-    [  # in the first rows each is on one side of its kink
-        lambda outputs: F.l1_loss(outputs.softmax(-1).mean(0), torch.eye(4)[0]),
-        lambda outputs: F.huber_loss(outputs.mean(0), 18 * torch.eye(4).double()[0] - 9, delta=0.1),
-        lambda outputs: (outputs - 9 * torch.arange(4)).square().mean(0).max(),
-    ],
+    [lambda o: F.l1_loss(o.softmax(-1).mean(0), torch.eye(4)[0]), lambda o: (o - 9 * torch.arange(4)).square().mean(0).max()],
 )
 def test_a_kink_above_means_of_the_batch_is_not_taken_for_a_sum_that_is_hidden(loss: Any) -> None:  # up to 1.1, in later windows
     with pytest.raises(AccumulationError):
