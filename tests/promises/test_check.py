@@ -383,7 +383,7 @@ ON_RANKS: dict[str, tuple[Any, list[Any], dict[str, Any], bool]] = {
     "a break": (_on_rank_1(adds_up, breaks), _labelled_by_rank(2), WINDOW, True),
     "a later break": (LATER["the mean of all where the mask is empty"], [masks(None), masks(4)], {"window": 3}, True),
     "a later zero": (EXACT["zero where the mask is empty"], [masks(None), masks(4)], {"window": 3}, False),
-    "a hidden count": (lambda *nb: Hide.apply(EXACT["a masked sum by the number of some"](*nb)), [masks(None), masks(0)], WINDOW, True),
+    "hidden": (lambda *nb: Hide.apply(EXACT["a masked sum by the number of some"](*nb)), [masks(None), masks(0)], WINDOW, True),
     "elements": (_on_rank_1(adds_up, lambda n, b: F.mse_loss(n(b[0]), b[0])), _labelled_by_rank(4, 2), WINDOW, True),
     "weights that begin": (ALIKE["by weights over the largest"], _weights_later_on_rank_1(), WINDOW, True),
     "rows": (_on_rank_1(adds_up, lambda n, b: _each(n, b).mean()), _labelled_by_rank(4, 2), WINDOW, False),
