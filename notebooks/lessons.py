@@ -37,7 +37,7 @@ class StartLine(logging.Handler):
 
     def emit(self, record):
         if "accumulating " in record.getMessage():
-            print(fill(record.getMessage(), 110), flush=True)
+            print(fill(" ".join(record.getMessage().split()), 110), flush=True)
 
 
 log = logging.getLogger("lightning.pytorch")

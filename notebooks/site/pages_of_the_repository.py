@@ -12,6 +12,7 @@ import nbformat
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from nbconvert import MarkdownExporter
+from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -68,7 +69,8 @@ def _examples() -> str:
 
 def _converted(notebook: Path) -> dict[str, str | bytes]:
     """A notebook as Markdown, and its figures, by their names."""
-    body, resources = MarkdownExporter().from_notebook_node(nbformat.read(notebook, as_version=4))
+    exporter = MarkdownExporter(config=Config({"CoalesceStreamsPreprocessor": {"enabled": True}}))  # a cell's prints are one block
+    body, resources = exporter.from_notebook_node(nbformat.read(notebook, as_version=4))
     body = re.sub(r"\]\((\w+)\.ipynb(#[^)]*)?\)", lambda found: f"]({found[1]}.md{found[2] or ''})", body)
     body = re.sub(r"\[([^\]]*)\]\(\w+\.py\)", r"\1", body).replace("](site/docs/", "](../")
     figures = {f"{notebook.stem}_{name}": content for name, content in resources["outputs"].items()}
