@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class AccumulationError(Exception):
-    """The base of all errors of this package. Each is one of Python's types too, such as ValueError."""
+    """The base class of all errors of this package. Each is also a built-in type of error, such as ValueError."""
 
 
 class DoesNotAddUpError(AccumulationError, ValueError):
-    """The weighed losses of parts of a batch are not those of the batch."""
+    """The weighted losses or gradients of the parts of a batch do not add up to those of the whole batch."""
 
 
 class UnreadableLossError(AccumulationError, ValueError):
@@ -20,7 +20,7 @@ class UnreadableLossError(AccumulationError, ValueError):
 
 
 class UnsplittableBatchError(AccumulationError, ValueError):
-    """A batch does not show how it is made of rows."""
+    """The package cannot tell which parts of a batch are its rows."""
 
     @classmethod
     def because(cls, found: str) -> UnsplittableBatchError:
@@ -41,18 +41,18 @@ class RowWiseError(AccumulationError, RuntimeError):
 
 
 class SeamError(AccumulationError, RuntimeError):
-    """Another library does not do what the versions did that were read."""
+    """Another library behaves differently from the versions for which this package was written."""
 
 
 # --- without a public name of their own ---------------------------------------------------------------------------------
 
 
 class ArgumentError(AccumulationError, ValueError):
-    """An argument, or what a function of the user's returned, has a wrong value."""
+    """An argument, or the return value of a user's function, has a wrong value."""
 
 
 class WrongTypeError(AccumulationError, TypeError):
-    """An argument, or what a function of the user's returned, is of a wrong type."""
+    """An argument, or the return value of a user's function, has a wrong type."""
 
 
 class UsageError(AccumulationError, RuntimeError):

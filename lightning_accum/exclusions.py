@@ -189,8 +189,8 @@ def _exclusions(a: Asked) -> Iterator[str]:
         )
     if looks_at_gradients and a.sync != "window":
         yield (
-            f"{nonfinite} looks at the gradients of each rank, but with {strategy}(sync={a.sync!r}) each backward reduces them, and"
-            ' one that is not finite gets into those of all ranks. Use sync="window".'
+            f"{nonfinite} looks at the gradients of each rank, but with {strategy}(sync={a.sync!r}) each backward reduces them, so"
+            ' that a gradient that is not finite reaches all ranks. Use sync="window".'
         )
     again = "runs submodules again in the backward of the loss"
     if a.is_static_graph:

@@ -92,7 +92,7 @@ class Policy:
         return min((size for start in (epoch, *later) if (size := self.size_at(start, step)) is not None), default=None)
 
     def in_words(self, size: int) -> str:
-        """What ends a window, for a comparison with that of a checkpoint."""
+        """What ends a window, to be compared with the checkpoint's."""
         if isinstance(self.window, Tokens):
             what = "tokens as a function tells" if callable(self.window.count) else f"{self.window.count} tokens"
         elif isinstance(self.window, Mapping):
@@ -103,7 +103,7 @@ class Policy:
 
     @property
     def weight_in_words(self) -> str:
-        """What weighs micro-batches, for a comparison with that of a checkpoint."""
+        """What weighs micro-batches, to be compared with the checkpoint's."""
         weight: str = self.weight if isinstance(self.weight, str) else getattr(self.weight, "__name__", repr(self.weight))
         return type(self.weight).__name__ if " at 0x" in weight else weight  # which is not the same in another process
 

@@ -47,7 +47,7 @@ class Windows(ABC):
         """Those of ``training_step``, in the order of their backward calls."""
 
     def in_words(self, size: int) -> str:
-        """What ends a window, for a comparison with that of a checkpoint."""
+        """What ends a window, to be compared with the checkpoint's."""
         return self.policy.in_words(size)
 
     def warn_once(self, message: str) -> None:

@@ -160,13 +160,13 @@ class Accumulator(Loop):
 
     @property
     def window_weight(self) -> float:
-        """What its losses were divided by, over all ranks: tokens, samples, elements; 1 for a loss that is a sum."""
+        """What the losses of the last window were divided by, over all ranks: tokens, samples, elements; 1 for a summed loss."""
         closed = self._accumulation.closed
         return 0.0 if closed is None else float(closed.weight)
 
     @property
     def total_weight(self) -> float:
-        """That of all windows so far."""
+        """The weight of all windows so far."""
         return float(self._accumulation.total_weight)
 
     @property
@@ -176,7 +176,7 @@ class Accumulator(Loop):
 
     @property
     def skipped_micro_batches(self) -> int:
-        """With ``on_nonfinite="skip"``, those of all windows so far that were not finite, over all ranks."""
+        """Micro-batches that ``on_nonfinite="skip"`` has left out in all windows so far, over all ranks."""
         return self._accumulation.total_left_out
 
     # --- checkpoints ------------------------------------------------------------------------------------------------

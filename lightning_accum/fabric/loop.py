@@ -201,7 +201,7 @@ class Loop(Passes):
 
     @property
     def is_shadow_batch(self) -> bool:
-        """What was yielded runs for the sake of other ranks, which have more: it is in no window. Leave it out of metrics."""
+        """True for a repeated batch that runs only because other ranks have more: no window counts it. Leave it out of metrics."""
         return self._micro_batch is not None and self._micro_batch.is_shadow_batch
 
     # --- what is refused --------------------------------------------------------------------------------------------

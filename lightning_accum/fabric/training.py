@@ -55,8 +55,8 @@ class Training(Trained):
         self.raw_optimizer: Optimizer = optimizer.optimizer if _is_wrapper(optimizer, "optimizer") else optimizer
         if not hasattr(self.raw_optimizer, "param_groups"):
             raise WrongTypeError(
-                f"An Accumulator steps one optimizer, but got a {type(optimizer).__name__}. Give the parameters of several to one,"
-                " as groups; or train a LightningModule, whose manual optimization takes several."
+                f"An Accumulator steps one optimizer, but got a {type(optimizer).__name__}. Give it all parameters, as"
+                " parameter groups; or train a LightningModule with manual optimization, which takes several optimizers."
             )
         self.ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
         self.is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())

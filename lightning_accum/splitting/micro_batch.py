@@ -186,7 +186,7 @@ def layout_of_samples(batch: Any, samples: Collection[int], known: Mapping[str, 
     labels or indices, of which a flat batch has more than samples.
 
     Raises:
-        UnsplittableBatchError: there are no rows, or they are no samples.
+        UnsplittableBatchError: the batch has no rows, or its rows are not samples.
     """
     layout, known = Layout.read(batch, known, samples), known or {}
     found = _contradiction(layout, samples) or (None if known else _packing(layout, samples))

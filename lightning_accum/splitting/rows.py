@@ -25,7 +25,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Siz
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A part of a batch. Strings, numbers and the like are none: all micro-batches share them."""
+    """A tensor, list or container inside a batch. Strings, numbers and the like are not parts: all micro-batches share them."""
 
     path: str
     value: Any

@@ -78,10 +78,9 @@ class GradientAccumulation(Callback):
             :class:`Tokens`, padding included: first without a graph, and again with one in the backward of the loss (gradient
             caching, arXiv 2101.06983). The loss sees the outputs of the whole batch, so any loss is exact:
             contrastive losses, those of pairs or of batch statistics. What a submodule computes for one row must not depend on the
-            others: before the first step, that of some rows is compared with that of the same rows and these submodules in
-            micro-batches. Over ranks a loss is of all rows if ``training_step`` gathers them itself, ``self.all_gather(...,
-            sync_grads=True)``. Submodules may be sharded with ``fully_shard``, not with FSDP1. Not for steps that differentiate
-            through a call themselves (gradient penalties).
+            others: before the first step, the gradients of some rows are compared with and without micro-batches. Over ranks
+            ``training_step`` has to gather the outputs itself, by ``self.all_gather(..., sync_grads=True)``, if the loss is of
+            the rows of all ranks. Submodules may be sharded with ``fully_shard``, not with FSDP1. Gradient penalties are exact.
         weight: what a micro-batch weighs: the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
             is the classic mean of the micro-batches' means. For a loss of several terms that are divided by different counts, a
@@ -97,8 +96,8 @@ class GradientAccumulation(Callback):
             of a parameter: ``torch.float32`` under ``precision="bf16-true"``. At the end of a window they are rounded once, to
             the parameter's own type, the only one that AdamW accepts: hooks, clipping and the optimizer find them in
             ``parameter.grad``, which is None between the micro-batches. It takes 4 bytes a parameter inside a window instead of 2.
-            Sharded modules add up by themselves, and FSDP2 in this type if ``fully_shard`` got it as ``reduce_dtype``; this
-            argument checks that. None: the type of the parameters.
+            FSDP2 accumulates gradients by itself, in the ``reduce_dtype`` of ``fully_shard``; this argument checks that the two
+            agree. None: the type of the parameters.
         on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite. ``"propagate"``: nothing, it reaches the
             parameters. ``"skip"``: it is as if it had never been there, on the rank that had it: no weight, no gradient, nothing
             logged, and what it changed in the module (buffers, attributes, metrics, random state) is restored. ``"raise"``: a

@@ -36,8 +36,8 @@ SAME_LOSS = "tensor_parallel"
 class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
     """Exact gradient accumulation over ``fully_shard`` (FSDP2), ``Trainer(strategy="accum_model_parallel")``.
 
-    Also beside tensor parallelism: weights and gradients are summed over the data-parallel ranks only. As with Lightning's own, the
-    module applies ``fully_shard`` in its ``configure_model``.
+    Also together with tensor parallelism: weights and gradients are summed over the data-parallel ranks only. The module applies
+    ``fully_shard`` in its ``configure_model``, as with Lightning's own strategy.
 
     Args:
         args: see :class:`lightning.pytorch.strategies.ModelParallelStrategy`; so are the keyword arguments.

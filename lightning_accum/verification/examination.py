@@ -201,8 +201,9 @@ class Diagnosis:
         changed = {name: value for name, value in differences.items() if value > most}
         if changed:
             updated = [layer for layer in self.full.batch_norm if any(name.startswith(f"{layer}.") for name in changed)]
-            found = f"After the step {listed(list(changed))} differ by {max(changed.values()):.1e} from what the full batch leaves:"
-            self._add("BatchNorm" if updated else "buffers", f"{found} each forward updates them once.", self.gradient.largest)
+            found = f"After the step {listed(list(changed))} differ by {max(changed.values()):.1e}"
+            found += " from their values after the full batch: each forward updates them once."
+            self._add("BatchNorm" if updated else "buffers", found, self.gradient.largest)
 
 
 def _difference(step: Step, full: Step) -> float:

@@ -86,7 +86,7 @@ class OverRanks:
             yield "weights of the ranks", f"The losses are right, but{where} {'; '.join(each)} times as much as they should.", mend
 
     def _counts(self, names: Sequence[str]) -> list[list[float]] | None:
-        """How often each rank's rows count in the gradients that each rank has; None where they are no multiples of them."""
+        """For each rank, how often it counts the rows of every rank; None if its gradients are not a multiple of theirs."""
         limit = max(100 * self._tolerance, 1e-9)
         parts = torch.stack([_flat(part.gradient, names) for part in self._parts], 1)
         weights = _multiples(parts, _flat(self._full.gradient, names), limit)

@@ -143,7 +143,7 @@ class Term(NamedTuple):
 
 
 def on_host(value: Denominator) -> Denominator:
-    """A number for what is on the host already; what a device holds stays there, without its graph."""
+    """A float if the tensor is on the host; a tensor of a device stays there, detached."""
     if not isinstance(value, Tensor):
         return value
     return value.item() if value.is_cpu else value.detach()
