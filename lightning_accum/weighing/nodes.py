@@ -49,7 +49,7 @@ _KINDS: dict[type, str] = {}
 KINKS = {"Abs", "Clamp", "ClampMax", "ClampMin", "Hardtanh", "LeakyRelu", "Maximum", "Minimum", "Relu", "Threshold"}
 """Straight lines with a kink, of one number: which side of it micro-batches are on has to be the same in a window."""
 BENT = {*KINKS, "Amax", "Amin", "HuberLoss", "Max", "Min", "SmoothL1Loss", "Topk"}
-"""What is straight in some places: rows may lie in one of them, and add up there only."""
+"""What is straight in some places: means of rows may lie in one of them, and add up there only."""
 SOMETIMES = {"ConstantPadNd", "Slice"}
 """What leaves no node where it changes nothing."""
 

@@ -402,7 +402,7 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
         is_divided=any(one.is_divided for one in ways),
         is_penalty=is_penalty,
         is_learned=element is None and is_multiplied_by_parameters(top),
-        is_bent=any(kind_of(loss) in BENT for loss, _ in losses),
+        is_bent=any(kind_of(loss) in BENT and not {"Mean", "Sum"}.isdisjoint(kinds_below(loss)) for loss, _ in losses),
         edges={first.edge: first.above},
         divisions=tuple(dict.fromkeys(division for one in ways for division in one.divisions)),
         shares=tuple(shares),

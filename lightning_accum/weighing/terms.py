@@ -53,7 +53,7 @@ class Term(NamedTuple):
         is_divided: something else has divided it.
         is_penalty: it depends on parameters only.
         is_learned: a parameter multiplies it.
-        is_bent: it ends in a line with a kink: no count adds it up on both sides.
+        is_bent: it ends in a line with a kink, of means or sums: no count adds it up on both sides.
         edges: where its gradient can be scaled, and what is multiplied with it there on the way to the loss.
         divisions: by tensors, on the way to it.
         shares: those of its losses, one number each where they are all the same.
