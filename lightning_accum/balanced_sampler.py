@@ -25,27 +25,27 @@ class BalancedBatchSampler(Resumable, Sampler[list[int]]):
     A window is ``window`` loader batches of every rank, ``window * ranks * batch_size`` samples. It holds the same samples as it
     does with a :class:`SameOrderSampler` of the same seed, in every epoch, so a training that is exact in its windows goes the
     same way. Which rank gets which of them is chosen so that the sums of their lengths are about even: longest first, each to the
-    rank with the least. Inside a rank the longest samples come first, in batches of as many samples.
+    rank with the least. Inside a rank the longest samples come first, in batches of equally many samples.
 
     Ranks and batches have different numbers of samples, so gradients need weights: use it with the strategies of this package,
     and a ``GradientAccumulation`` of as many loader batches as ``window``. Every rank has the same number of loader batches,
-    except in an epoch whose last window has fewer samples than there are ranks: some ranks have none of those.
+    except in an epoch whose last window has fewer samples than there are ranks: some ranks then get no batch of it.
 
     With these strategies Lightning leaves the loader alone, and sets the ranks and the epoch. Elsewhere pass
     ``Trainer(use_distributed_sampler=False)``; ranks are those of the process group at the time of the iteration, unless
     :meth:`deal` has set them.
 
     Args:
-        lengths: of the samples of the dataset, in its order, the same on all ranks: a list, an array or a tensor. This package's
-            strategies compare those of all ranks. Or what each costs: ``n + n**2 / 1024`` for a length n where attention counts.
-        batch_size: samples in a loader batch, in the mean.
+        lengths: the length of each sample, in the order of the dataset, as a list, an array or a tensor; or its cost, such as
+            ``n + n**2 / 1024`` for attention over n tokens. The same on all ranks: this package's strategies compare them.
+        batch_size: how many samples a loader batch has on average.
         window: loader batches of a rank in a window. Windows begin anew with every epoch.
         shuffle: whether every epoch (see :meth:`set_epoch`) has an order of its own, or all have the dataset's.
         seed: seed of the shuffling, the same on all ranks.
 
     Raises:
-        TypeError: the lengths are no numbers.
-        ValueError: a length is negative or not finite, or there are none; or a size is no whole number from 1.
+        TypeError: the lengths are not numbers.
+        ValueError: a length is negative or not finite, there are no lengths, or a size is not a whole number from 1.
 
     Example:
         >>> lengths = [90, 10, 20, 80, 40, 60, 50, 50]

@@ -47,8 +47,8 @@ class Resumable:
 class SameOrderSampler(Resumable, DistributedSampler[int]):
     """The same global order on any number of ranks, without repeats.
 
-    The order of an epoch is that of :class:`torch.utils.data.DistributedSampler` with the same seed, and so that of the sampler
-    which Lightning injects; of R ranks, rank r gets the positions r, r + R, r + 2R, ... of it. A window of B samples, B / R from
+    An epoch has the order of :class:`torch.utils.data.DistributedSampler` with the same seed, which is also the sampler that
+    Lightning injects. Of R ranks, rank r gets the positions r, r + R, r + 2R, ... of it. A window of B samples, B / R from
     each rank, is therefore the same set of samples for every R that divides B. Where torch repeats samples to even out the ranks,
     here some ranks get one sample fewer than others, and may end the epoch one batch earlier.
 

@@ -182,7 +182,7 @@ class Accumulator(Loop):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into a checkpoint beside the states of model and optimizer; inside a window, with its gradients. On all ranks.
+        """What to save beside the states of model and optimizer; inside a window also its gradients. Call it on all ranks.
 
         Raises:
             RuntimeError: a window has ended, and ``step`` was not called yet.
@@ -198,8 +198,8 @@ class Accumulator(Loop):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, after the model and the optimizer have their states. On all ranks.
 
-        The loader has to go on, too: ``accumulator(loader, skip=accumulator.loader_batches)`` passes over what was done, if it
-        gives the same batches again.
+        The loader has to resume, too: if it yields the same batches again, ``accumulator(loader, skip=accumulator.loader_batches)``
+        passes over those that were done.
 
         Raises:
             ValueError: another version of the package has written it, or the unfinished window is of another model.

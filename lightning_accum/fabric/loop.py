@@ -36,12 +36,12 @@ class Loop(Passes):
     def __call__(self, loader: Iterable[Any], *, skip: int = 0, is_last: bool = False) -> Iterator[Any]:
         """Pass over the data once: yields its micro-batches. On all ranks; they end together, the longest loader decides.
 
-        A rank that runs out of data before others gets its last batch again, and what that adds is nothing.
+        A rank that runs out of data before the others gets its last batch again, without weight.
 
         Args:
             loader: yields loader batches.
-            skip: loader batches that are drawn and passed over: those that a checkpoint was taken after, ``loader_batches``.
-            is_last: with ``tail="carry"``, this pass is the last one: its unfinished window is stepped.
+            skip: how many loader batches to draw and pass over; after a checkpoint, its ``loader_batches``.
+            is_last: with ``tail="carry"``, whether this pass is the last one, whose unfinished window takes its step.
 
         Raises:
             RuntimeError: the loop did not call ``backward``, or not ``step`` where a window ended.
@@ -100,7 +100,7 @@ class Loop(Passes):
         """The backward of a micro-batch: in place of ``loss.backward()`` or ``fabric.backward(loss)``, once in each.
 
         Args:
-            loss: its loss, undivided; None where it has none: it weighs nothing.
+            loss: the loss of the micro-batch, not divided by anything; None if it has no loss, and then no weight.
 
         Raises:
             RuntimeError: it is called outside of the loop, or again; or what a window had accumulated was changed by others.
@@ -135,17 +135,17 @@ class Loop(Passes):
             self._end_loader_batch()
 
     def step(self, clip_norm: float | None = None, clip_value: float | None = None) -> bool:
-        """Where a window ends: normalise its gradients, clip them, step the optimizer, and clear them. Elsewhere do nothing.
+        """At the end of a window normalise its gradients, clip them, step the optimizer and clear them; inside a window do nothing.
 
-        Called after every ``backward``, on all ranks. Learning-rate schedulers are stepped where it returns True.
+        Call it after every ``backward``, on all ranks. Step learning-rate schedulers if it returns True.
 
         Args:
             clip_norm: the norm to clip to; ``math.inf`` measures it.
             clip_value: the value to clip to.
 
         Returns:
-            Whether the optimizer has stepped. Not where the window goes on; nor where it had no weight at all, or a GradScaler has
-            found that the gradients are not finite.
+            Whether the optimizer has stepped. It has not if the window goes on, if the window had no weight at all, or if a
+            GradScaler found gradients that are not finite.
 
         Raises:
             RuntimeError: it is called outside of the loop, before ``backward``, or again.

@@ -25,18 +25,19 @@ class Break(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The result of :func:`~lightning_accum.verify`. True where equality holds.
+    """The result of :func:`~lightning_accum.verify`. It is true if the two steps are equal.
 
     Attributes:
         compared: what was compared with what, in words.
-        gradient: the norm of the gradients' difference, relative to that of the full batch's gradient.
-        losses: of the full batch, and of the window.
-        tolerance: what the gradient of no parameter may exceed, and why.
-        parameters: the same for each of them by name, the worst first; a tiny gradient relative to a hundredth of the typical size.
+        gradient: the norm of the difference of the two gradients, divided by the norm of the full batch's gradient.
+        losses: the loss of the full batch, and the loss of the window.
+        tolerance: the largest relative difference at which the steps count as equal.
+        parameters: the relative difference of each parameter's gradient by its name, the largest first. A tiny gradient is compared
+            with a hundredth of the typical size.
         weight: what each micro-batch weighs, in words.
         breaks: what breaks equality; if nothing does, the window takes the step of the full batch.
         notes: what else there is to know: dropout that was switched off, padding, warnings of the run.
-        ranks: that the window was taken on; 1 where it was compared in one process, or differed there already.
+        ranks: how many ranks took the window; 1 if it was compared in one process, or already differed there.
     """
 
     module: str

@@ -55,8 +55,8 @@ def verify(
     everything that can be reached from it is restored: parameters, gradients, attributes, random state, optimizers, data loaders'
     generators. What hooks write elsewhere (files, experiment trackers) stays written. Dropout is switched off meanwhile. The full
     batch runs twice, with other random numbers and its rows in the other order, which shows what is rounding; if it differs by
-    more, random numbers are made the same for every row. If the two steps differ, one thing after the other is taken out to find
-    what breaks equality. Takes memory for some copies of the parameters in this precision, and the full batch has to fit.
+    more, random numbers are made the same for every row. If the two steps differ, possible causes are removed one by one to find
+    the one that matters. The full batch has to fit into memory, beside some copies of the parameters in this precision.
 
     Args:
         module: a LightningModule with automatic optimization, before a fit or after it.
@@ -79,7 +79,7 @@ def verify(
         policy: further arguments of :class:`GradientAccumulation`: ``weight``, ``split``, ``trim_padding``, ...
 
     Returns:
-        A report that is true where equality holds. Print it.
+        A report that is true if the two steps are equal. Print it.
 
     Raises:
         UnreadableLossError: what the micro-batches weigh cannot be read from their losses.
