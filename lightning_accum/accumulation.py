@@ -364,8 +364,8 @@ class Accumulation(Windows):
         """A window whose loss is a function of a mean where that has no finite slope, as the square root at 0: it is left out."""
         if self.policy.on_nonfinite == "raise":
             raise NotFiniteError(
-                f"The gradient of a window is not finite: its loss is {closed.loss:g}, where the function of the mean that it is"
-                f" ({self.weigher.criterion}) has the slope {closed.slope:g}. No optimizer step was made with it."
+                f"The gradient of a window is not finite: its loss is {closed.loss:g}, a function of a mean"
+                f" ({self.weigher.criterion}) whose slope there is {closed.slope:g}. No optimizer step was made with it."
             )
         left_out = closed.left_out + closed.micro_batches
         return closed._replace(loss=math.nan, weight=0.0, micro_batches=0, is_empty=True, left_out=left_out)

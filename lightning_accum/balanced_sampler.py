@@ -25,7 +25,7 @@ class BalancedBatchSampler(Resumable, Sampler[list[int]]):
     A window is ``window`` loader batches of every rank, ``window * ranks * batch_size`` samples. It holds the same samples as it
     does with a :class:`SameOrderSampler` of the same seed, in every epoch, so a training that is exact in its windows goes the
     same way. Which rank gets which of them is chosen so that the sums of their lengths are about even: longest first, each to the
-    rank with the least. Inside a rank the longest samples come first, in batches of equally many samples.
+    rank with the least. Inside a rank the longest samples come first, in batches of about as many samples each.
 
     Ranks and batches have different numbers of samples, so gradients need weights: use it with the strategies of this package,
     and a ``GradientAccumulation`` of as many loader batches as ``window``. Every rank has the same number of loader batches,

@@ -148,8 +148,8 @@ class Window:
         weights = [contribution.weight for contribution in self._contributions]
         if any(weight is None for weight in weights):
             raise ArgumentError(
-                "A window of Tokens ends when the weights of its micro-batches come to that many, but the loss is a sum, which has"
-                " none. Return a mean from training_step, or give the window in loader batches."
+                "A window of Tokens ends when the weights of its micro-batches add up to that many, but the loss is a sum,"
+                " which has no weight. Return a mean from training_step, or give the window in loader batches."
             )
         if any(isinstance(weight, Tensor) for weight in weights):
             return float(self._tensor_of(weights).sum())  # type: ignore[arg-type]

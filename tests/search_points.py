@@ -116,7 +116,7 @@ class Point:
         if self.weight == "list" and policy["tail"] == "carry" and self._may_be_long():
             said.append("counts a window before it runs, but with tail='carry' it may go on in the next epoch")
         if self.counts_tokens and self.loss == "sum":
-            said.append("A window of Tokens ends when the weights of its micro-batches come to that many, but the loss is a sum")
+            said.append("A window of Tokens ends when the weights of its micro-batches add up to that many, but the loss is a sum")
         if policy.get("tail") == "drop" and self.is_sized and not self.counts_tokens and longest < self._least():
             said.append("would never be full")
         if policy.get("on_nonfinite") == "raise" and "nan" in self.holes.values():
@@ -130,7 +130,7 @@ class Point:
         if self.engine == "fsdp2" and unit == "auto":
             said.append("runs a batch again on the rank that ran out of memory")
         if self.engine == "fsdp2" and self.is_low_precision:
-            said.append("it is fully_shard that adds up the gradients of a window")
+            said.append("here fully_shard adds up the gradients of a window")
         if self.engine == "fsdp2" and reduces_often and policy.get("on_nonfinite", "propagate") != "propagate":
             said.append("looks at the gradients of each rank")
         return said

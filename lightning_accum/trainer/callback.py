@@ -300,7 +300,7 @@ def _what_to_use_instead_of(strategy: Strategy) -> str:
     sharded = 'Trainer(strategy="accum_fsdp") or "accum_model_parallel" (FSDP2, fully_shard)'
     if isinstance(strategy, DeepSpeedStrategy):
         return (
-            "DeepSpeed's engine divides, reduces and steps by itself. For shards as with its stages, use"
+            "DeepSpeed's engine divides, reduces and steps by itself. To shard as its stages do, use"
             f" {sharded}; or stay with DeepSpeed and its gradient_accumulation_steps, without this callback."
         )
     if isinstance(strategy, (XLAStrategy, SingleDeviceXLAStrategy)):

@@ -66,8 +66,8 @@ class ShardedMixin(ParallelMixin):
         loss = loss_unlogged(self.trainer(), batch if is_on_device else super().batch_to_device(batch))
         if loss is None:
             raise UsageError(
-                f"training_step returned None on rank {self.global_rank} for a batch that it had given a loss for before, and that"
-                " was to stand in for one without."
+                f"training_step returned None on rank {self.global_rank} for a batch for which it had returned a loss before,"
+                " and which ran again in place of a batch without a loss."
             )
         return loss
 

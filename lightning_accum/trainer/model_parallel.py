@@ -157,8 +157,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
         found = sync.sums_narrower_than(dtype) or next((p.dtype for p in narrow if p not in sharded), None)
         if found is not None:
             raise MisconfiguredError(
-                f"GradientAccumulation(accumulate_dtype={dtype}): here it is fully_shard that adds up the gradients of a window,"
-                f" and it does so in {found}. Apply it to all layers with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype}), in"
+                f"GradientAccumulation(accumulate_dtype={dtype}): here fully_shard adds up the gradients of a window,"
+                f" in {found}. Apply it to all layers with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype}), in"
                 f" {type(self.module).__name__}.configure_model."
             )
 

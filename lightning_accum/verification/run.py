@@ -200,8 +200,8 @@ def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, acceler
         )
     if window is not None and not is_natural(window):
         return (
-            f"verify(window={window!r}): expected a number of loader batches from 1. A window of another kind has some number of"
-            " them, too; verify that."
+            f"verify(window={window!r}): expected a number of loader batches from 1. For windows of varying size pass"
+            " one of their sizes, in loader batches."
         )
     if not is_natural(devices):
         return f"verify(devices={devices!r}): expected a number of ranks from 1."

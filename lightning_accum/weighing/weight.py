@@ -144,7 +144,7 @@ class Weigher:
             return self._weigh(reading, loss, batch, rows), reading
         if isinstance(batch, Iterator):
             raise WrongTypeError(
-                "An explicit weight counts in the batch, but training_step draws its batches by itself (`dataloader_iter`)."
+                "An explicit weight counts entries of the batch, but training_step draws its batches by itself (`dataloader_iter`)."
                 ' Use weight="auto".'
             )
         if isinstance(self._weight, tuple):
