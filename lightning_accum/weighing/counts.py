@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_accum.errors import ArgumentError, MissingEntryError, UnreadableLossError, UnsplittableBatchError, WrongTypeError
 from lightning_accum.exact import exact
@@ -111,9 +112,9 @@ def count_samples(batch: Any) -> int | None:
 
 
 def _may_be_rows(part: Part, root: Part) -> bool:
-    """Whether it is a list that may have one entry a sample."""
+    """Whether it is a packed sequence, or a list that may have one entry a sample."""
     is_inside = part is not root and part.is_list and (isinstance(part.value, list) or part.size != 1)
-    return may_be_samples(part.value) or (is_inside and part.has_tensors)
+    return isinstance(part.value, PackedSequence) or may_be_samples(part.value) or (is_inside and part.has_tensors)
 
 
 def _look_up(batch: Any, key: str | int) -> Any:

@@ -57,6 +57,7 @@ class Batch:
         (SampleCount(), [(torch.zeros(3, 4, 4), 1), (torch.zeros(3, 4, 4), 0)], 2),
         (SampleCount(), ([{"ids": torch.zeros(8, 5)}, {"ids": torch.zeros(8, 6)}], torch.zeros(8)), 8),
         (SampleCount(), torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)], layout=torch.jagged), 2),
+        (SampleCount(), {"x": nn.utils.rnn.pack_sequence([torch.zeros(3), torch.zeros(2), torch.zeros(1)])}, 3),
         (SampleCount(key="y"), {"x": torch.zeros(1, 9), "y": torch.zeros(9)}, 9),
     ],
 )
