@@ -177,6 +177,7 @@ class Accumulation(Windows):
         if micro_batch.number == 1 and self.boundary.size == 1 and self.is_passthrough():
             self.closed = self._passthrough_window(loss, micro_batch)
             return Weighed(self.closed.weight, is_weightless=False)
+        is_new_graph = self.later.is_new_graph(is_first_window=self.closed is None)
         try:
             contribution, reading = self.weigher(loss, micro_batch.batch, micro_batch.rows)
         except UnreadableLossError as error:
@@ -185,9 +186,10 @@ class Accumulation(Windows):
                 raise
             contribution, reading = Contribution(math.nan if self.world_size > 1 else None), Reading()  # one alone needs no weight
         again = self._again if self._again is not None and contribution is self._again[0] else None
-        if not self.checks_left and (again is None or self.later.alike):  # else as doubtful as the one before it
+        if not self.checks_left and (again is None or self.later.alike or is_new_graph):  # else as doubtful as the one before it
             is_checked = self.verdict is not None and self.verdict.deviation is not None
-            is_time = is_checked and not self.window.micro_batches and is_time_to_look(self.clock.optimizer_steps + 1)
+            is_time = not self.window.micro_batches and is_time_to_look(self.clock.optimizer_steps + 1)
+            is_time = is_checked and (is_time or is_new_graph)
             self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_time))
         if again is not None and loss.dtype is again[1]:
             weighed = again[2]

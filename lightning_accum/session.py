@@ -187,6 +187,7 @@ class Session:
         """Its forward is next: returns what this and its backward run in."""
         if self.guard is not None:
             self.guard.begin_micro_batch(micro_batch)
+        self._accumulation.later.begin_forward()
         return self.sync.blocked(micro_batch) if self._has_sync and not micro_batch.is_boundary else _NOTHING_AROUND
 
     def add(self, step: Backward, loss: Tensor | None, micro_batch: MicroBatch) -> Weighed:

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]  # how many nodes this thread has made
 
 from lightning_accum.weighing.counts import tensors_of
 from lightning_accum.weighing.terms import Denominator, on_host
@@ -14,6 +15,7 @@ from lightning_accum.weighing.weight import Contribution
 
 _IGNORED = -100
 _LOOKS_AGAIN = 8
+_MOST_SIZES = 4
 Reason: TypeAlias = Literal["new terms", "other numbers", "time"]
 """Why a micro-batch is looked at: terms that the check has not seen; numbers in the batch, or a weight, that it has not; or that it
 is time.
@@ -41,8 +43,25 @@ class LaterLooks:
         """The number of each, by where it is in a batch; NaN for labels of which none is ignored. None before any was learned."""
         self.doubted: list[tuple[Denominator, Any, Reason]] = []
         """How much a micro-batch differs from those that were checked (it is not looked at if that is 0), its batch, and why."""
+        self._begun = 0
+        self._sizes: set[int] | None = set()
+        """Of the graphs of losses until now, in nodes; None if they differ in any case, as with a loop over a list."""
         self.counts_left = 8
         """How many windows more are looked at that have a micro-batch whose weight may be none."""
+
+    def begin_forward(self) -> None:
+        """The forward of a micro-batch is next."""
+        self._begun = _get_sequence_nr()
+
+    def is_new_graph(self, is_first_window: bool) -> bool:
+        """Whether the forward that has run made another number of nodes than those before: it may do what was not checked."""
+        if self._sizes is None or not self._begun or (size := _get_sequence_nr() - self._begun) in self._sizes:
+            return False
+        is_new = len(self._sizes) > 0
+        self._sizes.add(size)
+        if (is_new and is_first_window) or len(self._sizes) > _MOST_SIZES:
+            self._sizes = None
+        return is_new and not is_first_window
 
     def learn(self, rows: Any) -> bool:
         """Rows were checked. Returns whether something in them is other than in those before."""

@@ -163,6 +163,18 @@ def test_one_row_that_counts_does_not_show_that_a_loss_is_a_sum() -> None:  # 1.
     split_exact_or_refused(partial(Toy, loss), batches)
 
 
+def test_rows_that_are_centered_from_a_later_step_on_are_refused_before_it() -> None:  # 0.1 before, until window 8
+    def loss(module: Any, batch: Any) -> Tensor:
+        outputs = module.net(batch[0])
+        return F.cross_entropy((outputs - outputs.mean(0) if module.global_step > 1 else outputs).tanh(), batch[1])
+
+    module = Toy(classified)
+    module.training_step = lambda batch, batch_idx: loss(module, batch)
+    with pytest.raises(AccumulationError):
+        fit(module, labelled(*[8] * 8), GradientAccumulation(2))
+    assert module.global_step == 2
+
+
 def test_a_norm_by_singular_values_is_a_penalty() -> None:  # an error in window 2, if labels are ignored there
     rows = [*rows_of(4, 4), *rows_of(4, 4, ignored=0.5)]
     exact_or_refused(partial(Toy, lambda net, batch: classified(net, batch) + torch.linalg.matrix_norm(net.weight, 2)), rows)
