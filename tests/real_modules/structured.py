@@ -206,7 +206,6 @@ def graphs_of(batch: dict[str, Tensor], size: int) -> list[Any]:
     collate=packed_graphs,
     split=Refused(UnsplittableBatchError, {"split": graphs_of}),
     windows_today=Warned(),
-    split_today=Refused(),
 )
 class EnergiesForcesAndBonds(LightningModule):
     """Means over graphs, over atoms and over bonds; forces are the gradient of the energy."""
