@@ -41,7 +41,8 @@ PRIVATE = set(_NAMES.split())
 """Private names of Lightning's and torch's that are only read: what has gone is an AttributeError."""
 OF_PYTHON = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
 """They have an underscore and are in Python's documentation."""
-NO_NAMES = set("_fork _spawn _notebook _find_unused_parameters_ _io _thread _C _dynamo _functorch _inductor".split())
+_PARTS = "_fork _spawn _notebook _find_unused_parameters_ _io _thread _C _dynamo _functorch _inductor"
+NO_NAMES = set(_PARTS.split())
 """Strings that are parts of a strategy's name, and modules whose objects ``verify`` leaves as they are."""
 
 
