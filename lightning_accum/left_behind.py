@@ -42,13 +42,16 @@ def leaves_nothing(checked: Checked, trial: Trial, whole: Measured) -> bool:
         return False
     if checked.on_any(bool(trial.changed_attributes())):
         return False
-    versions = [*map(version_of, checked.module.buffers())]  # what has converged changes with its parameters
+    held = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in checked.module.buffers()]
     trial.leave(whole.rows if whole.total else None, whole.total)
     try:
         now = trial.result(whole.batch, checked.next_step if checked.is_window_long else None)
     except CannotCheckError:  # it runs once
         return False
-    is_written = versions != [*map(version_of, checked.module.buffers())]
+    is_written = any(  # a value that is the same may have converged, and changes with its parameters; ``.data`` counts no change
+        now is not buffer or version_of(now) != version or not now.equal(value)
+        for now, (buffer, version, value) in zip(checked.module.buffers(), held, strict=False)
+    )
     of_loss = _difference(now, (whole.loss, {**whole.gradient(ALL)}))
     return trial.largest(math.inf if is_written else of_loss) <= trial.tolerance
 
@@ -131,4 +134,6 @@ def _far(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _named(what: str, names: list[str]) -> str:
-    return f"the {what}{'s' * (len(names) > 1)} {listed([*map(repr, names)])}" if names else f"an {what} on another rank"
+    if not names:  # it is that of another rank, or in an object that is not looked into
+        return "what it keeps in " + ("a buffer" if what == "buffer" else "an attribute")
+    return f"the {what}{'s' * (len(names) > 1)} {listed([*map(repr, names)])}"

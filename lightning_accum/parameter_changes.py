@@ -45,12 +45,7 @@ class KeptGradients:
 
     def changed(self) -> list[str]:
         """The parameters whose gradients are others now, by name."""
-        return [
-            name
-            for (name, own), (gradient, version, values) in zip(self.parameters, self._kept, strict=False)
-            if own.grad is not gradient or _version(own.grad) != version
-            if values is None or not torch.equal(elements_of(own.grad), values)
-        ]
+        return [name for (name, own), kept in zip(self.parameters, self._kept, strict=False) if _is_other(own.grad, *kept)]
 
     def forget(self) -> None:
         """They may change."""
@@ -59,6 +54,14 @@ class KeptGradients:
 
 def _version(gradient: Tensor | None) -> int:
     return -1 if gradient is None else gradient._version
+
+
+def _is_other(now: Tensor | None, gradient: Tensor | None, version: int, values: Tensor | None) -> bool:
+    is_same = now is gradient and _version(now) == version
+    if values is None or (is_same and not values.is_cpu):  # no copy from a device; on the host ``.data`` counts no change
+        return not is_same
+    elements = elements_of(now)
+    return elements.shape != values.shape or not torch.equal(elements, values)
 
 
 class ParameterChanges:

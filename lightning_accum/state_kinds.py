@@ -221,10 +221,14 @@ def changed_names(module: nn.Module, saved: Any) -> list[str]:
 
 
 def is_changed(target: Any, saved: Any) -> bool:
-    """Whether a tensor, a list or a dict holds others than those that were kept."""
+    """Whether a tensor, a container or an object holds others than those that were kept."""
     if isinstance(target, Tensor):
         return saved is not None and not torch.equal(*saved)
-    if not isinstance(target, (dict, list)):
+    if isinstance(saved, tuple) and len(saved) == 2 and isinstance(saved[1], list):  # see _save_object
+        held, attributes = saved
+        is_other = held is not None and is_changed(vars(target), held)
+        return is_other or any(getattr(target, name, _NOTHING) is not value for name, value in attributes)
+    if not isinstance(target, (dict, list, set, deque)):
         return False
     now, before = ([*held, *held.values()] if isinstance(held, dict) else [*held] for held in (target, saved))
     return len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))

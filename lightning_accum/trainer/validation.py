@@ -56,7 +56,7 @@ class AccumulatingTrainer(pl.Trainer):
                 return scheduler.get_accumulate_grad_batches(epoch)
             return policy.size_at(epoch, step) or self.accumulate_grad_batches
 
-        if isinstance(policy.window, Tokens):
+        if isinstance(policy.window, Tokens) and not self.fast_dev_run:  # type: ignore[attr-defined]  # a few windows at most
             raise UsageError(
                 f"estimated_stepping_batches cannot be known: a window of {policy.window} ends when its tokens are there. Say how"
                 " many steps there are to be, Trainer(max_steps=...) without max_epochs."

@@ -186,7 +186,7 @@ class Watch:
         self.attend(optimizer)
         self._depth, self._steps, self._is_stepping = 0, 0, True
         self._has_stepped = not self._hooks  # no hook can be registered
-        self._before_step = self._seen_of(optimizer)
+        self._before_step, self._rates = self._seen_of(optimizer), None  # a window of tokens ends after its loader batch
 
     def _seen_of(self, optimizer: Optimizer) -> tuple[list[int], list[Tensor]]:
         """How often each parameter was changed, and in the first windows some of its elements: ``p.data`` counts no change."""

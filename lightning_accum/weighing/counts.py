@@ -100,15 +100,22 @@ def count_samples(batch: Any) -> int | None:
     one that is split, and the list counts its entries where that says nothing.
     """
     root = parse(batch)
-    if root.problem and not root.is_tensor:  # of a class that is not known: what its attributes have
-        root = parse(vars(batch) if hasattr(batch, "__dict__") else {})
-    first = next((part for part in root.walk() if (part.is_tensor and part.size is not None) or _may_be_rows(part, root)), None)
+    parts = _with_attributes(root, depth=3)
+    first = next((part for part in parts if (part.is_tensor and part.size is not None) or _may_be_rows(part, root)), None)
     if first is None or first.is_tensor:
         return None if first is None else first.size
     try:
         return read_parts(batch, {})[1]
     except UnsplittableBatchError:
         return None if first is root and first.size == 2 else first.size  # an input and its target, or two samples
+
+
+def _with_attributes(root: Part, depth: int) -> Iterator[Part]:
+    """All parts, and what attributes have of those whose class is not known. An iterator draws its batches by itself."""
+    for part in root.walk():
+        yield part
+        if part.problem and depth and not isinstance(part.value, (Tensor, Iterator)):
+            yield from _with_attributes(parse(getattr(part.value, "__dict__", {})), depth - 1)
 
 
 def _may_be_rows(part: Part, root: Part) -> bool:

@@ -64,11 +64,17 @@ def zero_loss_of(parameters: Sequence[Tensor], sparse: Collection[Tensor] = froz
     Args:
         parameters: that it reaches.
         sparse: those of them whose gradients are sparse.
+
+    Example:
+        >>> parameters = torch.nn.Parameter(torch.full((2,), torch.nan)), torch.nn.Parameter(torch.tensor(1j))
+        >>> zero_loss_of(parameters).backward()
+        >>> [parameter.grad for parameter in parameters]
+        [tensor([0., 0.]), tensor(0.+0.j)]
     """
     device = parameters[0].device
     nothing = torch.zeros(0, dtype=torch.long, device=device)
     none_of = [embedding(nothing.to(p.device), p, sparse=True) if p in sparse else p.reshape(-1)[:0] for p in parameters]
-    return torch.stack([values.sum().to(device) for values in none_of]).sum()
+    return torch.stack([values.sum().real.to(device) for values in none_of]).sum()
 
 
 def batch_norm_layers(module: nn.Module) -> list[str]:

@@ -264,6 +264,7 @@ USERS: dict[str, tuple[str, Any]] = {
     "cleared before it is cleared": ("on_before_zero_grad", clears),
     "cleared at the start of a batch": ("on_train_batch_start", clears),
     "cleared at the end of a batch": ("on_train_batch_end", clears),
+    "half of data at the end": ("on_train_batch_end", lambda self, *_: [p.grad.data.div_(2) for p in self.parameters()]),
 }
 
 

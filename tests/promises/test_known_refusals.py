@@ -91,7 +91,10 @@ def test_a_schedule_over_the_estimated_steps_of_windows_of_tokens_lasts_until_tr
 
     with pytest.raises(AccumulationError, match="max_steps"):
         train(max_epochs=2)
-    assert train(max_steps=28, max_epochs=-1).global_step == 28  # four batches of 2 rows or two of 6 make a window
+    with warned() as messages:
+        assert train(max_steps=28, max_epochs=-1).global_step == 28  # four batches of 2 rows or two of 6 make a window
+    assert not any("learning rate" in message for message in messages)
+    assert train(fast_dev_run=8).global_step == 2
 
 
 def test_a_list_of_names_as_long_as_the_batch_is_shared_by_its_rows() -> None:

@@ -49,6 +49,7 @@ class Batch:
         (SampleCount(), {"id": ["a", "b"], "x": torch.zeros(5)}, 5),
         (SampleCount(), [3, (torch.zeros(4, 1),)], 4),
         (SampleCount(), Batch(LABELS), 2),
+        (SampleCount(), {"images": torch.utils.data.TensorDataset(torch.zeros(6, 2))}, 6),
         (SampleCount(), IMAGES, 3),
         (SampleCount(), TARGETS, 3),
         (SampleCount(), TARGETS[:1], 1),
