@@ -126,9 +126,9 @@ class Point:
         if self.engine == "ddp" and reduces_often and unit in ("tokens", "auto"):
             said.append("may split the batches of the ranks into different numbers")
         if self.engine == "ddp" and reduces_often and self.is_low_precision:
-            said.append("reduces the gradients of each micro-batch in the type of the parameters")
+            said.append("in the type of the parameters")
         if self.engine == "fsdp2" and unit == "auto":
-            said.append("runs a batch again on the rank that ran out of memory")
+            said.append("runs a batch again if a rank runs out of memory")
         if self.engine == "fsdp2" and self.is_low_precision:
             said.append("here fully_shard adds up the gradients of a window")
         if self.engine == "fsdp2" and reduces_often and policy.get("on_nonfinite", "propagate") != "propagate":
