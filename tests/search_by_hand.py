@@ -138,8 +138,7 @@ class ByHand:
                 parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter)
         self.clip()
         self.outcome.rates.append(self.optimizer.param_groups[0]["lr"])
-        # what is shown goes by the first weight, unless a window is one micro-batch of each rank, whose terms are known
-        if point.loss == "terms" and (window.size != 1 or point.micro_batch is not None):
+        if point.loss == "terms" and (window.size != 1 or point.micro_batch is not None):  # else values of terms are known
             loss = sum(n * self.net(part).detach() for n, part in zip(weights, window.parts, strict=True)) / total
         self.outcome.losses.append(float(loss))
         self.optimizer.step()
