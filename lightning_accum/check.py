@@ -136,6 +136,8 @@ class Check:
     def __init__(self, checked: Checked, rows: Rows, is_later: bool = False) -> None:
         self._checked, self._accumulation, self._rows, self._is_later = checked, checked.accumulation, rows, is_later
         self._trial, self._weight = checked.trial(), checked.accumulation.policy.weight
+        known = checked.accumulation.verdict
+        self._before = None if known is None or known.deviation is None else known  # in the rows until now
 
     def run(self) -> None:
         """Have windows weigh as the parts were found to add up.
@@ -144,8 +146,7 @@ class Check:
             CannotCheckError: nothing could be found out. On all ranks.
             DoesNotAddUpError: they do not add up, on any rank.
         """
-        checked, accumulation, rows = self._checked, self._accumulation, self._rows
-        before = accumulation.verdict if accumulation.verdict and accumulation.verdict.deviation is not None else None
+        checked, accumulation, rows, before = self._checked, self._accumulation, self._rows, self._before
         if accumulation.row_wise is not None and before is None and takes_rows_of_other_ranks(checked, self._trial, rows):
             return  # parts of a batch say nothing
         found = self._find(rows)
@@ -167,10 +168,10 @@ class Check:
                 accumulation.warn_once(advice.of_joined(joined.verdict))
         if not found.adds_up:
             raise DoesNotAddUpError(mends.of_losses(checked, rows, found.verdict, found.terms, found.mend))
-        self._adopt(found, before)
+        self._adopt(found)
 
-    def _adopt(self, found: _Found, before: Verdict | None) -> None:
-        checked, accumulation, rows = self._checked, self._accumulation, self._rows
+    def _adopt(self, found: _Found) -> None:
+        checked, accumulation, rows, before = self._checked, self._accumulation, self._rows, self._before
         weigher, own = accumulation.weigher, found.weigher
         has_begun = accumulation.window.has_weight
         weigher.learn(own, {key: term.default_mode for key, term in found.terms.items() if has_begun})
@@ -229,8 +230,7 @@ class Check:
             if self._checked.on_any(len(functions) > 1):  # a single row may look as if it was one
                 weigher.takes_functions = False
                 looks = looks_at(self._checked, trial, rows, weigher)
-            before = self._accumulation.verdict
-            is_first = not self._is_later and (before is None or before.deviation is None)
+            is_first = not self._is_later and self._before is None
             leaves_something = is_first and not leaves_nothing(self._checked, trial, looks[0].whole)
             found = self._decide(looks, weigher, trial)._replace(leaves_something=leaves_something)
             if found.adds_up:

@@ -49,11 +49,11 @@ def leaves_nothing(checked: Checked, trial: Trial, whole: Measured) -> bool:
     except CannotCheckError:  # it runs once
         return False
     is_written = any(  # a value that is the same may have converged, and changes with its parameters; ``.data`` counts no change
-        now is not buffer or version_of(now) != version or not now.equal(value)
-        for now, (buffer, version, value) in zip(checked.module.buffers(), held, strict=False)
+        buffer is not before or version_of(buffer) != version or not buffer.equal(value)
+        for buffer, (before, version, value) in zip(checked.module.buffers(), held, strict=False)
     )
-    of_loss = _difference(now, (whole.loss, {**whole.gradient(ALL)}))
-    return trial.largest(math.inf if is_written else of_loss) <= trial.tolerance
+    of_loss = math.inf if is_written else _difference(now, (whole.loss, {**whole.gradient(ALL)}))
+    return trial.largest(of_loss) <= trial.tolerance
 
 
 @dataclass(frozen=True)
