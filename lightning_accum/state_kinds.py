@@ -35,6 +35,7 @@ class Kind(NamedTuple):
     restore: Callable[[Any, Any], Any]
     contents: Callable[[Kinds, Any], _Contents] | None = None
     is_module: bool = False
+    is_changed: Callable[[Any, Any], bool] | None = None  # of a MODULE see changed_names
 
 
 class Kinds(dict[type, "Kind | None"]):
@@ -57,7 +58,7 @@ class Kinds(dict[type, "Kind | None"]):
         yield Tensor, TENSOR
         yield torch.jit.ScriptModule, Kind(lambda module: module.training, nn.Module.train, _contents_of_script, is_module=True)
         is_of_torch = all(base.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc") for base in type_.__mro__)
-        yield nn.Module, _OBJECT._replace(is_module=True) if self.is_deep else _REGISTRY if is_of_torch else _MODULE
+        yield nn.Module, _OBJECT._replace(is_module=True) if self.is_deep else _REGISTRY if is_of_torch else MODULE
         if (numpy := sys.modules.get("numpy")) is not None:
             yield numpy.memmap, None
             yield numpy.ndarray, Kind(_save_array, _restore_array)
@@ -215,23 +216,20 @@ def _restore_module(module: nn.Module, saved: Any) -> None:
 
 
 def changed_names(module: nn.Module, saved: Any) -> list[str]:
-    """The attributes of a module that are others than those that were kept."""
-    before = saved[1] if len(saved) == 2 and isinstance(saved[1], dict) else {}
-    return [name for name, value in vars(module).items() if before and value is not before.get(name, _NOTHING)]
+    """The attributes of a module that are others than those that were saved."""
+    return [name for name, value in vars(module).items() if value is not saved[1].get(name, _NOTHING)]
 
 
-def is_changed(target: Any, saved: Any) -> bool:
-    """Whether a tensor, a container or an object holds others than those that were kept."""
-    if isinstance(target, Tensor):
-        return saved is not None and not torch.equal(*saved)
-    if isinstance(saved, tuple) and len(saved) == 2 and isinstance(saved[1], list):  # see _save_object
-        held, attributes = saved
-        is_other = held is not None and is_changed(vars(target), held)
-        return is_other or any(getattr(target, name, _NOTHING) is not value for name, value in attributes)
-    if not isinstance(target, (dict, list, set, deque)):
-        return False
-    now, before = ([*held, *held.values()] if isinstance(held, dict) else [*held] for held in (target, saved))
-    return len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
+def _is_other_object(value: Any, saved: Any) -> bool:
+    held, attributes = saved
+    now = [getattr(value, name, _NOTHING) for name, _ in attributes]
+    return _are_others(now, [before for _, before in attributes]) or (held is not None and _are_others(vars(value), held))
+
+
+def _are_others(now: Any, saved: Any) -> bool:
+    if isinstance(saved, dict):  # by identity
+        now, saved = [*now, *now.values()], [*saved, *saved.values()]
+    return len(now) != len(saved) or any(a is not b for a, b in zip(now, saved, strict=True))
 
 
 def _save_object(value: Any) -> Any:
@@ -250,7 +248,7 @@ def _restore_object(target: Any, saved: Any) -> None:
 
 
 def _restore_dict(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    if len(target) == len(saved) and all(a is b and v is w for (a, v), (b, w) in zip(target.items(), saved.items(), strict=True)):
+    if not _are_others(target, saved):
         return
     base = OrderedDict if isinstance(target, OrderedDict) else dict  # Counter.update adds, others forbid it
     base.clear(target)
@@ -258,7 +256,7 @@ def _restore_dict(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
 
 
 def _restore_items(target: Any, saved: list[Any]) -> None:
-    if len(target) != len(saved) or any(a is not b for a, b in zip(target, saved, strict=True)):
+    if _are_others(target, saved):
         target.clear()
         (target.update if isinstance(target, set) else target.extend)(saved)
 
@@ -312,7 +310,7 @@ def _restore_leaf(tensor: Tensor, saved: Any) -> None:
     _restore_object(tensor, attributes)
 
 
-def restore_gradient(parameter: Tensor, saved: tuple[Tensor, Tensor] | None) -> None:
+def _restore_gradient(parameter: Tensor, saved: tuple[Tensor, Tensor] | None) -> None:
     """Have the gradient that a parameter had, and a copy of its values; None for none."""
     if saved is None:
         parameter.grad = None
@@ -337,17 +335,19 @@ def _restore_array(array: Any, saved: Any) -> None:
 
 _NO_STATE = frozenset(vars(nn.Module()))
 """What is registered is looked at by itself; the rest are hooks."""
-TENSOR = Kind(_save_tensor, _restore_tensor, _contents_of_tensor)
+TENSOR = Kind(
+    _save_tensor, _restore_tensor, _contents_of_tensor, False, lambda own, kept: kept is not None and not torch.equal(*kept)
+)
 _LEAF = Kind(_save_leaf, _restore_leaf, _contents_of_tensor)
 _REGISTRY = Kind(_save_registry, _restore_registry, _contents_of_registry, is_module=True)
-_MODULE = Kind(_save_module, _restore_module, _contents_of_module, is_module=True)
-_OBJECT = Kind(_save_object, _restore_object, _attributes)
-ITERATOR = Kind(None, _restore_nothing)
+MODULE = Kind(_save_module, _restore_module, _contents_of_module, is_module=True)
+_OBJECT = Kind(_save_object, _restore_object, _attributes, is_changed=_is_other_object)
+ITERATOR, GRADIENT = Kind(None, _restore_nothing), Kind(None, _restore_gradient)
 _OF_TYPES: tuple[tuple[Any, Kind | None], ...] = (
     ((type(None), bool, int, float, complex, str, bytes, type, Enum, types.ModuleType, io.IOBase), None),
     ((torch.dtype, torch.device, torch.layout, random.SystemRandom), None),
-    (dict, Kind(dict, _restore_dict, _entries)),
-    ((list, set, deque), Kind(list, _restore_items, _items)),
+    (dict, Kind(dict, _restore_dict, _entries, is_changed=_are_others)),
+    ((list, set, deque), Kind(list, _restore_items, _items, is_changed=_are_others)),
     ((tuple, frozenset), Kind(None, _restore_nothing, _items)),
     (bytearray, Kind(bytes, lambda target, saved: target.__setitem__(slice(None), saved))),
     (torch.Generator, Kind(torch.Generator.get_state, torch.Generator.set_state)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from lightning_accum.errors import UsageError
 from lightning_accum.randomness import RandomState
-from lightning_accum.state_kinds import DEEP, ITERATOR, LARGE, SHALLOW, TENSOR, changed_names, is_changed, restore_gradient
+from lightning_accum.state_kinds import DEEP, GRADIENT, ITERATOR, LARGE, MODULE, SHALLOW, TENSOR, Kind, changed_names
 
 _Path: TypeAlias = "nn.Module | tuple[Any, str] | None"
 """A module, or the path of what holds a value and the value's name there; None where nobody will ask."""
-_Kept: TypeAlias = tuple[Callable[[Any, Any], Any], Any, Any, _Path]
-"""A function that restores, what it restores, what that held, and where it is."""
+_Kept: TypeAlias = tuple[Kind, Any, Any, _Path]
+"""The kind of what is restored, that itself, what it held, and where it is."""
 _Watched: TypeAlias = tuple[Tensor, int, _Path]
 """A tensor, how many changes it had seen, and where it is; None for a parameter."""
 
@@ -55,7 +55,7 @@ class Undo:
             watched += [(parameter, version_of(parameter), None) for parameter in self.module.parameters()]
         for parameter in gradients_of or ():
             gradient = parameter.grad
-            kept.append((restore_gradient, parameter, None if gradient is None else (gradient, gradient.clone()), None))
+            kept.append((GRADIENT, parameter, None if gradient is None else (gradient, gradient.clone()), None))
         return Snapshot(self.module, RandomState(self.device), kept, watched)
 
     def iterators(self) -> list[str]:
@@ -81,7 +81,7 @@ class Undo:
                 too_large.append((value, path))
                 continue
             if kind.save is not None:
-                kept.append((kind.restore, value, kind.save(value), path))
+                kept.append((kind, value, kind.save(value), path))
             elif kind is ITERATOR:
                 iterators.append(path)
             if kind.contents is not None:
@@ -101,9 +101,9 @@ class Snapshot:
     def restore(self) -> None:
         """Restore everything, as often as needed. If a tensor that is watched was changed in place, it is an error after that."""
         failure: Exception | None = None
-        for restore, target, saved, _ in self._kept:
+        for kind, target, saved, _ in self._kept:
             try:
-                restore(target, saved)
+                kind.restore(target, saved)
             except Exception as error:  # of an object of the user's: the rest is restored all the same
                 failure = failure or error
         self.random_state.restore()
@@ -116,10 +116,10 @@ class Snapshot:
     def changed_attributes(self) -> list[str]:
         """The attributes of modules that are others now, or hold others, by path."""
         found: list[_Path] = []
-        for _, target, saved, path in self._kept:
-            if isinstance(target, nn.Module):
+        for kind, target, saved, path in self._kept:
+            if kind is MODULE:
                 found += [(target, name) for name in changed_names(target, saved)]
-            elif isinstance(path, tuple) and is_changed(target, saved):
+            elif kind.is_changed is not None and isinstance(path, tuple) and kind.is_changed(target, saved):
                 found.append(path)
         return [*dict.fromkeys(_in_words(path, self._module) for path in found)]
 
