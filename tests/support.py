@@ -297,10 +297,13 @@ def warned() -> Iterator[list[str]]:
             messages += [str(warning.message) for warning in caught if issubclass(warning.category, AccumulationWarning)]
 
 
-def seeds_of_a_search(seeds: range, in_every_run: int, engine: str | None = None, marks: Sequence[Any] = ()) -> list[Any]:
-    """Parameters of a test: the first seeds, and one of today's date, are exhaustive, the others slow."""
+def seeds_of_a_search(
+    seeds: range, in_every_run: int, engine: str | None = None, marks: Sequence[Any] = (), faults: Sequence[int] = ()
+) -> list[Any]:
+    """Parameters of a test: the first seeds, one of today's date, and those that found faults are exhaustive, the others slow."""
     today = int(f"{datetime.now(timezone.utc):%Y%m%d}")
-    kinds = [(seed, pytest.mark.exhaustive if seed < in_every_run else pytest.mark.slow) for seed in seeds]
+    often = {*seeds[:in_every_run], *faults}
+    kinds = [(seed, pytest.mark.exhaustive if seed in often else pytest.mark.slow) for seed in seeds]
     return [
         pytest.param(*([engine] if engine else []), seed, id=f"{engine or ''}seed{seed:03d}", marks=[kind, *marks])
         for seed, kind in [*kinds, (today, pytest.mark.exhaustive)]

@@ -190,8 +190,7 @@ class LoaderBatches:
     def __init__(self, loader: Iterable[Any], ranks: Ranks) -> None:
         self.length = _length_of(loader)
         longest, shortest = ranks.largest(self.length, -self.length)
-        is_known = longest < math.inf and shortest < 0
-        self._batches = of_all_ranks(loader, int(longest) if is_known else None, ranks)
+        self._batches = of_all_ranks(loader, int(longest) if longest < math.inf else None, ranks, not shortest)
         self._drawn: deque[LoaderBatch] = deque()
         self._last = LoaderBatch(None, is_last=False, is_shadow=False)
 

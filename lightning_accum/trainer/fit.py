@@ -69,12 +69,11 @@ class AccumulatingFitLoop(_FitLoop):
             self._take_length(int(longest) if longest != float("inf") else longest)
         if type(fetcher) is not _PrefetchDataFetcher:
             return
-        self.seams.enter_context(specialised(fetcher, UnevenDataFetcher, strategy=strategy))
-        even = cast("UnevenDataFetcher", fetcher)
         # beside tensor parallelism the weights of a window do not go to all ranks, and a SIGTERM neither
-        if longest != float("inf") and negated_shortest < 0 and ranks.size == ranks.world_size:
-            even.longest = int(longest)
-        even.begin()
+        known = int(longest) if longest != float("inf") and ranks.size == ranks.world_size else None
+        lengths: dict[str, Any] = {"longest": known, "is_one_empty": not negated_shortest}
+        self.seams.enter_context(specialised(fetcher, UnevenDataFetcher, strategy=strategy, **lengths))
+        cast("UnevenDataFetcher", fetcher).begin()
 
     def _take_length(self, batches: float) -> None:
         """What Lightning derives from the loader of this rank, from that of the longest."""

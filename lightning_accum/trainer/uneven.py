@@ -33,8 +33,10 @@ class UnevenDataFetcher(_PrefetchDataFetcher):
     """
 
     strategy: Engine
-    longest: int | None = None
-    """Batches in an epoch of the rank that has the most; None where some length is not known, or a rank has none."""
+    longest: int | None
+    """Batches in an epoch of the rank that has the most; None where some length is not known."""
+    is_one_empty: bool
+    """The loader of a rank has no batch."""
     _of_all: Iterator[LoaderBatch] = iter(())
 
     @override
@@ -51,7 +53,8 @@ class UnevenDataFetcher(_PrefetchDataFetcher):
         accumulation = self.strategy.accumulation
         assert accumulation is not None
         left = None if self.longest is None else self.longest - self.fetched  # Lightning adds what was done before a checkpoint
-        yield from of_all_ranks(self._own_batches(), left, accumulation.ranks, lambda: accumulation.window.is_last)
+        window = accumulation.window
+        yield from of_all_ranks(self._own_batches(), left, accumulation.ranks, self.is_one_empty, lambda: window.is_last)
 
     def _own_batches(self) -> Iterator[Any]:
         with suppress(StopIteration):
