@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import os
 import runpy
@@ -18,6 +19,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -111,6 +113,17 @@ def error_of_updates(found: Any, expected: nn.Module, start: nn.Module) -> float
     before, after = dict(start.named_parameters()), dict(expected.named_parameters())
     found = dict(found.named_parameters()) if isinstance(found, nn.Module) else found
     return relative_error([found[name] - before[name] for name in after], [after[name] - before[name] for name in after])
+
+
+def csv_logger() -> dict[str, Any]:
+    """Arguments of a Trainer that logs each step into a file for :func:`logged`."""
+    return {"logger": CSVLogger("logs", name="run", version=0), "log_every_n_steps": 1}
+
+
+def logged() -> list[dict[str, float]]:
+    """The rows that were logged, each without what it does not have."""
+    with Path("logs/run/version_0/metrics.csv").open() as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def loader(batches: Sequence[Any]) -> DataLoader:

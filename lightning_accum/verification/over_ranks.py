@@ -22,6 +22,7 @@ from lightning_accum.verification.processes import RanksFailedError, run_on_rank
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import Change, Step, StepRecorder, StepRunner, Tensors
 
+
 class OverRanks:
     """Runs a window over ranks, and compares it with the full batch, whose step it takes in one process (``alone``)."""
 
@@ -87,9 +88,7 @@ class OverRanks:
         mend += " number of ranks."
         moved = {rank: off for rank, step in enumerate(self._steps) if (off := elsewhere(step, self._full))}
         found = "Rank {} has the gradient of the full batch, but its step moves {} differently."
-        return [
-            self._break(f"optimizer step of rank {rank}", found.format(rank, listed(off)), mend) for rank, off in moved.items()
-        ]
+        return [self._break(f"optimizer step of rank {rank}", found.format(rank, listed(off)), mend) for rank, off in moved.items()]
 
 
 def _steps(

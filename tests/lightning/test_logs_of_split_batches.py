@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 from alive import SavedBytes
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger
-from support import Toy, ddp, fit, loader, trainer, warned
+from support import Toy, csv_logger, ddp, fit, loader, logged, trainer, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, MeanSquaredError, MetricCollection, MetricTracker, PearsonCorrCoef
@@ -177,11 +175,10 @@ def assert_same(found: Any, wanted: Any, where: str = "") -> None:
 def test_logs_outputs_metrics_and_hooks_are_those_of_the_whole_batch(size: int) -> None:
     runs = []
     for policy in ([], [GradientAccumulation(micro_batch=size)]):
-        module, seen, logger = Classifier(in_every_way, every_metric()), Seen(), CSVLogger("logs")
+        module, seen = Classifier(in_every_way, every_metric()), Seen()
         strategy = "accum" if policy else "auto"
-        run = fit(module, batches(), seen, *policy, strategy=strategy, logger=logger, log_every_n_steps=1, max_epochs=2)
-        with open(f"{logger.log_dir}/metrics.csv") as file:
-            rows = [{k: float(v) for k, v in row.items() if v and not k.startswith("window/")} for row in csv.DictReader(file)]
+        run = fit(module, batches(), seen, *policy, strategy=strategy, **csv_logger(), max_epochs=2)
+        rows = [{k: v for k, v in row.items() if not k.startswith("window/")} for row in logged()]
         shown = (seen.seen, [row for row in rows if row.keys() - {"step", "epoch"}], module.seen, dict(run.progress_bar_metrics))
         runs.append((*shown, sorted(set(module.indices)), module.metrics["cat"].compute(), run.global_step))
     assert_same(runs[1], runs[0])

@@ -80,13 +80,6 @@ def test_loader_batches_of_single_rows_are_checked(name: str) -> None:
         assert window_that_is_told_of(module, [default_collate(row) for row in rows], window=4) == 0
 
 
-def test_batch_norm_is_warned_of_by_name() -> None:
-    module = Toy(adds_up, net=lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    with warned() as messages:
-        fit(module, labelled(8, 8), GradientAccumulation(2))
-    assert ["net.1" in message for message in messages] == [True]
-
-
 # --- what can be had, and what is seen of it ---------------------------------------------------------------------------
 
 

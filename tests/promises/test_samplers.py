@@ -181,10 +181,6 @@ def dealt(sampler: SameOrderSampler, num_replicas: int) -> list[list[int]]:
     return shares
 
 
-def permutation(samples: int, seed: int) -> list[int]:
-    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("samples", [0, 1, 2, 3, 7, 12, 60, 61])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])
@@ -201,21 +197,6 @@ def test_ranks_together_get_every_sample_once_in_torchs_order_where_torch_repeat
             peer = DistributedSampler(range(samples), num_replicas, rank, shuffle=shuffle, seed=11)
             peer.set_epoch(epoch)
             assert shares[rank] == list(peer)
-
-
-@pytest.mark.parametrize("samples", [3, 24, 29])
-@pytest.mark.parametrize("num_replicas", [1, 2, 4])
-def test_windows_are_slices_of_one_permutation_on_any_number_of_ranks(num_replicas: int, samples: int) -> None:
-    dataset, window = range(samples), 8
-    sampler = SameOrderSampler(dataset, seed=5)
-    sampler.set_epoch(3)
-    by_rank = []
-    for rank in range(num_replicas):
-        sampler.deal(num_replicas, rank)
-        by_rank.append([batch.tolist() for batch in DataLoader(dataset, batch_size=window // num_replicas, sampler=sampler)])
-    windows = [sorted(i for batch in batches for i in batch) for batches in zip_longest(*by_rank, fillvalue=[])]
-    order = permutation(samples, seed=5 + 3)
-    assert windows == [sorted(order[start : start + window]) for start in range(0, samples, window)]
 
 
 def test_the_length_follows_a_dataset_that_grows_and_a_pickled_sampler_goes_on_alike() -> None:
