@@ -9,10 +9,9 @@ from typing import Any, cast
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from typing_extensions import override
 
-from lightning_accum.balanced_sampler import BalancedBatchSampler
 from lightning_accum.errors import ArgumentError
 from lightning_accum.ranks import LoaderBatch, of_all_ranks
-from lightning_accum.samplers import SameOrderSampler, leave_out_repeats
+from lightning_accum.samplers import BalancedBatchSampler, SameOrderSampler, leave_out_repeats
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import (
     RunningStage,

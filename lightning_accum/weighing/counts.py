@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_accum.errors import ArgumentError, MissingEntryError, UnreadableLossError, UnsplittableBatchError, WrongTypeError
 from lightning_accum.exact import exact
-from lightning_accum.splitting.rows import Part, is_record, may_be_samples, parse, read_parts
+from lightning_accum.splitting.rows import Layout, Part, is_record, may_be_samples, parse
 from lightning_accum.weighing.terms import Denominator
 
 Weight: TypeAlias = Callable[[Any], Any]
@@ -105,7 +105,7 @@ def count_samples(batch: Any) -> int | None:
     if first is None or first.is_tensor:
         return None if first is None else first.size
     try:
-        return read_parts(batch, {})[1]
+        return Layout(batch).size
     except UnsplittableBatchError:
         return None if first is root and first.size == 2 else first.size  # an input and its target, or two samples
 
