@@ -201,7 +201,7 @@ class Check:
         accumulation.verdict = verdict
         if self._is_later:
             return
-        if isinstance(rows.found, FewRows):
+        if rows.found.kept is not None:
             accumulation.checked_rows = rows.found.kept
             if not is_open:
                 accumulation.later.learn(rows.found.kept)

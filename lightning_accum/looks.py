@@ -45,6 +45,7 @@ class Checked:
         may_count_first: the terms of a window can be counted before it runs.
         is_manual: the module optimizes by itself; its loss is that of one backward call.
         next_step: runs it as for the loader batch after, where it is told which it is.
+        of_dataset: draws rows from the dataset, where a loader batch does not show its own.
     """
 
     trained: Trained
@@ -56,6 +57,7 @@ class Checked:
     may_count_first: bool = False
     is_manual: bool = False
     next_step: Callable[[Any], Any] | None = None
+    of_dataset: Callable[[], FewRows] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -176,6 +178,9 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None, shared:
     except CannotCheckError:
         with suppress(CannotCheckError):  # as lists of images and of their targets
             return SplitRows(batches[0], split_lists, size)
+        if checked.of_dataset is not None and accumulation.splitting is None:
+            with suppress(CannotCheckError):
+                return checked.of_dataset()
         raise
     if accumulation.row_wise is not None and found.of_batch < 2:
         raise UnsuitableRowsError("the first batch has 1 row")

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_accum import check
 from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked, have_one_loss
+from lightning_accum.randomness import RandomState
+from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import DummyLogger, HalfPrecision, MixedPrecision, call, pl, rank_zero_info
 from lightning_accum.trainer.results import collecting_logs
 from lightning_accum.trial_mode import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
+from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 from lightning_accum.whole.row_proof import prove_row_wise
 
 
@@ -60,6 +66,80 @@ def _silent(logger: Any) -> Any:
     return silent
 
 
+class DatasetRows(FewRows):
+    """Samples of the dataset, of which the loader's ``collate_fn`` makes batches: where the rows of a batch cannot be told apart.
+
+    Raises:
+        CannotCheckError: the loader does not draw them by their places, or has one in a batch, or batches are made at random.
+    """
+
+    kept = None
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer, loader = trainer, trainer.train_dataloader
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is None or not hasattr(loader.dataset, "__len__"):
+            raise CannotCheckError("the loader draws no samples by their places")
+        self.of_batch = max(cast("Engine", trainer.strategy).samples_of_loader(), default=MOST_ROWS)
+        if self.of_batch < 2:
+            raise CannotCheckError("a batch of the loader is one sample")
+        self._samples = _samples_of(loader, max(MOST_ROWS, min(self.of_batch, _MOST_SAMPLES)))
+        self._collate, self.of_others, self.number = loader.collate_fn, list[int](), len(self._samples)
+        self.of_batch = self.at_once = min(self.of_batch, self.number)
+        self.take([0, 1])
+
+    @override
+    def alone(self) -> FewRows:
+        found = copy(self)
+        found.number = self.of_batch
+        return found
+
+    @override
+    def take(self, rows: Sequence[int]) -> Any:
+        before = RandomState(self._trainer.strategy.root_device)
+        batch = transferred(self._trainer, self._collate([deepcopy(self._samples[row % self.number]) for row in rows]))
+        if before.torch_has_drawn() or before.others_have_drawn():
+            before.restore()
+            raise CannotCheckError("a batch of the loader is made with random numbers")
+        return batch
+
+    @override
+    def emptied(self, rows: Sequence[int], without_labels: Collection[int]) -> Any:
+        return None
+
+    @override
+    def may_be_shared(self) -> dict[str, Any]:
+        return {}
+
+
+_MOST_SAMPLES = 256
+
+
+def _samples_of(loader: DataLoader[Any], number: int) -> list[Any]:
+    """So many from all over the dataset, drawn where the loader draws them: in a worker, if it has any."""
+    last = len(cast("Any", loader.dataset)) - 1
+    places = [place * last // (number - 1) for place in range(number)] if last >= number else range(last + 1)
+    how: dict[str, Any] = {"worker_init_fn": loader.worker_init_fn, "multiprocessing_context": loader.multiprocessing_context}
+    how |= {"batch_size": None, "collate_fn": _as_it_is, "num_workers": min(1, loader.num_workers)}
+    before = RandomState(torch.device("cpu"))
+    try:
+        return list(DataLoader(loader.dataset, sampler=places, **how))
+    except Exception as error:
+        raise CannotCheckError(f"drawing samples raises {type(error).__name__}: {error}") from error
+    finally:
+        before.restore()
+
+
+def _as_it_is(sample: Any) -> Any:
+    return sample
+
+
+def transferred(trainer: pl.Trainer, batch: Any) -> Any:
+    """A batch of the loader, as ``training_step`` gets it."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+
 def _may_count_first(strategy: Engine, is_long: bool) -> bool:
     """The terms of a window can be counted before it runs."""
     if is_long and (strategy.accumulation is None or strategy.accumulation.rest_of_window is None):
@@ -81,7 +161,8 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
     may_count = _may_count_first(strategy, is_long)
     is_told = "batch_idx" in kwargs
     after = unlogged_step(trainer, OrderedDict(kwargs, batch_idx=kwargs["batch_idx"] + 1)) if is_told else None
-    checked = Checked(strategy, step, accumulation, samples, is_long, rank_zero_info, may_count, next_step=after)
+    of_dataset = partial(DatasetRows, trainer)
+    checked = Checked(strategy, step, accumulation, samples, is_long, rank_zero_info, may_count, False, after, of_dataset)
     check.check_first_batch(checked, list(kwargs.values())[:1])
     accumulation.look_at_doubted = partial(check_doubted, checked)
 
@@ -110,7 +191,8 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDic
     while number < windows.ranks.largest(windows.most_tried)[0]:
         accumulation = windows.call(number)
         step, inform = partial(loss_of_call, number=number), lambda _: None  # the line at the start says it for each call
-        checked = Checked(strategy, step, accumulation, strategy.samples_of_loader(), is_long, inform, is_manual=True)
+        samples, of_dataset = strategy.samples_of_loader(), partial(DatasetRows, trainer)
+        checked = Checked(strategy, step, accumulation, samples, is_long, inform, is_manual=True, of_dataset=of_dataset)
         if accumulation.checks_left:
             check.check_first_batch(checked, list(kwargs.values())[:1])
         if number == 0 and is_long and windows.is_free_of_steps is None and not checked.on_any(accumulation.checked_rows is None):

@@ -19,7 +19,7 @@ from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.step import Outcome
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.first_batch import check_first_batch, prove_row_wise_step, unlogged_step
+from lightning_accum.trainer.first_batch import check_first_batch, prove_row_wise_step, transferred, unlogged_step
 from lightning_accum.trainer.from_lightning import (
     AbstractClosure,
     Closure,
@@ -105,10 +105,7 @@ class WindowOptimization(_AutomaticOptimization):
 
     def transferred(self, batch: Any) -> Any:
         """A loader batch that was drawn ahead, as ``training_step`` gets it."""
-        trainer = self.trainer
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+        return transferred(self.trainer, batch)
 
     def plan_ahead(self, batch: Any) -> None:
         """Plan how it is split; padding is trimmed where that is found to make no difference."""

@@ -107,6 +107,9 @@ def count_samples(batch: Any) -> int | None:
     try:
         return Layout(batch).size
     except UnsplittableBatchError:
+        if isinstance(first.value, tuple) and first.size == 1 and any(not isinstance(p.value, tuple) for p in root.parts):
+            # a container of what has one a sample; the tuples of ``zip(*samples)`` are alone
+            return next((part.size for part in first.walk() if part.is_tensor and part.size is not None), 1)
         return None if first is root and first.size == 2 else first.size  # an input and its target, or two samples
 
 
@@ -120,8 +123,8 @@ def _with_attributes(root: Part, depth: int) -> Iterator[Part]:
 
 def _may_be_rows(part: Part, root: Part) -> bool:
     """Whether it is a packed sequence, or a list that may have one entry a sample."""
-    is_inside = part is not root and part.is_list and (isinstance(part.value, list) or part.size != 1)
-    return isinstance(part.value, PackedSequence) or may_be_samples(part.value) or (is_inside and part.has_tensors)
+    is_inside = part is not root and part.is_list and part.has_tensors
+    return isinstance(part.value, PackedSequence) or may_be_samples(part.value) or is_inside
 
 
 def _look_up(batch: Any, key: str | int) -> Any:

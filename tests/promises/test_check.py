@@ -17,7 +17,7 @@ from sharded import DoublePrecision, ShardedLanguage, fsdp1, fsdp2, needs_shardi
 from support import Hide, Toy, ddp, fit, labelled, loader, pad, sentences, trainer, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 from written_losses import BY_NAME, Net, make
 
 from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUpError, GradientAccumulation, SampleCount
@@ -55,6 +55,45 @@ def test_other_rows_are_looked_at_where_the_first_show_nothing(data: list[Any]) 
     with pytest.raises(DoesNotAddUpError):
         fit(module, data, GradientAccumulation(3))
     assert module.trainer.global_step == 0
+
+
+def flat(samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
+    """All points one after the other, and of which sample each is, as graphs are packed."""
+    points, labels = zip(*samples, strict=True)
+    sizes = torch.tensor([len(own) for own in points])
+    return {"points": torch.cat(points), "of": torch.arange(len(samples)).repeat_interleave(sizes), "labels": torch.tensor(labels)}
+
+
+def at_random(samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
+    return {**(batch := flat(samples)), "points": batch["points"] + torch.randn_like(batch["points"])}
+
+
+def mean_over_samples(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    hidden = net(batch["points"])
+    return F.cross_entropy(hidden.new_zeros(len(batch["labels"]), 4).index_add(0, batch["of"], hidden), batch["labels"])
+
+
+def mean_over_their_labels(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return mean_over_samples(net, batch) * (1 + batch["labels"].float().mean())
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_where_a_batch_does_not_show_its_rows_the_dataset_does(workers: int) -> None:
+    samples = [(torch.randn(1 + place % 4, 4).double(), place * place % 4) for place in range(32)]
+
+    def trained(loss: Any, collate: Any, **check: bool) -> tuple[list[str], Toy]:
+        module, data = Toy(loss), DataLoader(samples, 4, shuffle=True, num_workers=workers, collate_fn=collate)  # type: ignore[arg-type]
+        with warned() as messages:
+            fit(module, data, GradientAccumulation(2, **check))
+        return messages, module
+
+    for collate in (flat, at_random):
+        messages, found = trained(mean_over_samples, collate)
+        assert ["could not be checked" in message for message in messages] == [True] * (collate is at_random)
+        for own, other in zip(found.parameters(), trained(mean_over_samples, collate, check=False)[1].parameters(), strict=True):
+            assert torch.equal(own, other)
+    with pytest.raises(DoesNotAddUpError):
+        trained(mean_over_their_labels, flat)
 
 
 @pytest.mark.parametrize("bad_batch", [0, 1, 2, 3])
