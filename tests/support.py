@@ -18,7 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins import MixedPrecision
@@ -159,12 +159,15 @@ class Interrupted(Exception):
 
 
 class SaveAfter(Callback):
-    """Takes a checkpoint after so many loader batches of all epochs, and goes on or ends there."""
+    """Takes a checkpoint in a hook after so many loader batches of all epochs, and goes on or ends there."""
 
-    def __init__(self, *after: int | None, ends: bool = False, path: str | Path = "inside.ckpt") -> None:
+    def __init__(
+        self, *after: int | None, ends: bool = False, path: str | Path = "inside.ckpt", hook: str = "on_train_batch_end"
+    ) -> None:
         self.after, self.ends, self.path = after, ends, str(path)
+        setattr(self, hook, self.save)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def save(self, trainer: pl.Trainer, *_: Any) -> None:
         batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if batches in self.after:
             trainer.save_checkpoint(self.path.format(batches))
@@ -203,7 +206,7 @@ class Scalar(pl.LightningModule):
         self.gradients: list[float] = []  # what on_before_optimizer_step saw
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.gradients.append(self.w.grad.item())
+        self.gradients.append(self.w.grad.tolist())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch)
@@ -296,6 +299,12 @@ def fit(module: pl.LightningModule, data: Any = None, *callbacks: Callback, stra
     run = trainer(strategy, callbacks=list(callbacks), **kwargs)
     run.fit(module, loader(data) if isinstance(data, list) else data, **fit_arguments)
     return run
+
+
+def noted(hook: str, what: Callable[[pl.Trainer], Any]) -> tuple[LambdaCallback, list[Any]]:
+    """A callback that notes something at each call of a hook, and its notes."""
+    notes: list[Any] = []
+    return LambdaCallback(**{hook: lambda trainer, *_: notes.append(what(trainer))}), notes
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from changing import Changes
-from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback
 from sharded import DoublePrecision, ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
 from support import Hide, Toy, ddp, fit, labelled, loader, pad, sentences, trainer, warned
 from torch import Tensor, nn
@@ -223,17 +223,14 @@ def window_that_is_told_of(module: pl.LightningModule, data: Any, **policy: Any)
     """The first window that is warned of, or refused, before its step."""
     told: list[int] = []
 
-    class Looks(Callback):
-        def on_before_optimizer_step(self, *_: Any) -> None:
-            told.append(number())
-
     def number() -> int:
         return sum(issubclass(warning.category, AccumulationWarning) for warning in caught)
 
+    looks = LambdaCallback(on_before_optimizer_step=lambda *_: told.append(number()))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            fit(module, data, GradientAccumulation(**policy), Looks())
+            fit(module, data, GradientAccumulation(**policy), looks)
         except AccumulationError:
             return len(told)
         told.append(number())  # a window that was left out takes no step
