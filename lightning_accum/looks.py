@@ -249,12 +249,13 @@ class _InParts:
         return Look(measured, [self.run(part, total, is_part=True) for part in parts])
 
     def few(self, size: int, most: int) -> list[Look]:
-        """The first rows in many ways, and after them those up to ``most`` one by one."""
+        """The first rows in many ways; then those up to ``most`` one by one, so many at once, with one of those before."""
         looks = self.first(size, size)
         if self.checked.on_any(self.trial.draws_unlike_numbers):  # not for each row: then all rows draw the same
             looks = self.first(size)
-        others = [range(begin, min(begin + size, most)) for begin in range(size, most, size)]
-        return looks + [self.look(rows, [[row] for row in rows]) for rows in others]
+        others = [range(begin, min(begin + size, most)) for begin in range(size - 1, most - 1, size - 1)]
+        alone = {row: self.run([row], is_part=True) for row in range(size - 1, most) if others}
+        return looks + [Look(self.run(rows), [alone[row] for row in rows]) for rows in others]
 
     def halves(self, size: int) -> list[Look]:
         """A micro-batch in the size of training, and its halves."""

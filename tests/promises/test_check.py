@@ -96,6 +96,15 @@ def test_where_a_batch_does_not_show_its_rows_the_dataset_does(workers: int) -> 
         trained(mean_over_their_labels, flat)
 
 
+def test_rows_of_one_count_beside_others_do_not_hide_what_a_mean_is_over() -> None:  # 0.65, silently, if pairs were looked at alone
+    def mean_of_means(net: nn.Module, batch: tuple[Sequence[Tensor], ...]) -> Tensor:
+        return sum(F.mse_loss(net(points), target) for points, target in zip(*batch, strict=True)) / len(batch[0])
+
+    rows = [[(torch.randn(n, 4).double(), torch.randn(n, 4).double()) for n in sizes] for sizes in ((2, 2, 3), (3, 3, 1, 1, 2))]
+    for window in (GradientAccumulation(micro_batch=1), GradientAccumulation(2)):
+        assert_window_equals_batch(Toy(mean_of_means), rows, window, collate=lambda rows: tuple(zip(*rows, strict=True)))
+
+
 @pytest.mark.parametrize("bad_batch", [0, 1, 2, 3])
 def test_batches_of_few_rows_are_checked_before_the_first_step_until_there_were_eight(bad_batch: int) -> None:
     data = labelled(*[2] * 8)
