@@ -37,7 +37,7 @@ from lightning_accum.weighing.advice import OF_UNSEEN_TERMS
 from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.whole.row_wise import RowWise
-from lightning_accum.window import WindowLoss
+from lightning_accum.window import Window
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 
@@ -99,8 +99,8 @@ class ManualWindows(Windows):
 
     @property
     @override
-    def losses(self) -> list[WindowLoss]:
-        return [call.loss for call in self.calls]
+    def of_losses(self) -> list[Window]:
+        return [call.window for call in self.calls]
 
     # --- one loader batch -------------------------------------------------------------------------------------------
 
@@ -214,14 +214,14 @@ class ManualWindows(Windows):
             self._compare_places(is_end=False)
         call.window.reduce()
         if self.ranks.size > 1 and not self._reduces_by_itself:
-            used = call.given.of
-            call.given.reduce(self.ranks, [p for p in self._parameters() if p.requires_grad or used(p) is not None])
+            call.given.reduce(self.ranks, [p for p in self._parameters() if p.requires_grad or p in call.given.of])
         closed = call.window.close(call.given.gradients)
-        call.loss.warn_of(closed, self.warn_once)
+        call.window.warn_of(closed, self.warn_once)
         if closed.has_doubts:
             self.warn_once(OF_UNSEEN_TERMS)
         self.closed.append(closed)
-        sums = call.given.take()
+        sums = call.given.of
+        call.given.clear()
         if closed.is_empty:
             return {}
         if scale != 1.0:
