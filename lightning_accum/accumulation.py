@@ -103,11 +103,10 @@ class Accumulation(Windows):
 
     def count_first(self, keys: Sequence[int] = ()) -> None:
         """From now on the terms of a window are counted before it runs, those with these keys and others."""
-        window, weights = self.window, self.policy.weight
+        weights = self.policy.weight
         self.weigher.counts_first, self.stops_counting = not isinstance(weights, tuple), False
         keys = range(len(weights)) if isinstance(weights, tuple) else keys
-        window.counted = Counted(keys, self.world_size, self.ranks.group)
-        window.counted.is_listed = isinstance(weights, tuple)
+        self.window.counted = Counted(keys, self.ranks, isinstance(weights, tuple))
 
     @property
     @override
@@ -182,12 +181,14 @@ class Accumulation(Windows):
             if (self.world_size == 1 or self.policy.on_nonfinite != "propagate") and not self._is_one_micro_batch():
                 raise
             contribution, reading = Contribution(math.nan if self.world_size > 1 else None), Reading()  # one alone needs no weight
+            if self.window.counted is not None:
+                self.window.counted.agree()  # as the others do
         if not self.checks_left:
             is_checked = self.verdict is not None and self.verdict.deviation is not None
             is_time = not self.window.micro_batches and is_time_to_look(self.clock.optimizer_steps + 1)
             is_time = is_checked and (is_time or is_new_graph)
             self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_time))
-        if self.window.counted is not None and contribution.of_terms is None:
+        if self.window.counted is not None and contribution.of_terms is None and self._unread is None:
             contribution = contribution._replace(weight=None, of_terms={})
         if contribution.of_terms is not None:
             return self._add_terms(loss, contribution, reading.terms, micro_batch)

@@ -79,8 +79,7 @@ class Session:
             if accumulation.is_shadow_batch:
                 self.zero_grad(step)  # what it does to the module is to last
             outcome = run(step, batch, seen, ends_window)
-        if self._has_doubts:
-            self.look_at_doubted()
+        self.look_at_doubted()
         return outcome
 
     def _run_whole(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
@@ -265,8 +264,7 @@ class Session:
         window_loss = self._run_shadow_batches(0, max(1, self.rounds(0)), seen, has_boundary)
         if ends_window and self.finishes_after_backward:
             window_loss = self.finish_window(seen)
-        if self._has_doubts:
-            self.look_at_doubted()
+        self.look_at_doubted()
         return Outcome(window_loss)
 
     def _run_shadow_batches(self, done: int, rounds: int, seen: int, has_boundary: bool) -> Tensor | None:
@@ -311,8 +309,7 @@ class Session:
         self._accumulation.reduce()
         self.sync.reduce_accumulated()
         window_loss = self.end_window(seen)
-        if self._has_doubts:
-            self.look_at_doubted()
+        self.look_at_doubted()
         return window_loss
 
     def end_window(self, seen: int) -> Tensor | None:
