@@ -158,6 +158,34 @@ def of_all_ranks(
         yield LoaderBatch(last if is_shadow else own, not has_more, is_shadow)
 
 
+class LoaderBatches:
+    """The batches of :func:`of_all_ranks`, of which some may be drawn ahead."""
+
+    def __init__(self, batches: Iterator[LoaderBatch]) -> None:
+        self._batches = batches
+        self._last = LoaderBatch(None, is_last=False, is_shadow=False)
+        self.drawn: deque[LoaderBatch] = deque()
+        """Those after the one that was yielded last."""
+
+    def __iter__(self) -> Iterator[LoaderBatch]:
+        return self
+
+    def __next__(self) -> LoaderBatch:
+        self._last = self.drawn.popleft() if self.drawn else next(self._batches)
+        return self._last
+
+    def rest(self, number: float) -> Iterator[tuple[Any, bool]]:
+        """Draw as many after the one that was yielded last, or what there is. Each with whether it is a shadow batch."""
+        known = deque([self._last, *self.drawn])
+        while len(self.drawn) < number and not known[-1].is_last:
+            following = draw(self._batches, known)
+            if following is END:
+                return
+            known.append(following)
+            self.drawn.append(following)
+            yield following.batch, following.is_shadow
+
+
 def draw(batches: Iterator[Any], before: Sequence[Any]) -> Any:
     """The next batch, where those ``before`` are still to run; or an error if drawing it has changed one of them."""
     versions = _versions(before)

@@ -23,7 +23,7 @@ from lightning_accum.trainer.from_lightning import (
     rank_zero_info,
 )
 from lightning_accum.trainer.optimization import WindowOptimization
-from lightning_accum.trainer.uneven import is_agreeing
+from lightning_accum.trainer.uneven import WindowFetcher, is_agreeing
 from lightning_accum.trainer.validation import ValidatingEpochLoop
 from lightning_accum.trainer.watch import call_batch_end
 from lightning_accum.user_warnings import rank_zero_warn
@@ -77,7 +77,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     @property
     def _is_in_counted_window(self) -> bool:
         """Its terms are divided by what all of it has, so training does not stop inside."""
-        return bool(getattr(self.trainer.fit_loop._data_fetcher, "drawn", ()))
+        fetcher = self.trainer.fit_loop._data_fetcher
+        return isinstance(fetcher, WindowFetcher) and fetcher.is_ahead
 
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:

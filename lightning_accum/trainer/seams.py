@@ -252,8 +252,6 @@ loops.optimization.manual._ManualOptimization
     _on_before_step _on_after_step | counts the steps that do not wait | 158c1bd3 44da92f0
 loops.fetchers._PrefetchDataFetcher
     __iter__ __next__ | ranks of different lengths end together; windows are drawn ahead | 46027b64 7dee5f74
-loops.fetchers._DataFetcher
-    teardown | forgets the last batch | 14cb701a
 trainer.connectors.data_connector._DataConnector
     _prepare_dataloader | deals SameOrderSampler and BalancedBatchSampler to the ranks | 7ca31a88
     _resolve_sampler | Lightning's own sampler repeats no samples | 53f73aba
