@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_accum.errors import ArgumentError
 from lightning_accum.trainer.callback import GradientAccumulation
-from lightning_accum.trainer.from_lightning import Callback, DoublePrecision, Strategy, pl
+from lightning_accum.trainer.from_lightning import Strategy, pl
 
 Rows = Sequence[Any]
 """What a collate function makes a batch of."""
@@ -203,7 +203,7 @@ def _train(
     if optimizer is not None:
         module.configure_optimizers = partial(_make_optimizer, module, optimizer)
     if "precision" not in arguments and "plugins" not in arguments:
-        arguments = {**arguments, "plugins": [DoublePrecision()]}
+        arguments = {**arguments, "plugins": [pl.plugins.DoublePrecision()]}
     with tempfile.TemporaryDirectory() as folder:
         recorder = _Recorder(folder)
         pl.Trainer(**{**arguments, "callbacks": [*arguments.get("callbacks", []), recorder]}).fit(module, data, ckpt_path=ckpt_path)
@@ -214,7 +214,7 @@ def _make_optimizer(module: nn.Module, optimizer: MakesOptimizer) -> torch.optim
     return optimizer(module.parameters())
 
 
-class _Recorder(Callback):
+class _Recorder(pl.Callback):
     """Writes down what each rank, which may be another process, has reached."""
 
     def __init__(self, folder: str) -> None:

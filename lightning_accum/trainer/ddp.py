@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_accum.policy import check_is_one_of
 from lightning_accum.sync.base import GradientSync, SyncPolicy
 from lightning_accum.sync.ddp import DDPSync, WideDDPSync, sync_buffers
-from lightning_accum.trainer.from_lightning import DDPStrategy, ParallelStrategy, misconfigured
+from lightning_accum.trainer.from_lightning import misconfigured, pl
 from lightning_accum.trainer.strategy import AccumulationMixin
 
 _Sync = TypeVar("_Sync", bound=str)
@@ -30,7 +30,7 @@ def checked_sync(sync: _Sync, *others: str) -> _Sync:
     return sync
 
 
-class ParallelMixin(AccumulationMixin, ParallelStrategy):
+class ParallelMixin(AccumulationMixin, pl.strategies.ParallelStrategy):
     """In front of Lightning's strategies for several ranks."""
 
     @override
@@ -40,7 +40,7 @@ class ParallelMixin(AccumulationMixin, ParallelStrategy):
             yield
 
 
-class DDPAccumulationStrategy(ParallelMixin, DDPStrategy):
+class DDPAccumulationStrategy(ParallelMixin, pl.strategies.DDPStrategy):
     """Exact gradient accumulation over DistributedDataParallel, ``Trainer(strategy="accum_ddp")``.
 
     Also registered with the suffixes of Lightning's own: ``_spawn``, ``_fork``, ``_notebook`` and

@@ -15,13 +15,7 @@ from lightning_accum.step import Outcome
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import check_first_batch, check_manual_batch, prove_row_wise_step
-from lightning_accum.trainer.from_lightning import (
-    LRSchedulerConfig,
-    ModelCheckpoint,
-    WeightAveraging,
-    _DataFetcher,
-    rank_zero_info,
-)
+from lightning_accum.trainer.from_lightning import _DataFetcher, pl, rank_zero_info
 from lightning_accum.trainer.optimization import WindowOptimization
 from lightning_accum.trainer.uneven import WindowFetcher, is_agreeing
 from lightning_accum.trainer.validation import ValidatingEpochLoop
@@ -205,13 +199,13 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         has_stepped, closed = self.global_step > steps, accumulation.closed
         ended = self.trainer, {"loss": None if closed is None else closed.loss}, self.batch, self.batch_idx
         if has_stepped:
-            call_batch_end(WeightAveraging, *ended)
+            call_batch_end(pl.callbacks.WeightAveraging, *ended)
         self._rows.flush()
         self._update_learning_rates("step", update_plateau_schedulers=False)
         self._update_learning_rates("step", update_plateau_schedulers=True)
         self._batches_that_stepped += has_stepped
         if has_stepped:
-            call_batch_end(ModelCheckpoint, *ended)
+            call_batch_end(pl.callbacks.ModelCheckpoint, *ended)
 
     def _drop_manual_window(self, windows: ManualWindows, seen: int) -> None:
         """Only the module's own training_step steps, and no loader batch is left for it to do so."""
@@ -301,7 +295,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         configs = strategy.lr_scheduler_configs
         if not configs:
             return
-        due: list[LRSchedulerConfig] = []
+        due: list[pl.utilities.types.LRSchedulerConfig] = []
         for config in configs if strategy.watch.take_turn(update_plateau_schedulers) else ():
             if config.interval == "step":
                 due += [replace(config, frequency=1)] * clock.times_due(config.frequency)

@@ -20,7 +20,7 @@ from lightning_accum.looks import Checked, have_one_loss
 from lightning_accum.randomness import RandomState
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import DummyLogger, HalfPrecision, MixedPrecision, call, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import call, pl, rank_zero_info
 from lightning_accum.trainer.results import collecting_logs
 from lightning_accum.trial_mode import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
@@ -36,8 +36,8 @@ def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callabl
     strategy, precision, others = cast("Engine", trainer.strategy), trainer.precision_plugin, [*kwargs.values()][1:]
 
     def training_step(batch: Any) -> Any:
-        is_half = isinstance(precision, HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
-        is_plain = isinstance(precision, (MixedPrecision, HalfPrecision)) and not is_half
+        is_half = isinstance(precision, pl.plugins.HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
+        is_plain = isinstance(precision, (pl.plugins.MixedPrecision, pl.plugins.HalfPrecision)) and not is_half
         context = nullcontext() if is_plain else precision.train_step_context()
         with torch.enable_grad(), context, collecting_logs(trainer), _without_loggers(trainer):
             step = partial(call._call_lightning_module_hook, trainer, "training_step")
@@ -58,7 +58,8 @@ def _without_loggers(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def _silent(logger: Any) -> Any:
-    nothing, nowhere = DummyLogger().log_metrics, DummyLogger().experiment
+    dummy = pl.loggers.logger.DummyLogger()
+    nothing, nowhere = dummy.log_metrics, dummy.experiment
     methods = {"log_metrics": nothing, "log_hyperparams": nothing, "experiment": property(lambda _: nowhere)}
     kind = type(logger)
     silent: Any = object.__new__(type(kind.__name__, (kind,), methods))

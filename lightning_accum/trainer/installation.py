@@ -19,8 +19,6 @@ from lightning_accum.trainer.fit import AccumulatingFitLoop
 from lightning_accum.trainer.from_lightning import (
     SIGTERMException,
     Strategy,
-    TrainerFn,
-    TrainerStatus,
     _Launcher,
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
@@ -59,7 +57,7 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
     ):
         yield
         epoch_loop.manual_optimization.on_run_end()  # a step that raised left the optimizers' hooks in place
-        is_over = trainer.state.status == TrainerStatus.RUNNING
+        is_over = trainer.state.status == "running"
         is_unanswered = cast("DeferredSigterm", signals).is_waiting and not signals.received_sigterm
     if is_unanswered and is_over:
         raise SIGTERMException
@@ -93,7 +91,7 @@ def _launch(
     trainer: pl.Trainer | None = None,
     **kwargs: Any,
 ) -> Any:
-    if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+    if trainer is not None and trainer.state.fn == "fit":
         function = partial(_fit_on_rank, forks_or_spawns(launcher), function)
     try:
         return launch(launcher, function, *args, trainer=trainer, **kwargs)

@@ -30,7 +30,7 @@ from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import in_lines, window_in_words
 from lightning_accum.step import Trained
 from lightning_accum.trainer.deferred_steps import DeferredSteps
-from lightning_accum.trainer.from_lightning import LightningModule, rank_zero_info
+from lightning_accum.trainer.from_lightning import pl, rank_zero_info
 from lightning_accum.trial import PATIENCE
 from lightning_accum.user_warnings import users_line
 from lightning_accum.weighing.advice import OF_UNSEEN_TERMS
@@ -81,7 +81,7 @@ class ManualWindows(Windows):
         """Of these, in any ``training_step`` that was tried out."""
         self.is_free_of_steps: bool | None = None
         """No loss depends on a step that ``training_step`` makes before it; None where that was not tried out."""
-        self._module = cast("LightningModule", trained.module)
+        self._module = cast("pl.LightningModule", trained.module)
         self._parameters, self._loss_scale, self._reduces_by_itself = trained.parameters, trained.loss_scale, reduces_by_itself
         self.micro_batches_begun = 0
         """Those of the window."""

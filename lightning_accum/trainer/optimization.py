@@ -20,18 +20,7 @@ from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.step import Outcome
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import check_first_batch, prove_row_wise_step, transferred, unlogged_step
-from lightning_accum.trainer.from_lightning import (
-    AbstractClosure,
-    Closure,
-    ClosureResult,
-    FSDPPrecision,
-    PassThroughProfiler,
-    Precision,
-    Strategy,
-    _AutomaticOptimization,
-    call,
-    pl,
-)
+from lightning_accum.trainer.from_lightning import Closure, ClosureResult, Precision, Strategy, _AutomaticOptimization, call, pl
 from lightning_accum.trainer.results import collecting_logs, show_logs
 from lightning_accum.trainer.watch import AROUND_BACKWARD, LIBRARIES, Watch, call_window_hooks, is_lightnings
 
@@ -234,7 +223,7 @@ class WindowClosure(Closure):
     """
 
     def __init__(self, outcome: Outcome, again: Callable[[], Outcome] | None, watch: Watch) -> None:
-        AbstractClosure.__init__(self)  # what runs here are not the three functions that Closure would call
+        super(Closure, self).__init__()  # what runs here are not the three functions that Closure would call
         self._outcome, self._again, self._watch = outcome, again, watch
         self._is_called = False
 
@@ -279,7 +268,7 @@ def _noting_gradient_norm(trainer: pl.Trainer, strategy: Engine) -> Iterator[Non
         norm, closed = strategy.clip_by_norm(plugin.main_params(optimizer), clip_val), accumulation.closed
         accumulation.closed = None if closed is None else closed._replace(gradient_norm=norm)
 
-    if type(plugin).clip_grad_by_norm not in (Precision.clip_grad_by_norm, FSDPPrecision.clip_grad_by_norm):
+    if type(plugin).clip_grad_by_norm not in (Precision.clip_grad_by_norm, pl.plugins.FSDPPrecision.clip_grad_by_norm):
         yield  # a plugin with a clipping of its own
         return
     plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
@@ -314,7 +303,7 @@ def _is_silent(trainer: Any, strategy: Engine) -> bool:
     is_theirs = getattr(super(Engine, strategy).backward, "__func__", None) is _LIGHTNINGS_BACKWARD
     is_ours = type(strategy).backward is _OWN_BACKWARD and "backward" not in vars(strategy)
     is_plain = strategy.watch.is_read and strategy.gradient_reads is None and strategy.model is trainer.lightning_module
-    if not (_ARE_LIGHTNINGS and is_theirs and is_ours and is_plain and type(trainer.profiler) is PassThroughProfiler):
+    if not (_ARE_LIGHTNINGS and is_theirs and is_ours and is_plain and type(trainer.profiler) is pl.profilers.PassThroughProfiler):
         return False
     owners: list[tuple[type, Any]] = [(pl.Callback, callback) for callback in trainer.callbacks]
     owners += [(pl.LightningModule, trainer.lightning_module), (Strategy, strategy), (Precision, trainer.precision_plugin)]

@@ -22,14 +22,7 @@ from lightning_accum.splitting.plan import Splitting
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import (
-    MisconfiguredError,
-    SingleDeviceStrategy,
-    TrainerFn,
-    misconfigured,
-    pl,
-    rank_zero_info,
-)
+from lightning_accum.trainer.from_lightning import MisconfiguredError, misconfigured, pl, rank_zero_info
 from lightning_accum.trainer.installation import installed, naming_launcher
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import WindowMetrics
@@ -66,7 +59,7 @@ class AccumulationMixin(Engine):
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
         trainer = model._trainer
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+        if trainer is None or trainer.state.fn != "fit":
             return
         self._end_fit()  # one that could not be torn down
         if classes := [callback for callback in callbacks_of(trainer) if isinstance(callback, type)]:
@@ -124,7 +117,7 @@ class AccumulationMixin(Engine):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self.accumulation = None
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == "fit":
             for hook, made in {"connect": "_fit", "setup_environment": "ranks"}.items():
                 if vars(self).get(made) is None:
                     raise seams.broken(f"Strategy.{hook} was not called before Strategy.setup.")
@@ -132,7 +125,7 @@ class AccumulationMixin(Engine):
             (callback,) = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
             self.policy = callback.policy
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == "fit":
             if differing := seams.changed():
                 rank_zero_info(f"GradientAccumulation: {seams.in_words(differing)} Each step is watched.")
             self._begin(trainer)
@@ -324,7 +317,7 @@ def _disconnect_callbacks(trainer: pl.Trainer) -> None:
 # --- one device -------------------------------------------------------------------------------------------------------
 
 
-class AccumulationStrategy(AccumulationMixin, SingleDeviceStrategy):
+class AccumulationStrategy(AccumulationMixin, pl.strategies.SingleDeviceStrategy):
     """Exact gradient accumulation on one device, ``Trainer(strategy="accum")``.
 
     It runs on the device that the Trainer's ``accelerator`` and ``devices`` name.

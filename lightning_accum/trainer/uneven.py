@@ -16,7 +16,6 @@ from lightning_accum.ranks import LoaderBatches, of_all_ranks
 from lightning_accum.samplers import BalancedBatchSampler, SameOrderSampler, leave_out_repeats
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import (
-    RunningStage,
     SIGTERMException,
     _DataConnector,
     _DataFetcher,
@@ -111,7 +110,7 @@ class NonPaddingSampling(_DataConnector):
     """Every sample counts once an epoch: the sampler that Lightning puts into a loader repeats none to even out the ranks."""
 
     @override
-    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: Any) -> object:
         sampler = getattr(dataloader, "sampler", None)
         kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         if isinstance(sampler, SameOrderSampler):
@@ -135,12 +134,10 @@ class NonPaddingSampling(_DataConnector):
             )
 
     @override
-    def _resolve_sampler(
-        self, dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None
-    ) -> Sampler[Any] | Iterable[Any]:
+    def _resolve_sampler(self, dataloader: DataLoader[Any], shuffle: bool, mode: Any = None) -> Sampler[Any] | Iterable[Any]:
         sampler = super()._resolve_sampler(dataloader, shuffle, mode)
         # the user's own stays as it is
-        if mode == RunningStage.TRAINING and sampler is not dataloader.sampler and isinstance(sampler, DistributedSampler):
+        if mode == "train" and sampler is not dataloader.sampler and isinstance(sampler, DistributedSampler):
             leave_out_repeats(sampler)
         return sampler
 

@@ -12,7 +12,7 @@ from lightning_accum.errors import UsageError
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import GradientAccumulationScheduler, _DataFetcher, _TrainingEpochLoop, pl
+from lightning_accum.trainer.from_lightning import _DataFetcher, _TrainingEpochLoop, pl
 from lightning_accum.trainer.watch import callbacks_of
 
 
@@ -49,7 +49,7 @@ class AccumulatingTrainer(pl.Trainer):
         batches, epochs = self.num_training_batches, self.max_epochs
         if epochs is None or epochs == -1 or batches == float("inf"):
             return lightnings
-        scheduler = next((c for c in callbacks_of(self) if isinstance(c, GradientAccumulationScheduler)), None)
+        scheduler = next((c for c in callbacks_of(self) if isinstance(c, pl.callbacks.GradientAccumulationScheduler)), None)
 
         def size(epoch: int, step: int) -> int:
             if scheduler is not None:

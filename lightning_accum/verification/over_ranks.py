@@ -14,7 +14,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_accum.trainer.from_lightning import ModelParallelStrategy, Strategy, TorchElasticEnvironment
+from lightning_accum.trainer.from_lightning import Strategy, fabric, pl
 from lightning_accum.trainer.model_parallel import ModelParallelAccumulationStrategy
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.examination import Comparison, Diagnosis, Difference, difference, elsewhere
@@ -114,10 +114,11 @@ def _run_rank(sent: bytes) -> Step:
     runner, shares, strategy, change, gradients, dtype = pickle.loads(sent)
     torch.set_default_dtype(dtype)
     ranks, batches = len(shares), shares[int(os.environ["RANK"])]
-    trainer: dict[str, Any] = {"devices": ranks, "plugins": [TorchElasticEnvironment()]}
+    trainer: dict[str, Any] = {"devices": ranks, "plugins": [fabric.plugins.environments.TorchElasticEnvironment()]}
     if strategy == "accum_model_parallel":
         strategy = ModelParallelAccumulationStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    if isinstance(strategy, ModelParallelStrategy) and runner.trainer["precision"] == "64-true":  # Lightning has it in no other
+    is_sharded = isinstance(strategy, pl.strategies.ModelParallelStrategy)
+    if is_sharded and runner.trainer["precision"] == "64-true":  # Lightning has it in no other
         torch.set_default_dtype(torch.float64)
         runner.module.double()
         trainer["precision"] = "32-true"
