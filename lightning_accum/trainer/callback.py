@@ -182,8 +182,6 @@ class GradientAccumulation(pl.Callback):
             raise MisconfiguredError(
                 f"There are {number} GradientAccumulation callbacks: pass one, to the Trainer or from configure_callbacks."
             )
-        if self.policy.validate_every is not None:
-            _check_validation_is_left_to(self.policy.validate_every, trainer)
         size = 1 if isinstance(self.policy.window, Tokens) else self.policy.size_at(trainer.current_epoch, trainer.global_step)
         if size is None:
             return
@@ -263,24 +261,6 @@ class GradientAccumulation(pl.Callback):
             self._state = state_dict
         else:  # sharded modules are restored after the strategy has been set up
             self._windows.resume(state_dict)
-
-
-def _check_validation_is_left_to(every: int, trainer: pl.Trainer) -> None:
-    """Refuse a Trainer that says when to validate, as ``validate_every`` does.
-
-    Raises:
-        MisconfigurationException: its arguments are not those of a Trainer by default.
-    """
-    own = {name: vars(trainer).get(name) for name in ("val_check_interval", "check_val_every_n_epoch")}
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        own["val_check_interval"] = "a time"
-    if trainer.fast_dev_run or own == {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}:  # type: ignore[attr-defined]
-        return
-    said = ", ".join(f"{name}={value}" for name, value in own.items())
-    raise MisconfiguredError(
-        f"Trainer({said}) and GradientAccumulation(validate_every={every}) both say when to validate. Leave val_check_interval and"
-        " check_val_every_n_epoch out, to validate every so many optimizer steps; or leave validate_every out."
-    )
 
 
 def _what_to_use_instead_of(strategy: Strategy) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -30,17 +28,7 @@ def checked_sync(sync: _Sync, *others: str) -> _Sync:
     return sync
 
 
-class ParallelMixin(AccumulationMixin, pl.strategies.ParallelStrategy):
-    """In front of Lightning's strategies for several ranks."""
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        with super().block_backward_sync() if self.accumulation is None else nullcontext():  # else the session blocks
-            yield
-
-
-class DDPAccumulationStrategy(ParallelMixin, pl.strategies.DDPStrategy):
+class DDPAccumulationStrategy(AccumulationMixin, pl.strategies.DDPStrategy):
     """Exact gradient accumulation over DistributedDataParallel, ``Trainer(strategy="accum_ddp")``.
 
     Also registered with the suffixes of Lightning's own: ``_spawn``, ``_fork``, ``_notebook`` and

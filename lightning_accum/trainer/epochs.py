@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,10 +10,9 @@ from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.step import Outcome
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.first_batch import check_first_batch, check_manual_batch, prove_row_wise_step
+from lightning_accum.trainer.first_batch import check_manual_batch
 from lightning_accum.trainer.from_lightning import _DataFetcher, pl, rank_zero_info
 from lightning_accum.trainer.optimization import WindowOptimization
 from lightning_accum.trainer.uneven import WindowFetcher, is_agreeing
@@ -40,8 +38,6 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     """The loader batch that began last, counted from 1 over all epochs."""
     _advanced: int = 0
     """That which :meth:`advance` was called for."""
-    _inspected: Any = None
-    _takes_batch_idx: bool = False
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
@@ -103,9 +99,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     @property
     def _boundary(self) -> Boundary | None:
         """Decides where windows end; None where Lightning does."""
-        if self.strategy.accumulation is not None:
-            return self.strategy.accumulation.boundary
-        return None if self.strategy.manual is None else self.strategy.manual.boundary
+        return None if self.strategy.windows is None else self.strategy.windows.boundary
 
     @property
     def _rows(self) -> WindowRows:
@@ -155,20 +149,6 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             return False
         return super()._should_check_val_epoch()
 
-    @override
-    def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
-        # Lightning inspects the signature of training_step again for every batch, at 20 us
-        function = getattr(self.trainer.lightning_module.training_step, "__func__", None)
-        if function is None or function is not self._inspected:
-            self._inspected = function
-            kwargs = super()._build_kwargs(kwargs, batch, batch_idx)
-            self._takes_batch_idx = "batch_idx" in kwargs
-            return kwargs
-        kwargs["batch"] = batch
-        if self._takes_batch_idx:
-            kwargs["batch_idx"] = batch_idx
-        return kwargs
-
     def end_loader_batch(self, accumulation: Accumulation, seen: int) -> None:
         """A loader batch has ended: so does the window, if it is one of tokens and has come to them."""
         accumulation.end_loader_batch(seen)
@@ -176,7 +156,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             return
         if accumulation.is_full() or self._is_cut_by_the_end(accumulation.boundary):  # the first is asked on all ranks
             accumulation.boundary.cut_short(seen)
-            self._step_without_batch()
+            self.optimization.step_without_batch()
 
     def finish_window(self) -> None:
         """An unfinished window meets the end of its epoch, or of the training."""
@@ -194,7 +174,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             return
         accumulation.boundary.cut_short(seen)
         steps = self.global_step
-        self._step_without_batch()
+        self.optimization.step_without_batch()
         # and what Lightning does at the end of a loader batch that ends a window
         has_stepped, closed = self.global_step > steps, accumulation.closed
         ended = self.trainer, {"loss": None if closed is None else closed.loss}, self.batch, self.batch_idx
@@ -247,42 +227,17 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             runs = "_AutomaticOptimization" if self.strategy.manual is None else "_ManualOptimization"
             raise seams.broken(f"A loader batch was trained on without a call of {runs}.run.")
         if self.strategy.accumulation is not None:
-            self._visit_skipped_batch(self.strategy.accumulation)
+            self.optimization.run_without_batch()
         elif self.strategy.manual is not None:
             windows = self.strategy.manual
             windows.check_batch(False, self.begin_loader_batch(windows.boundary, "_ManualOptimization"))
-            if self.strategy.world_size > 1:
-                check_manual_batch(self.trainer, self.strategy, OrderedDict())
+            check_manual_batch(self.trainer, self.strategy, {})
             windows.end_loader_batch(progress.total.ready)
 
     @property
     def optimization(self) -> WindowOptimization:
         """The loop of automatic optimization, by its own type."""
         return cast("WindowOptimization", self.automatic_optimization)
-
-    def _visit_skipped_batch(self, accumulation: Accumulation) -> None:
-        """A loader batch that ran no training_step counts in its window, with weight 0."""
-        strategy, optimization, seen = self.strategy, self.optimization, self.batch_progress.total.ready
-        if accumulation.splitting is not None:
-            accumulation.splitting.plan = None
-        if strategy.world_size > 1:
-            prove_row_wise_step(self.trainer, strategy, OrderedDict())
-        if accumulation.checks_left and strategy.world_size > 1:
-            check_first_batch(self.trainer, strategy, OrderedDict())
-        ends_window = self.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
-        strategy.session.zero_grad(optimization, is_after_forward=False)
-        if accumulation.is_passthrough():
-            accumulation.discard(seen)
-            accumulation.after_optimizer_step(has_stepped=False)
-        else:
-            outcome = strategy.session.run_without_batch(optimization, seen, ends_window)
-            if ends_window:
-                optimization.step(outcome, None)
-        self.end_loader_batch(accumulation, seen)
-
-    def _step_without_batch(self) -> None:
-        window_loss = self.strategy.session.finish_window(self.batch_progress.total.ready)
-        self.optimization.step(Outcome(window_loss), None)
 
     @override
     def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import replace
@@ -28,12 +27,12 @@ from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 from lightning_accum.whole.row_proof import prove_row_wise
 
 
-def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callable[[Any], Any]:
-    """``training_step`` on another batch than that in ``kwargs``, of which nothing is logged.
+def unlogged_step(trainer: pl.Trainer, others: Sequence[Any]) -> Callable[[Any], Any]:
+    """``training_step`` on some batch and the ``others`` of its arguments, of which nothing is logged.
 
     It runs in full precision, where rounding is the least; a module's loss hardly changes by that.
     """
-    strategy, precision, others = cast("Engine", trainer.strategy), trainer.precision_plugin, [*kwargs.values()][1:]
+    strategy, precision = cast("Engine", trainer.strategy), trainer.precision_plugin
 
     def training_step(batch: Any) -> Any:
         is_half = isinstance(precision, pl.plugins.HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
@@ -150,31 +149,37 @@ def _may_count_first(strategy: Engine, is_long: bool) -> bool:
     return strategy.policy.may_count_first(is_long)
 
 
-def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
-    """Check the loader batch in ``kwargs``, which are those of ``training_step``; they are empty where this rank has no batch.
+def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) -> None:
+    """Check the loader batch in ``kwargs``, those of ``training_step``, and submodules in micro-batches on it, while that is due.
 
-    Called on all ranks at each loader batch, until enough rows were looked at on all.
+    Called on all ranks at each loader batch; ``kwargs`` are empty where this rank has no batch.
     """
-    accumulation = strategy.accumulation
-    assert accumulation is not None
-    step, samples = unlogged_step(trainer, kwargs), strategy.samples_of_loader()
+    if not kwargs and strategy.world_size == 1:
+        return
+    accumulation, row_wise, samples = strategy.accumulation, strategy.row_wise, strategy.samples_of_loader()
+    batches, others = [*kwargs.values()][:1], [*kwargs.values()][1:]
+    step = unlogged_step(trainer, others)
+    if row_wise is not None and row_wise.proofs_left:
+        prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn)
+    if accumulation is None or not accumulation.checks_left:
+        return
     is_long = accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
     may_count = _may_count_first(strategy, is_long)
-    is_told = "batch_idx" in kwargs
-    after = unlogged_step(trainer, OrderedDict(kwargs, batch_idx=kwargs["batch_idx"] + 1)) if is_told else None
+    after = unlogged_step(trainer, [others[0] + 1]) if "batch_idx" in kwargs else None
     of_dataset = partial(DatasetRows, trainer)
     checked = Checked(strategy, step, accumulation, samples, is_long, rank_zero_info, may_count, False, after, of_dataset)
-    check.check_first_batch(checked, list(kwargs.values())[:1])
+    check.check_first_batch(checked, batches)
     accumulation.look_at_doubted = partial(check_doubted, checked)
 
 
-def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
-    """As ``check_first_batch``, where the module optimizes by itself: the loss of each ``manual_backward`` alone. Nothing steps."""
+def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) -> None:
+    """As :func:`try_out`, where the module optimizes by itself: the loss of each ``manual_backward`` alone. Nothing steps."""
     windows = strategy.manual
     assert windows is not None
-    if not windows.takes_check():
+    if (not kwargs and strategy.world_size == 1) or not windows.takes_check():
         return
-    run, number = unlogged_step(trainer, kwargs), 0
+    batches, number = [*kwargs.values()][:1], 0
+    run = unlogged_step(trainer, [*kwargs.values()][1:])
     is_long = windows.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
 
     def loss_of_call(batch: Any, number: int) -> torch.Tensor | None:
@@ -195,17 +200,8 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDic
         samples, of_dataset = strategy.samples_of_loader(), partial(DatasetRows, trainer)
         checked = Checked(strategy, step, accumulation, samples, is_long, inform, is_manual=True, of_dataset=of_dataset)
         if accumulation.checks_left:
-            check.check_first_batch(checked, list(kwargs.values())[:1])
+            check.check_first_batch(checked, batches)
         if number == 0 and is_long and windows.is_free_of_steps is None and not checked.on_any(accumulation.checked_rows is None):
             before, after = (replace(checked, step=partial(sum_of_losses, moves=moves)) for moves in (False, True))
             windows.is_free_of_steps = have_one_loss(before, after)
         number += 1
-
-
-def prove_row_wise_step(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
-    """Try submodules in micro-batches on the loader batch in ``kwargs``, while that is due. Called as ``check_first_batch``."""
-    row_wise = strategy.row_wise
-    if row_wise is not None and row_wise.proofs_left:
-        batches = [value for name, value in kwargs.items() if name != "dataloader_iter"][:1]
-        step, samples = unlogged_step(trainer, kwargs), strategy.samples_of_loader()
-        prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop
 from lightning_accum.trainer.fit import AccumulatingFitLoop
 from lightning_accum.trainer.from_lightning import (
+    Precision,
     SIGTERMException,
     Strategy,
     _Launcher,
@@ -25,7 +26,7 @@ from lightning_accum.trainer.from_lightning import (
     pl,
 )
 from lightning_accum.trainer.manual_optimization import WindowManualOptimization
-from lightning_accum.trainer.optimization import WindowOptimization
+from lightning_accum.trainer.optimization import NotingPrecision, WindowOptimization
 from lightning_accum.trainer.results import BatchResults, WindowRows
 from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import DeferredSigterm, NonPaddingSampling
@@ -43,6 +44,8 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
     """
     strategy = cast("Engine", trainer.strategy)
     fit_loop, epoch_loop, signals = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector
+    plugin, lightnings = trainer.precision_plugin, (Precision.clip_grad_by_norm, pl.plugins.FSDPPrecision.clip_grad_by_norm)
+    has_lightnings_clipping = type(plugin).clip_grad_by_norm in lightnings and "clip_grad_by_norm" not in vars(plugin)
     with (
         specialised(trainer, AccumulatingTrainer, is_users_first=True),
         specialised(trainer._data_connector, NonPaddingSampling),
@@ -53,6 +56,7 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
         specialised(epoch_loop.automatic_optimization, WindowOptimization, strategy=strategy),
         specialised(epoch_loop.manual_optimization, WindowManualOptimization, strategy=strategy),
         specialised(epoch_loop._results, BatchResults, strategy=strategy),
+        specialised(plugin, NotingPrecision, strategy=strategy) if has_lightnings_clipping else nullcontext(),
         cast("AccumulatingFitLoop", fit_loop).seams,
     ):
         yield

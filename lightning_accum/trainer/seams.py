@@ -213,8 +213,6 @@ strategies.strategy.Strategy
     training_step | gathers shards where a step is tried out | 022c774d
     backward | runs the backward of a micro-batch once, with gradient= | 910f9f26
     optimizer_step | steps of a module that optimizes by itself wait | f2e3a488
-strategies.parallel.ParallelStrategy
-    block_backward_sync | reduces once a window | 1aa2cbd7
 strategies.ddp.DDPStrategy
     pre_backward | prepares DistributedDataParallel's reduction | b2401dc8
     post_backward | reduces what manual optimization delayed | 46a7c777
@@ -237,7 +235,6 @@ loops.training_epoch_loop._TrainingEpochLoop
     advance | trains on a loader batch | 9b9b8410
     on_advance_end | validates, steps plateau schedulers, stops at SIGTERM | e66f9489
     _broadcast_sigterm_tensor | ranks learn of SIGTERM with the weights | f63f4808
-    _build_kwargs | the signature of training_step is inspected once | 909b6965
     _should_accumulate | a window ends where the boundary says | 75952ac1
     on_save_checkpoint on_load_checkpoint | validation goes on counting them | 18155a51 af6d3a59
     _should_check_val_epoch | a window that was counted before it ran is not stopped to validate | 91a9a650
@@ -246,7 +243,7 @@ loops.training_epoch_loop._TrainingEpochLoop
 loops.optimization.automatic._AutomaticOptimization
     run | runs a loader batch, and steps at a boundary | 4097f294
 loops.optimization.closure.AbstractClosure
-    __call__ closure | runs a loader batch, whole or in micro-batches | c8773f8b 5b5cc404
+    __call__ | gives the loss of a window that has run | c8773f8b
 loops.optimization.manual._ManualOptimization
     run | a loader batch begins and ends, and a window with it | bde82f8c
     _on_before_step _on_after_step | counts the steps that do not wait | 158c1bd3 44da92f0

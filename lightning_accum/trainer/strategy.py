@@ -26,6 +26,7 @@ from lightning_accum.trainer.from_lightning import MisconfiguredError, misconfig
 from lightning_accum.trainer.installation import installed, naming_launcher
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import WindowMetrics
+from lightning_accum.trainer.validation import validating_every
 from lightning_accum.trainer.watch import Watch, callbacks_of, gradient_reads
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
@@ -113,6 +114,11 @@ class AccumulationMixin(Engine):
         super().setup_environment()
         self._show_window_size()
         self.ranks = self._ranks()
+        if self._fit is None or self.trainer().fast_dev_run:  # type: ignore[attr-defined]  # set by a function
+            return
+        policies = [callback.policy for callback in callbacks_of(self.trainer()) if isinstance(callback, GradientAccumulation)]
+        if policies and policies[0].validate_every is not None:  # several callbacks are an error later
+            self._fit.enter_context(validating_every(policies[0].validate_every, self.trainer()))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
