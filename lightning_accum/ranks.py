@@ -188,9 +188,9 @@ class LoaderBatches:
 
 def draw(batches: Iterator[Any], before: Sequence[Any]) -> Any:
     """The next batch, where those ``before`` are still to run; or an error if drawing it has changed one of them."""
-    versions = _versions(before)
+    versions = _versions(before) if before else []
     following = next(batches, END)
-    if _versions(before) != versions:
+    if before and _versions(before) != versions:
         raise UsageError(
             "The loader has written its next batch into the tensors of an earlier one, which has not run yet: batches are drawn"
             " ahead if the loader has no length, or if the terms of a window are counted. Yield new tensors for each batch."

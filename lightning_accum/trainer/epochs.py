@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,6 +39,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     """The loader batch that began last, counted from 1 over all epochs."""
     _advanced: int = 0
     """That which :meth:`advance` was called for."""
+    _inspected: Any = None
+    _takes_batch_idx: bool = False
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
@@ -148,6 +151,20 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if self.trainer.should_stop and self._is_in_counted_window:  # Lightning validates where it stops
             return False
         return super()._should_check_val_epoch()
+
+    @override
+    def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
+        # Lightning inspects the signature of training_step again for every batch, at 20 us
+        function = getattr(self.trainer.lightning_module.training_step, "__func__", None)
+        if function is None or function is not self._inspected:
+            self._inspected = function
+            kwargs = super()._build_kwargs(kwargs, batch, batch_idx)
+            self._takes_batch_idx = "batch_idx" in kwargs
+            return kwargs
+        kwargs["batch"] = batch
+        if self._takes_batch_idx:
+            kwargs["batch_idx"] = batch_idx
+        return kwargs
 
     def end_loader_batch(self, accumulation: Accumulation, seen: int) -> None:
         """A loader batch has ended: so does the window, if it is one of tokens and has come to them."""

@@ -235,6 +235,7 @@ loops.training_epoch_loop._TrainingEpochLoop
     advance | trains on a loader batch | 9b9b8410
     on_advance_end | validates, steps plateau schedulers, stops at SIGTERM | e66f9489
     _broadcast_sigterm_tensor | ranks learn of SIGTERM with the weights | f63f4808
+    _build_kwargs | the signature of training_step is inspected once | 909b6965
     _should_accumulate | a window ends where the boundary says | 75952ac1
     on_save_checkpoint on_load_checkpoint | validation goes on counting them | 18155a51 af6d3a59
     _should_check_val_epoch | a window that was counted before it ran is not stopped to validate | 91a9a650

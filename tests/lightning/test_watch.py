@@ -134,6 +134,7 @@ CALLS = [
     *((f"{FIT}.run", f"{FIT}.{name}") for name in ("setup_data", "reset", "on_run_end")),
     *((f"{EPOCH}.run", f"{EPOCH}.{name}") for name in ("on_run_start", "advance", "on_advance_end")),
     (f"{FIT}.advance", f"{EPOCH}.run"), (f"{FIT}._should_accumulate", f"{EPOCH}._should_accumulate"),
+    (f"{EPOCH}.advance", f"{EPOCH}._build_kwargs"),
     (f"{EPOCH}.update_lr_schedulers", f"{EPOCH}._update_learning_rates"), ("LightningOptimizer.step", "Strategy.optimizer_step"),
 ]  # fmt: skip
 # what is edited, what is there, what a release might have instead, and who is not called then
