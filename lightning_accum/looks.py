@@ -121,13 +121,14 @@ class Rows(NamedTuple):
     are_single: bool
 
 
-def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str] = ()) -> Rows:
+def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str] = (), of_dataset: bool = False) -> Rows:
     """The rows that are looked at. Called on all ranks.
 
     Args:
         checked: what is checked.
         batches: the loader batch; empty where this rank has none.
         shared: parts that all rows share, though they have as many entries, by path.
+        of_dataset: whether they come from the dataset, whatever the batch shows.
 
     Raises:
         CannotCheckError: a rank has none. On all ranks.
@@ -140,7 +141,7 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str
     found: FewRows | SplitRows | None = None
     reason: CannotCheckError = UnsuitableRowsError("a rank has no batch of enough rows")
     try:
-        found = _rows_of(checked, batches, size, shared)
+        found = _rows_of(checked, batches, size, shared, of_dataset)
     except CannotCheckError as error:
         reason = error
     of_batch, number, at_once = (0, 0, 0) if found is None else (found.of_batch, found.number, found.at_once)
@@ -155,7 +156,9 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str
     return Rows(found, fewest, number, size, is_whole and at_once == 1)
 
 
-def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None, shared: Sequence[str]) -> FewRows | SplitRows | None:
+def _rows_of(
+    checked: Checked, batches: Sequence[Any], size: int | None, shared: Sequence[str], of_dataset: bool
+) -> FewRows | SplitRows | None:
     """The rows of a loader batch; None where there is no batch.
 
     Raises:
@@ -169,6 +172,8 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None, shared:
     if held := checked.trained.snapshotter.iterators():
         names = " and ".join(map(repr, held))
         raise CannotCheckError(f"the module holds an iterator ({names}), and what training_step draws from it cannot be put back")
+    if of_dataset and checked.of_dataset is not None:
+        return checked.of_dataset()
     if (cut := split_rows(checked, batches[0], size)) is not None:
         return cut
     before = [] if accumulation.checked_rows is None else [accumulation.checked_rows]
@@ -191,6 +196,12 @@ def split_rows(checked: Checked, batch: Any, size: int | None = None) -> SplitRo
     """The rows of a batch that the user's own function cuts; None without one."""
     split = checked.accumulation.policy.split
     return None if split is None else SplitRows(batch, split, size)
+
+
+def may_be_misread(checked: Checked, rows: Rows, error: Exception) -> bool:
+    """Whether a window cannot be checked with what was read as rows of its batch, as a step fails on them. Called on all ranks."""
+    is_read = type(error) is CannotCheckError and rows.found.kept is not None
+    return checked.accumulation.splitting is None and checked.of_dataset is not None and not checked.on_any(not is_read)
 
 
 def parts_to_share(checked: Checked, rows: Rows, error: Exception) -> list[str]:

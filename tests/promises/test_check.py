@@ -68,7 +68,16 @@ def at_random(samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
     return {**(batch := flat(samples)), "points": batch["points"] + torch.randn_like(batch["points"])}
 
 
+def misread(samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
+    """The points of a row seem to be shared by all rows."""
+    batch = flat(samples)
+    return {"points": batch["points"], "ends": batch["of"].bincount().cumsum(0), "labels": batch["labels"]}
+
+
 def mean_over_samples(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    if "ends" in batch:
+        sizes = batch["ends"].diff(prepend=torch.zeros(1, dtype=torch.long))
+        batch = {**batch, "of": torch.arange(len(sizes)).repeat_interleave(sizes)}
     hidden = net(batch["points"])
     return F.cross_entropy(hidden.new_zeros(len(batch["labels"]), 4).index_add(0, batch["of"], hidden), batch["labels"])
 
@@ -87,13 +96,14 @@ def test_where_a_batch_does_not_show_its_rows_the_dataset_does(workers: int) -> 
             fit(module, data, GradientAccumulation(2, **check))
         return messages, module
 
-    for collate in (flat, at_random):
+    for collate in (flat, misread, at_random):
         messages, found = trained(mean_over_samples, collate)
         assert ["could not be checked" in message for message in messages] == [True] * (collate is at_random)
         for own, other in zip(found.parameters(), trained(mean_over_samples, collate, check=False)[1].parameters(), strict=True):
             assert torch.equal(own, other)
-    with pytest.raises(DoesNotAddUpError):
-        trained(mean_over_their_labels, flat)
+    for collate in (flat, misread):
+        with pytest.raises(DoesNotAddUpError):
+            trained(mean_over_their_labels, collate)
 
 
 def test_rows_of_one_count_beside_others_do_not_hide_what_a_mean_is_over() -> None:  # 0.65, silently, if pairs were looked at alone
