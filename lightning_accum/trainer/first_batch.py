@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -70,7 +70,8 @@ class DatasetRows(FewRows):
     """Samples of the dataset, of which the loader's ``collate_fn`` makes batches: where the rows of a batch cannot be told apart.
 
     Raises:
-        CannotCheckError: the loader does not draw them by their places, or has one in a batch, or batches are made at random.
+        CannotCheckError: the loader does not draw them by their places, or has one in a batch; or its batches cannot be made of
+            others, or are made at random.
     """
 
     kept = None
@@ -79,24 +80,21 @@ class DatasetRows(FewRows):
         self._trainer, loader = trainer, trainer.train_dataloader
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None or not hasattr(loader.dataset, "__len__"):
             raise CannotCheckError("the loader draws no samples by their places")
-        self.of_batch = max(cast("Engine", trainer.strategy).samples_of_loader(), default=MOST_ROWS)
-        if self.of_batch < 2:
+        of_batch = max(cast("Engine", trainer.strategy).samples_of_loader(), default=MOST_ROWS)
+        if of_batch < 2:
             raise CannotCheckError("a batch of the loader is one sample")
-        self._samples = _samples_of(loader, max(MOST_ROWS, min(self.of_batch, _MOST_SAMPLES)))
-        self._collate, self.of_others, self.number = loader.collate_fn, list[int](), len(self._samples)
-        self.of_batch = self.at_once = min(self.of_batch, self.number)
+        self._samples = _samples_of(loader, max(MOST_ROWS, min(of_batch, _MOST_SAMPLES)))
+        self._collate, self.of_others = loader.collate_fn, list[int]()
+        self.number = self.of_batch = self.at_once = len(self._samples)
         self.take([0, 1])
-
-    @override
-    def alone(self) -> FewRows:
-        found = copy(self)
-        found.number = self.of_batch
-        return found
 
     @override
     def take(self, rows: Sequence[int]) -> Any:
         before = RandomState(self._trainer.strategy.root_device)
-        batch = transferred(self._trainer, self._collate([deepcopy(self._samples[row % self.number]) for row in rows]))
+        try:
+            batch = transferred(self._trainer, self._collate([deepcopy(self._samples[row % self.number]) for row in rows]))
+        except Exception as error:
+            raise CannotCheckError(f"collate_fn raises {type(error).__name__} on other samples: {error}") from error
         if before.torch_has_drawn() or before.others_have_drawn():
             before.restore()
             raise CannotCheckError("a batch of the loader is made with random numbers")
@@ -116,12 +114,12 @@ _MOST_SAMPLES = 256
 
 def _samples_of(loader: DataLoader[Any], number: int) -> list[Any]:
     """So many from all over the dataset, drawn where the loader draws them: in a worker, if it has any."""
-    last = len(cast("Any", loader.dataset)) - 1
-    places = [place * last // (number - 1) for place in range(number)] if last >= number else range(last + 1)
     how: dict[str, Any] = {"worker_init_fn": loader.worker_init_fn, "multiprocessing_context": loader.multiprocessing_context}
     how |= {"batch_size": None, "collate_fn": _as_it_is, "num_workers": min(1, loader.num_workers)}
     before = RandomState(torch.device("cpu"))
     try:
+        last = len(cast("Any", loader.dataset)) - 1
+        places = [place * last // (number - 1) for place in range(number)] if last >= number else range(last + 1)
         return list(DataLoader(loader.dataset, sampler=places, **how))
     except Exception as error:
         raise CannotCheckError(f"drawing samples raises {type(error).__name__}: {error}") from error
