@@ -107,8 +107,8 @@ def count_samples(batch: Any) -> int | None:
     try:
         return Layout(batch).size
     except UnsplittableBatchError:
-        if isinstance(first.value, tuple) and first.size == 1 and any(not isinstance(p.value, tuple) for p in root.parts):
-            # a container of what has one a sample; the tuples of ``zip(*samples)`` are alone
+        is_zipped = len(root.parts) > 1 and all(isinstance(part.value, tuple) for part in root.parts)  # zip(*samples)
+        if isinstance(first.value, tuple) and first.size == 1 and not is_zipped:  # a container of what has one a sample
             return next((part.size for part in first.walk() if part.is_tensor and part.size is not None), 1)
         return None if first is root and first.size == 2 else first.size  # an input and its target, or two samples
 
