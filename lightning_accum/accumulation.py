@@ -383,7 +383,7 @@ class Accumulation(Windows):
         if self.stops_counting and self.weigher.counts_first:
             self.weigher.counts_first = self.stops_counting = False
             self.window.counted = None
-        self.is_zero_grad_due = True
+        self.is_zero_grad_due, self._unread = True, None
         self.is_step = self.closed is not None and (not self.closed.is_empty or self._is_without_loss(self.closed))
         self._has_run_without_loss = False
 

@@ -19,7 +19,7 @@ from lightning_accum.splitting.lengths import (
 from lightning_accum.splitting.micro_batch import Tokens, layout_of_samples
 from lightning_accum.splitting.rows import Layout
 from lightning_accum.splitting.trimming import Proof, TrimmingCheck
-from lightning_accum.weighing.counts import count_samples
+from lightning_accum.weighing.counts import count_samples, tensors_of
 
 MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
 Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
@@ -199,14 +199,15 @@ class Splitting:
         micro_batches = _cut(split, batch, size)
         name = getattr(split, "__name__", split)
         self._description = self._description or f"cut by {name}"
-        counts = [count_samples(micro_batch) for micro_batch in micro_batches]
-        number, found = count_samples(batch) or 0, sum(count or 0 for count in counts)
-        if None not in counts and found < number:
-            self._warn_once(
-                "split",
-                f"split={name} returned micro-batches of {found} samples for a loader batch of {number}: the others are not trained"
-                " on. Return all of them: the last micro-batch may be smaller.",
-            )
+        counts, found = [count_samples(micro_batch) for micro_batch in micro_batches], [dict(tensors_of(m)) for m in micro_batches]
+        for path, tensor in tensors_of(batch):
+            cut = [of_part[path] for of_part in found if path in of_part and of_part[path].shape[1:] == tensor.shape[1:]]
+            if len(cut) == len(found) and (number := sum(map(len, cut))) < len(tensor):
+                self._warn_once(
+                    "split",
+                    f"split={name} returned micro-batches of {number} samples for a loader batch of {len(tensor)}: the others are"
+                    " not trained on. Return all of them: the last micro-batch may be smaller.",
+                )
         pieces = [RowSlice(slice(index, None), min(size, count or size), 1) for index, count in enumerate(counts)]
         return Plan(batch, pieces, lambda piece: micro_batches[piece.rows.start], is_read=False)  # type: ignore[union-attr]
 

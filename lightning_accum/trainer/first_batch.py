@@ -78,11 +78,9 @@ class DatasetRows(FewRows):
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer, loader = trainer, trainer.train_dataloader
-        if not isinstance(loader, DataLoader) or loader.batch_sampler is None or not hasattr(loader.dataset, "__len__"):
-            raise CannotCheckError("the loader draws no samples by their places")
         of_batch = max(cast("Engine", trainer.strategy).samples_of_loader(), default=MOST_ROWS)
-        if of_batch < 2:
-            raise CannotCheckError("a batch of the loader is one sample")
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is None or of_batch < 2:
+            raise CannotCheckError("the loader makes no batches of samples that it draws by their places")
         self._samples = _samples_of(loader, max(MOST_ROWS, min(of_batch, _MOST_SAMPLES)))
         self._collate, self.of_others = loader.collate_fn, list[int]()
         self.number = self.of_batch = self.at_once = len(self._samples)
@@ -103,10 +101,6 @@ class DatasetRows(FewRows):
     @override
     def emptied(self, rows: Sequence[int], without_labels: Collection[int]) -> Any:
         return None
-
-    @override
-    def may_be_shared(self) -> dict[str, Any]:
-        return {}
 
 
 _MOST_SAMPLES = 256

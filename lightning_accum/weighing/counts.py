@@ -107,9 +107,6 @@ def count_samples(batch: Any) -> int | None:
     try:
         return Layout(batch).size
     except UnsplittableBatchError:
-        is_zipped = len(root.parts) > 1 and all(isinstance(part.value, tuple) for part in root.parts)  # zip(*samples)
-        if isinstance(first.value, tuple) and first.size == 1 and not is_zipped:  # a container of what has one a sample
-            return next((part.size for part in first.walk() if part.is_tensor and part.size is not None), 1)
         return None if first is root and first.size == 2 else first.size  # an input and its target, or two samples
 
 
@@ -123,8 +120,16 @@ def _with_attributes(root: Part, depth: int) -> Iterator[Part]:
 
 def _may_be_rows(part: Part, root: Part) -> bool:
     """Whether it is a packed sequence, or a list that may have one entry a sample."""
-    is_inside = part is not root and part.is_list and part.has_tensors
-    return isinstance(part.value, PackedSequence) or may_be_samples(part.value) or is_inside
+    is_inside = part is not root and part.is_list and (isinstance(part.value, list) or part.size != 1 or _is_zipped(root))
+    return isinstance(part.value, PackedSequence) or may_be_samples(part.value) or (is_inside and part.has_tensors)
+
+
+def _is_zipped(root: Part) -> bool:
+    """Whether it may be ``tuple(zip(*samples))`` of one sample: tuples of one each, which are not tensors of as many rows."""
+    if not isinstance(root.value, tuple) or not all(isinstance(entry, tuple) and len(entry) == 1 for entry in root.value):
+        return False
+    sizes = {entry.size(0) if isinstance(entry, Tensor) and entry.dim() else None for (entry,) in root.value}
+    return len(root.value) > 1 and (None in sizes or len(sizes) > 1)
 
 
 def _look_up(batch: Any, key: str | int) -> Any:
