@@ -107,9 +107,9 @@ _MOST_SAMPLES = 256
 
 
 def _samples_of(loader: DataLoader[Any], number: int) -> list[Any]:
-    """So many from all over the dataset, drawn where the loader draws them: in a worker, if it has any."""
+    """So many from all over the dataset, drawn in a worker: what a dataset keeps of its draws is as it was."""
     how: dict[str, Any] = {"worker_init_fn": loader.worker_init_fn, "multiprocessing_context": loader.multiprocessing_context}
-    how |= {"batch_size": None, "collate_fn": _as_it_is, "num_workers": min(1, loader.num_workers)}
+    how |= {"batch_size": None, "collate_fn": _as_it_is, "num_workers": 1, "timeout": 60}
     before = RandomState(torch.device("cpu"))
     try:
         last = len(cast("Any", loader.dataset)) - 1

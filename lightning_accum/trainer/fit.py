@@ -52,7 +52,8 @@ class AccumulatingFitLoop(_FitLoop):
             self.trainer.accumulate_grad_batches
         )
         if type(fetcher) is _PrefetchDataFetcher and (strategy.ranks.world_size > 1 or draws_ahead):  # else training_step draws
-            own: dict[str, Any] = {"strategy": strategy, "states": deque(), "done": False}
+            is_done = not strategy.ranks.largest(not fetcher.done)[0]
+            own: dict[str, Any] = {"strategy": strategy, "states": deque(), "done": is_done}
             self.seams.enter_context(specialised(fetcher, WindowFetcher, **own, **lengths))
             if draws_ahead:
                 accumulation.rest_of_window = cast("WindowFetcher", fetcher).rest_of_window

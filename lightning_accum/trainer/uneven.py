@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from typing_extensions import override
 
 from lightning_accum.errors import ArgumentError
-from lightning_accum.ranks import LoaderBatches, of_all_ranks
+from lightning_accum.ranks import LoaderBatch, LoaderBatches, of_all_ranks
 from lightning_accum.samplers import BalancedBatchSampler, SameOrderSampler, leave_out_repeats
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import (
@@ -68,16 +68,16 @@ class WindowFetcher(_PrefetchDataFetcher):
         accumulation = self.strategy.accumulation
         assert accumulation is not None
         if self._batches is None:
-            left = None if self.longest is None else self.longest - self.fetched  # Lightning adds what was before a checkpoint
-            window, ranks = accumulation.window, accumulation.ranks
+            window, ranks, longest = accumulation.window, accumulation.ranks, self.longest
+            if longest is not None and ranks.world_size == 1 and self.length is not None:
+                longest = min(longest, self.length)  # an epoch may be shorter than the first
+            left = None if longest is None else longest - self.fetched  # Lightning adds what was before a checkpoint
             of_all = of_all_ranks(self._own_batches(), left, ranks, self.is_one_empty, lambda: window.is_last)
             self._batches = LoaderBatches(of_all)
         if self.is_ahead:
             self.states.popleft()
         drawn = next(self._batches)
-        if drawn.is_stopped:
-            self.strategy.trainer()._signal_connector.received_sigterm = True  # all ranks know
-            raise SIGTERMException
+        self._stop_at_sigterm(drawn)
         self.done, accumulation.is_shadow_batch = drawn.is_last, drawn.is_shadow
         return drawn.batch, self.fetched - 1, 0
 
@@ -94,8 +94,14 @@ class WindowFetcher(_PrefetchDataFetcher):
         if not self.is_ahead:
             self.states = deque([self._states_of_loaders()])
         for batch, is_shadow_batch in self._batches.rest(left):
+            self._stop_at_sigterm(self._batches.drawn[-1])
             self.states.append(self._states_of_loaders())
             yield batch, is_shadow_batch
+
+    def _stop_at_sigterm(self, drawn: LoaderBatch) -> None:
+        if drawn.is_stopped:
+            self.strategy.trainer()._signal_connector.received_sigterm = True  # all ranks know
+            raise SIGTERMException
 
     def _states_of_loaders(self) -> list[dict[str, Any]]:
         return deepcopy(self.combined_loader._state_dicts())
