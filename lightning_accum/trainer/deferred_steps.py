@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_accum.step import Trained
-from lightning_accum.trainer.from_lightning import pl
+from lightning_accum.trainer.from_lightning import LightningOptimizer
 
 
 class DeferredSteps:
@@ -54,8 +54,7 @@ class DeferredSteps:
         held += [one for value in held if isinstance(value, (list, tuple)) for one in value]
         held += [one for value in held if isinstance(value, dict) for one in value.values()]
         if not optimizers:
-            wrapper = pl.core.optimizer.LightningOptimizer
-            optimizers = [one for one in held if isinstance(one, Optimizer) and not isinstance(one, wrapper)]
+            optimizers = [one for one in held if isinstance(one, Optimizer) and not isinstance(one, LightningOptimizer)]
         schedulers = [one for one in held if isinstance(one, (LRScheduler, ReduceLROnPlateau))]
         self._defer(optimizers, [one for one in schedulers if any(one.optimizer is optimizer for optimizer in optimizers)])
 
