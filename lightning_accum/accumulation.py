@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.errors import ArgumentError, NotFiniteError, UnreadableLossError, UsageError
-from lightning_accum.main_gradients import MainGradients
+from lightning_accum.main_gradients import GradientSums, MainGradients
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
@@ -27,7 +27,7 @@ from lightning_accum.weighing.later import LaterLooks, is_time_to_look
 from lightning_accum.weighing.terms import Denominator, Term, keep_weight, scale_terms
 from lightning_accum.weighing.weight import Contribution, Reading, Weigher
 from lightning_accum.whole.row_wise import RowWise
-from lightning_accum.window import Window, WindowLoss
+from lightning_accum.window import Window
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 
@@ -47,7 +47,7 @@ class Accumulation(Windows):
 
     Args:
         splitting: how loader batches are split; None where each is a micro-batch.
-        sums: where gradients are added up, if in a wider type than that of their parameters.
+        sums: where gradients are added up, if not in ``parameter.grad``.
         weight_scale: of the first window, see :class:`Window`.
     """
 
@@ -57,19 +57,17 @@ class Accumulation(Windows):
         ranks: Ranks,
         warn: Callable[[str], None],
         splitting: Splitting | None = None,
-        sums: MainGradients | None = None,
+        sums: GradientSums | None = None,
         weight_scale: float | None = None,
     ) -> None:
         super().__init__(policy, ranks, warn)
         self.splitting, self.world_size = splitting, ranks.size
-        self.window = Window(ranks.device, ranks.size, ranks.group, policy.on_nonfinite == "skip", weight_scale)
-        self._again: tuple[Contribution, torch.dtype, Weighed] | None = None
-        """What the last micro-batch of this window brought into it, where one that is weighed as it was brings in the same."""
         self.weigher, self._values = Weigher(policy.weight), TermValues()
+        self.window = Window(ranks, self.weigher, sums, policy.on_nonfinite == "skip", weight_scale)
         if isinstance(policy.weight, tuple):
             self.count_first()
-        self.sums = sums
-        self.loss = WindowLoss(self.window, self.weigher, sums)
+        self.sums = sums if isinstance(sums, MainGradients) else None
+        """Where backward itself adds gradients up, in a wider type than that of their parameters."""
         self.closed: ClosedWindow | None = None
         """The last window that ended; None before the first, and after one that was dropped."""
         self.closed_loader_batches = 0
@@ -105,17 +103,15 @@ class Accumulation(Windows):
 
     def count_first(self, keys: Sequence[int] = ()) -> None:
         """From now on the terms of a window are counted before it runs, those with these keys and others."""
-        window, weights = self.window, self.policy.weight
-        self.weigher.counts_first, self._again = not isinstance(weights, tuple), None
-        self.stops_counting = False
+        weights = self.policy.weight
+        self.weigher.counts_first, self.stops_counting = not isinstance(weights, tuple), False
         keys = range(len(weights)) if isinstance(weights, tuple) else keys
-        window.counted = Counted(keys, self.world_size, self.ranks.group)
-        window.counted.is_listed = isinstance(weights, tuple)
+        self.window.counted = Counted(keys, self.ranks, isinstance(weights, tuple))
 
     @property
     @override
-    def losses(self) -> Sequence[WindowLoss]:
-        return (self.loss,)
+    def of_losses(self) -> Sequence[Window]:
+        return (self.window,)
 
     @override
     def begin_epoch(self, epoch: int) -> None:
@@ -185,20 +181,14 @@ class Accumulation(Windows):
             if (self.world_size == 1 or self.policy.on_nonfinite != "propagate") and not self._is_one_micro_batch():
                 raise
             contribution, reading = Contribution(math.nan if self.world_size > 1 else None), Reading()  # one alone needs no weight
-        again = self._again if self._again is not None and contribution is self._again[0] else None
-        if not self.checks_left and (again is None or self.later.alike or is_new_graph):  # else as doubtful as the one before it
+            if self.window.counted is not None:
+                self.window.counted.agree()  # as the others do
+        if not self.checks_left:
             is_checked = self.verdict is not None and self.verdict.deviation is not None
             is_time = not self.window.micro_batches and is_time_to_look(self.clock.optimizer_steps + 1)
             is_time = is_checked and (is_time or is_new_graph)
             self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_time))
-        if again is not None and loss.dtype is again[1]:
-            weighed = again[2]
-            if weighed.grad_output is None or not weighed.grad_output._version:  # no backward of the user's has changed it
-                self.window.add_again(loss, contribution)
-                if micro_batch.is_boundary:
-                    self.reduce()
-                return weighed
-        if self.window.counted is not None and contribution.of_terms is None:
+        if self.window.counted is not None and contribution.of_terms is None and self._unread is None:
             contribution = contribution._replace(weight=None, of_terms={})
         if contribution.of_terms is not None:
             return self._add_terms(loss, contribution, reading.terms, micro_batch)
@@ -212,15 +202,11 @@ class Accumulation(Windows):
         is_weightless = not isinstance(weight, Tensor) and weight == 0
         # the weight in the type of the sums, if they are in a wider one
         grad_output = self.window.add(loss if self.sums is None else loss.detach().to(self.window.dtype), contribution)
-        if (is_narrow := loss.dtype.itemsize < 4) and grad_output is not None and weight is not None:
+        if loss.dtype.itemsize < 4 and grad_output is not None and weight is not None:
             keep_weight(loss, weight / (self.window.weight_scale or 1.0), grad_output)
         if reading.function is not None:
             reading.function.leave_out(loss)
-        grad_output = self._begin_backward(micro_batch, weight, grad_output)
-        weighed = Weighed(weight, contribution.of_mean, grad_output, is_weightless)
-        if self.sums is None and self.observer is None and not (self.checks_left or is_narrow):
-            self._again = (contribution, loss.dtype, weighed)
-        return weighed
+        return Weighed(weight, contribution.of_mean, self._begin_backward(micro_batch, weight, grad_output), is_weightless)
 
     def noting_values(self) -> AbstractContextManager[Any]:
         """Returns the context of a forward whose terms are counted in it: the window is this micro-batch alone."""
@@ -343,7 +329,7 @@ class Accumulation(Windows):
         if disagrees and is_auto and self.ranks.largest(float(self.closed.do_terms_disagree))[0]:
             self.counted_next = ()
         else:
-            self.loss.warn_of(self.closed, self.warn_once)
+            self.window.warn_of(self.closed, self.warn_once)
         if self.sums is not None:
             self.sums.write_to_grad()
         if not math.isfinite(self.closed.slope) and self.policy.on_nonfinite != "propagate":
@@ -397,8 +383,7 @@ class Accumulation(Windows):
         if self.stops_counting and self.weigher.counts_first:
             self.weigher.counts_first = self.stops_counting = False
             self.window.counted = None
-        self.is_zero_grad_due = True
-        self._again = None
+        self.is_zero_grad_due, self._unread = True, None
         self.is_step = self.closed is not None and (not self.closed.is_empty or self._is_without_loss(self.closed))
         self._has_run_without_loss = False
 

@@ -19,6 +19,7 @@ from lightning_accum.looks import (
     has_layers_of_zeros,
     has_several_terms,
     looks_at,
+    may_be_misread,
     parts_to_share,
     takes_rows_of_other_ranks,
 )
@@ -51,16 +52,14 @@ MOST_BATCHES = 8  # loader batches that are looked at until there were enough ro
 def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     """Check a loader batch. Called on all ranks at each loader batch, until enough rows were looked at on all.
 
-    Loader batches of few rows show little, so of a window that has several, others are looked at too, before its step: each
-    together with the rows of the one before it.
+    Of loader batches of few rows, others of the window are looked at too: each together with the rows of the one before it.
 
     Args:
         checked: what is checked.
         batches: the loader batch; empty where this rank has none.
 
     Raises:
-        DoesNotAddUpError: the parts of the batch, weighed, are not the batch; or the loss takes the rows of all ranks, in a window
-            of several loader batches. On all ranks.
+        DoesNotAddUpError: the parts, weighed, are not the batch; or a loss takes rows of all ranks in a long window. On all ranks.
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
     accumulation.may_count_first = checked.may_count_first
@@ -88,7 +87,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
 
 
 def _check(checked: Checked, batches: Sequence[Any]) -> None:
-    """Check a loader batch. What breaks as rows and may be shared by all of them, as weights of the classes may, is tried so."""
+    """Check a loader batch. What breaks as rows is tried as shared by all; and what cannot run, with rows of the dataset."""
     rows, splitting = agree_on_rows(checked, batches), checked.accumulation.splitting
     try:
         Check(checked, rows).run()
@@ -96,8 +95,11 @@ def _check(checked: Checked, batches: Sequence[Any]) -> None:
         for path in parts_to_share(checked, rows, error):
             with suppress(CannotCheckError, DoesNotAddUpError):
                 Check(checked, agree_on_rows(checked, batches, [path])).run()
-                if splitting is not None and checked.accumulation.verdict and checked.accumulation.verdict.deviation is not None:
+                if splitting is not None and (verdict := checked.accumulation.verdict) and verdict.deviation is not None:
                     return splitting.share(path)
+        with suppress(CannotCheckError):
+            if may_be_misread(checked, rows, error):
+                return Check(checked, agree_on_rows(checked, batches, of_dataset=True)).run()
         raise
 
 
@@ -173,8 +175,7 @@ class Check:
     def _adopt(self, found: _Found) -> None:
         checked, accumulation, rows, before = self._checked, self._accumulation, self._rows, self._before
         weigher, own = accumulation.weigher, found.weigher
-        has_begun = accumulation.window.has_weight
-        weigher.learn(own, {key: term.default_mode for key, term in found.terms.items() if has_begun})
+        weigher.learn(own, {key: term.default_mode for key, term in found.terms.items() if accumulation.window.has_weight})
         if own.tells_heads:
             weigher.know(checked.module.parameters())
         is_one, before_this = not own.counts_first and len(found.terms) == 1, accumulation.window.constant
@@ -191,17 +192,15 @@ class Check:
         is_open = checked.on_any(found.verdict.deviation is None)
         looked_at = MOST_ROWS if accumulation.policy.split is not None else min(rows.fewest, MOST_ROWS)
         looked_at = (0 if is_open else looked_at) + (0 if before is None else before.looked_at)
-        deviation = checked.largest(found.verdict.deviation or 0.0)
+        deviation = max(checked.largest(found.verdict.deviation or 0.0), 0.0 if before is None else before.deviation or 0.0)
         verdict = replace(found.verdict, looked_at=looked_at, deviation=None if is_open else deviation)
         if is_open:
-            own_verdict = found.verdict if found.verdict.deviation is None else Verdict(None, seen="another rank could not be")
-            verdict = before or own_verdict
-        elif before is not None:
-            verdict = replace(verdict, deviation=max(deviation, before.deviation or 0.0))
+            is_own = found.verdict.deviation is None
+            verdict = before or (found.verdict if is_own else Verdict(None, seen="another rank could not be"))
         accumulation.verdict = verdict
         if self._is_later:
             return
-        if isinstance(rows.found, FewRows):
+        if rows.found.kept is not None:
             accumulation.checked_rows = rows.found.kept
             if not is_open:
                 accumulation.later.learn(rows.found.kept)

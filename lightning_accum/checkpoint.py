@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_accum.errors import ArgumentError
 from lightning_accum.main_gradients import GradientSums
 from lightning_accum.ranks import Ranks
-from lightning_accum.window import WindowLoss
+from lightning_accum.window import Window
 
 FORMAT = 8
 """Of the state of ``GradientAccumulation``. One more whenever a key is added, left out or means something else."""
@@ -86,24 +86,24 @@ class PartialWindow:
         return cls(**{**state, "losses": [PartialLoss(**loss) for loss in state["losses"]]})
 
 
-def gather_loss(loss: WindowLoss, named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced: bool) -> PartialLoss:
+def gather_loss(window: Window, named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced: bool) -> PartialLoss:
     """What all ranks have of a loss. Called on all of them."""
-    of_all: list[Any] = [loss.window.weighed()]
+    of_all: list[Any] = [window.weighed()]
     if ranks.size > 1:
         of_all *= ranks.size
         dist.all_gather_object(of_all, of_all[0], group=ranks.group)
     weighed = [micro_batch for of_rank in of_all for micro_batch in of_rank]
-    gradients, terms = _summed_gradients(named, ranks, is_reduced, loss.sums), loss.window.counted
+    gradients, terms = _summed_gradients(named, ranks, is_reduced, window.sums), window.counted
     counted = (None, 0.0) if terms is None else (terms.totals, terms.loader_batches_left)
-    units = loss.weigher.units_to_keep()
-    return PartialLoss(loss.window.weight_scale, weighed, gradients, *counted, units)
+    units = window.weigher.units_to_keep()
+    return PartialLoss(window.weight_scale, weighed, gradients, *counted, units)
 
 
 def _summed_gradients(
     named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced: bool, sums: GradientSums | None
 ) -> dict[str, Tensor]:
     """The gradients, summed over the ranks, on the host of the first rank."""
-    gradients = {name: parameter.grad if sums is None else sums.of(parameter) for name, parameter in named.items()}
+    gradients = {name: parameter.grad if sums is None else sums.of.get(parameter) for name, parameter in named.items()}
     is_anywhere = ranks.largest(*(float(gradient is not None) for gradient in gradients.values()))
     found = {}
     for (name, own), is_one in zip(gradients.items(), is_anywhere, strict=True):
@@ -123,7 +123,7 @@ def _summed_gradients(
 
 
 def restore_loss(
-    loss: WindowLoss,
+    window: Window,
     kept: PartialLoss,
     named: Mapping[str, nn.Parameter],
     ranks: Ranks,
@@ -135,7 +135,7 @@ def restore_loss(
     The first rank has all weights, and each rank its part of the gradients, whose mean over the ranks ends the window.
 
     Args:
-        loss: takes the weights.
+        window: of the loss, takes the weights.
         kept: of it, in the checkpoint.
         named: the parameters.
         ranks: as many as then, or others.
@@ -145,8 +145,8 @@ def restore_loss(
     Raises:
         ValueError: a gradient has another shape than its parameter.
     """
-    window, sums = loss.window, loss.sums
-    loss.weigher.units.update(kept.units)
+    sums = window.sums
+    window.weigher.units.update(kept.units)
     window.restore(kept.weight_scale, kept.weighed if ranks.is_first else [])
     if kept.term_totals is not None and window.counted is not None:
         window.counted.restore(kept.term_totals)
@@ -170,4 +170,4 @@ def restore_loss(
         if sums is None:
             parameter.grad = gradient
         else:
-            sums.put(parameter, gradient)
+            sums.of[parameter] = gradient

@@ -45,6 +45,7 @@ class Checked:
         may_count_first: the terms of a window can be counted before it runs.
         is_manual: the module optimizes by itself; its loss is that of one backward call.
         next_step: runs it as for the loader batch after, where it is told which it is.
+        of_dataset: draws rows from the dataset, where a loader batch does not show its own.
     """
 
     trained: Trained
@@ -56,6 +57,7 @@ class Checked:
     may_count_first: bool = False
     is_manual: bool = False
     next_step: Callable[[Any], Any] | None = None
+    of_dataset: Callable[[], FewRows] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -119,13 +121,14 @@ class Rows(NamedTuple):
     are_single: bool
 
 
-def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str] = ()) -> Rows:
+def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str] = (), of_dataset: bool = False) -> Rows:
     """The rows that are looked at. Called on all ranks.
 
     Args:
         checked: what is checked.
         batches: the loader batch; empty where this rank has none.
         shared: parts that all rows share, though they have as many entries, by path.
+        of_dataset: whether they come from the dataset, whatever the batch shows.
 
     Raises:
         CannotCheckError: a rank has none. On all ranks.
@@ -138,7 +141,7 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str
     found: FewRows | SplitRows | None = None
     reason: CannotCheckError = UnsuitableRowsError("a rank has no batch of enough rows")
     try:
-        found = _rows_of(checked, batches, size, shared)
+        found = _rows_of(checked, batches, size, shared, of_dataset)
     except CannotCheckError as error:
         reason = error
     of_batch, number, at_once = (0, 0, 0) if found is None else (found.of_batch, found.number, found.at_once)
@@ -153,7 +156,9 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str
     return Rows(found, fewest, number, size, is_whole and at_once == 1)
 
 
-def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None, shared: Sequence[str]) -> FewRows | SplitRows | None:
+def _rows_of(
+    checked: Checked, batches: Sequence[Any], size: int | None, shared: Sequence[str], of_dataset: bool
+) -> FewRows | SplitRows | None:
     """The rows of a loader batch; None where there is no batch.
 
     Raises:
@@ -167,6 +172,8 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None, shared:
     if held := checked.trained.snapshotter.iterators():
         names = " and ".join(map(repr, held))
         raise CannotCheckError(f"the module holds an iterator ({names}), and what training_step draws from it cannot be put back")
+    if of_dataset and checked.of_dataset is not None:
+        return checked.of_dataset()
     if (cut := split_rows(checked, batches[0], size)) is not None:
         return cut
     before = [] if accumulation.checked_rows is None else [accumulation.checked_rows]
@@ -176,6 +183,9 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None, shared:
     except CannotCheckError:
         with suppress(CannotCheckError):  # as lists of images and of their targets
             return SplitRows(batches[0], split_lists, size)
+        if checked.of_dataset is not None and accumulation.splitting is None:
+            with suppress(CannotCheckError):
+                return checked.of_dataset()
         raise
     if accumulation.row_wise is not None and found.of_batch < 2:
         raise UnsuitableRowsError("the first batch has 1 row")
@@ -186,6 +196,12 @@ def split_rows(checked: Checked, batch: Any, size: int | None = None) -> SplitRo
     """The rows of a batch that the user's own function cuts; None without one."""
     split = checked.accumulation.policy.split
     return None if split is None else SplitRows(batch, split, size)
+
+
+def may_be_misread(checked: Checked, rows: Rows, error: Exception) -> bool:
+    """Whether a window cannot be checked with what was read as rows of its batch, as a step fails on them. Called on all ranks."""
+    is_read = type(error) is CannotCheckError and rows.found.kept is not None
+    return checked.accumulation.splitting is None and checked.of_dataset is not None and not checked.on_any(not is_read)
 
 
 def parts_to_share(checked: Checked, rows: Rows, error: Exception) -> list[str]:
@@ -244,12 +260,13 @@ class _InParts:
         return Look(measured, [self.run(part, total, is_part=True) for part in parts])
 
     def few(self, size: int, most: int) -> list[Look]:
-        """The first rows in many ways, and after them those up to ``most`` one by one."""
+        """The first rows in many ways; then those up to ``most`` one by one, so many at once, with one of those before."""
         looks = self.first(size, size)
         if self.checked.on_any(self.trial.draws_unlike_numbers):  # not for each row: then all rows draw the same
             looks = self.first(size)
-        others = [range(begin, min(begin + size, most)) for begin in range(size, most, size)]
-        return looks + [self.look(rows, [[row] for row in rows]) for rows in others]
+        others = [range(begin, min(begin + size, most)) for begin in range(size - 1, most - 1, size - 1)]
+        alone = {row: self.run([row], is_part=True) for row in range(size - 1, most) if others}
+        return looks + [Look(self.run(rows), [alone[row] for row in rows]) for rows in others]
 
     def halves(self, size: int) -> list[Look]:
         """A micro-batch in the size of training, and its halves."""

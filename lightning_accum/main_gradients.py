@@ -34,7 +34,8 @@ class GradientSums:
     """The gradients of a window, added up outside of ``parameter.grad``, each in the type of its parameter."""
 
     def __init__(self) -> None:
-        self._sums: dict[nn.Parameter, Tensor] = {}
+        self.of: dict[nn.Parameter, Tensor] = {}
+        """The sum of each parameter that has one."""
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """The type that the gradients of a parameter are added up in."""
@@ -43,10 +44,10 @@ class GradientSums:
     @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: Tensor, factor: float | Tensor = 1.0) -> None:
         """Add ``factor`` times a gradient, which nobody else uses from now on."""
-        total = self._sums.get(parameter)
+        total = self.of.get(parameter)
         if total is None:
             total = gradient.to(self.dtype_of(parameter))
-            self._sums[parameter] = total if isinstance(factor, float) and factor == 1 else total.mul_(factor)
+            self.of[parameter] = total if isinstance(factor, float) and factor == 1 else total.mul_(factor)
         elif not isinstance(factor, Tensor):
             total.add_(gradient, alpha=factor)
         elif gradient.layout == torch.strided:
@@ -54,17 +55,9 @@ class GradientSums:
         else:
             total.add_(gradient * factor)
 
-    def of(self, parameter: nn.Parameter) -> Tensor | None:
-        """What was accumulated for a parameter; None for nothing."""
-        return self._sums.get(parameter)
-
-    def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Go on from a gradient that was accumulated before."""
-        self._sums[parameter] = gradient
-
     def gradients(self) -> list[Tensor]:
         """All sums, to be scaled in place."""
-        return list(self._sums.values())
+        return list(self.of.values())
 
     @torch.no_grad()
     def reduce(self, ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
@@ -78,7 +71,7 @@ class GradientSums:
         """
         if not parameters:
             return
-        sums, dense, sparse = self._sums, 1.0, 2.0
+        sums, dense, sparse = self.of, 1.0, 2.0
         own = [0.0 if p not in sums else sparse if sums[p].layout != torch.strided else dense for p in parameters]
         kinds = dict(zip(parameters, ranks.largest(*own), strict=True))
         used = [parameter for parameter, kind in kinds.items() if kind]
@@ -97,14 +90,9 @@ class GradientSums:
             reduction.wait()
             total.copy_(flat.div_(ranks.size))
 
-    def take(self) -> dict[nn.Parameter, Tensor]:
-        """The sums, which from now on are none."""
-        sums, self._sums = self._sums, {}
-        return sums
-
     def clear(self) -> None:
         """Forget the sums; a window has ended."""
-        self._sums = {}
+        self.of = {}
 
 
 class MainGradients(GradientSums):
@@ -166,11 +154,11 @@ class MainGradients(GradientSums):
 
     def accumulated(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """The sums of these parameters, for the caller to copy before a backward."""
-        return {own: self._sums[own] for own in parameters if own in self._sums}
+        return {own: self.of[own] for own in parameters if own in self.of}
 
     def restore_accumulated(self, parameters: Iterable[nn.Parameter], kept: Mapping[nn.Parameter, Tensor]) -> None:
         """Have the sums be ``kept``, copies of what :meth:`accumulated` gave. They can be restored more than once."""
-        self._sums = {own: total.clone() for own, total in kept.items()}
+        self.of = {own: total.clone() for own, total in kept.items()}
 
     # --- the end of a window ------------------------------------------------------------------------------------------
 
@@ -189,8 +177,8 @@ class MainGradients(GradientSums):
     @torch.no_grad()
     def write_to_grad(self) -> None:
         """Give each parameter its sum as its gradient, in its own type. Each sum is freed at once, so that memory does not grow."""
-        for parameter in list(self._sums):
-            parameter.grad = self._sums.pop(parameter).to(parameter.dtype)
+        for parameter in list(self.of):
+            parameter.grad = self.of.pop(parameter).to(parameter.dtype)
 
     @override
     def clear(self) -> None:

@@ -12,7 +12,6 @@ from typing_extensions import override
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.main_gradients import GradientSums
 from lightning_accum.whole.row_wise import RowWise
-from lightning_accum.window import WindowLoss
 from lightning_accum.windows import Windows
 
 
@@ -20,11 +19,10 @@ class Call(Accumulation):
     """One of the backward calls in a ``training_step``: its windows, each with one loss, and what the check finds of that."""
 
     def __init__(self, windows: Windows, weight_scale: float | None, checks: int, row_wise: RowWise | None) -> None:
-        super().__init__(windows.policy, windows.ranks, windows.warn_once, weight_scale=weight_scale)
-        self.boundary, self.checks_left, self.row_wise, self._windows = windows.boundary, checks, row_wise, windows
         self.given = GradientSums()
         """What it has given to the gradients in this window."""
-        self.loss = WindowLoss(self.window, self.weigher, self.given)
+        super().__init__(windows.policy, windows.ranks, windows.warn_once, sums=self.given, weight_scale=weight_scale)
+        self.boundary, self.checks_left, self.row_wise, self._windows = windows.boundary, checks, row_wise, windows
         self.line = ""
         """Of the user's code, which makes it."""
 

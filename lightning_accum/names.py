@@ -1,6 +1,5 @@
 """The public names of the package, each where it is defined. Loaded when the first is used, see ``package.py``."""
 
-from lightning_accum.balanced_sampler import BalancedBatchSampler
 from lightning_accum.errors import (
     AccumulationError,
     DoesNotAddUpError,
@@ -9,7 +8,7 @@ from lightning_accum.errors import (
     UnreadableLossError,
     UnsplittableBatchError,
 )
-from lightning_accum.samplers import SameOrderSampler
+from lightning_accum.samplers import BalancedBatchSampler, SameOrderSampler
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.rows import split_lists
 from lightning_accum.trainer.callback import GradientAccumulation

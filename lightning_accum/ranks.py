@@ -110,17 +110,18 @@ class Ranks:
 
 
 def of_all_ranks(
-    loader: Iterable[Any], longest: int | None, ranks: Ranks, is_to_end: Callable[[], bool] = lambda: False
+    loader: Iterable[Any], longest: int | None, ranks: Ranks, is_one_empty: bool, is_to_end: Callable[[], bool] = lambda: False
 ) -> Iterator[LoaderBatch]:
     """The batches of a loader, as many on every rank as on the rank with the most. Used on all ranks.
 
     A rank without a batch gets its last one again, as a shadow batch. If lengths are known, no batch is drawn before it is needed,
     so that the state of the loader in a checkpoint is that of the batches that were yielded. Otherwise one batch is drawn ahead,
-    and ranks tell each other what they have; a rank that never had a batch gets that of another.
+    and ranks tell each other what they have. A rank that never had a batch gets that of another.
 
     Args:
-        longest: batches of the rank that has the most; None if that is not known, or a rank has none.
-        is_to_end: whether this rank is; asked if ``longest`` is None.
+        longest: batches of the rank that has the most; None if that is not known.
+        is_one_empty: whether the loader of a rank is known to have none.
+        is_to_end: whether this rank is; asked where ranks tell each other what they have.
 
     Raises:
         RuntimeError: the loader yields more batches than its length, or writes into a batch that is still to run.
@@ -132,16 +133,17 @@ def of_all_ranks(
             drawn.append(draw(batches, drawn))
         batch = drawn.popleft()
         is_there, own = batch is not END, None if batch is END else batch
-        if longest is None:
+        if longest is None or (is_one_empty and number <= longest):
             lacks_batch = own is None and last is None
-            has_more, source = drawn[0] is not END, 0 if own is None else ranks.rank + 1
+            has_more = drawn[0] is not END if longest is None else number < longest
+            source = 0 if own is None else ranks.rank + 1
             of_any = ranks.largest(is_there, has_more, is_to_end(), lacks_batch, source)
             is_there, has_more, is_stopped, is_lacked = map(bool, of_any[:4])
             if is_stopped:
                 yield LoaderBatch(None, True, False, is_stopped)
             if is_lacked and of_any[4]:
                 shared = ranks.share(own, int(of_any[4]) - 1)
-                last = shared if lacks_batch else last
+                last, is_one_empty = shared if lacks_batch else last, False
         elif number <= longest:
             is_there, has_more = is_there or ranks.world_size > 1, number < longest
         elif ranks.largest(is_there)[0]:
@@ -156,11 +158,39 @@ def of_all_ranks(
         yield LoaderBatch(last if is_shadow else own, not has_more, is_shadow)
 
 
+class LoaderBatches:
+    """The batches of :func:`of_all_ranks`, of which some may be drawn ahead."""
+
+    def __init__(self, batches: Iterator[LoaderBatch]) -> None:
+        self._batches = batches
+        self._last = LoaderBatch(None, is_last=False, is_shadow=False)
+        self.drawn: deque[LoaderBatch] = deque()
+        """Those after the one that was yielded last."""
+
+    def __iter__(self) -> Iterator[LoaderBatch]:
+        return self
+
+    def __next__(self) -> LoaderBatch:
+        self._last = self.drawn.popleft() if self.drawn else next(self._batches)
+        return self._last
+
+    def rest(self, number: float) -> Iterator[tuple[Any, bool]]:
+        """Draw as many after the one that was yielded last, or what there is. Each with whether it is a shadow batch."""
+        known = deque([self._last, *self.drawn])
+        while len(self.drawn) < number and not known[-1].is_last:
+            following = draw(self._batches, known)
+            if following is END:
+                return
+            known.append(following)
+            self.drawn.append(following)
+            yield following.batch, following.is_shadow
+
+
 def draw(batches: Iterator[Any], before: Sequence[Any]) -> Any:
     """The next batch, where those ``before`` are still to run; or an error if drawing it has changed one of them."""
-    versions = _versions(before)
+    versions = _versions(before) if before else []
     following = next(batches, END)
-    if _versions(before) != versions:
+    if before and _versions(before) != versions:
         raise UsageError(
             "The loader has written its next batch into the tensors of an earlier one, which has not run yet: batches are drawn"
             " ahead if the loader has no length, or if the terms of a window are counted. Yield new tensors for each batch."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_accum.trainer.ddp import DDPAccumulationStrategy
-from lightning_accum.trainer.from_lightning import DDPStrategy
+from lightning_accum.trainer.from_lightning import pl
 from lightning_accum.trainer.fsdp import FSDPAccumulationStrategy
 
 try:
@@ -11,7 +11,7 @@ try:
 except ImportError as error:
     raise ImportError('lightning_accum.ray needs Ray Train: pip install "ray[train]"') from error
 
-if not issubclass(RayDDPStrategy, DDPStrategy):
+if not issubclass(RayDDPStrategy, pl.strategies.DDPStrategy):
     raise ImportError(
         f"Ray Train derives its strategies from {RayDDPStrategy.__mro__[1].__module__}, since that is installed: import Trainer and"
         " modules from it, and the strategies from lightning_accum.ray."

@@ -1,15 +1,22 @@
-"""Which rank trains on which sample: the same global order on any number of ranks, and no sample twice."""
+"""Which rank trains on which sample: the same global order on any number of ranks, no sample twice, and equal work for all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from itertools import islice
+import math
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from copy import copy
+from heapq import heapreplace
+from itertools import islice, pairwise
 from typing import Any, TypeVar, cast
 
 from torch import distributed as dist
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler
+from typing_extensions import override
 
 from lightning_accum.errors import ArgumentError, WrongTypeError
+from lightning_accum.policy import is_natural
 
 T = TypeVar("T")
 
@@ -22,18 +29,23 @@ class Resumable:
 
     def state_dict(self) -> dict[str, int]:
         """The place in the data."""
-        return {"epoch": self.epoch, "yielded": self._yielded}
+        return {"epoch": self.epoch, "yielded": self._yielded, "ranks": self.find_ranks()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Begin the next iteration where :meth:`state_dict` was taken; at an end, at the beginning."""
+        """Begin the next iteration where :meth:`state_dict` was taken, on any number of ranks; at an end, at the beginning."""
         self.set_epoch(state["epoch"])
-        self._begin_at = state["yielded"] % max(1, len(self))
+        own = self.find_ranks()
+        self._begin_at = state["yielded"] * state.get("ranks", own) // own % max(1, len(self))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch. Lightning calls it."""
         self.epoch = epoch
 
     def __len__(self) -> int:
+        raise NotImplementedError
+
+    def find_ranks(self) -> int:
+        """Have the ranks be those of the process group, unless they were set. Returns how many share the samples."""
         raise NotImplementedError
 
     def _resumed(self, items: Iterable[T]) -> Iterator[T]:
@@ -122,12 +134,13 @@ class SameOrderSampler(Resumable, DistributedSampler[int]):
         self.find_ranks()
         return self.num_samples
 
-    def find_ranks(self) -> None:
-        """Have the ranks be those of the process group, unless :meth:`deal` has set them."""
+    @override
+    def find_ranks(self) -> int:
         if not self._is_dealt:  # each time anew: a length may have been asked for before there were processes
             has_group = dist.is_available() and dist.is_initialized()
             self.num_replicas, self.rank = (dist.get_world_size(), dist.get_rank()) if has_group else (1, 0)
         leave_out_repeats(self)
+        return self.num_replicas
 
 
 def leave_out_repeats(sampler: DistributedSampler[Any]) -> None:
@@ -149,3 +162,167 @@ def leave_out_repeats(sampler: DistributedSampler[Any]) -> None:
     if not sampler.drop_last:
         sampler.total_size = len(cast(Sized, sampler.dataset))
         sampler.num_samples = len(range(sampler.rank, sampler.total_size, sampler.num_replicas))
+
+
+# --- equal work for all ranks ----------------------------------------------------------------------------------------
+
+
+class BalancedBatchSampler(Resumable, Sampler[list[int]]):
+    """A ``batch_sampler`` that gives the ranks equal work: the windows of :class:`SameOrderSampler`, shared out by length.
+
+    A window is ``window`` loader batches of every rank, ``window * ranks * batch_size`` samples. It holds the same samples as it
+    does with a :class:`SameOrderSampler` of the same seed, in every epoch, so a training that is exact in its windows goes the
+    same way. Which rank gets which of them is chosen so that the sums of their lengths are about even: longest first, each to the
+    rank with the least. Inside a rank the longest samples come first, in batches of about as many samples each.
+
+    Ranks and batches have different numbers of samples, so gradients need weights: use it with the strategies of this package,
+    and a ``GradientAccumulation`` of as many loader batches as ``window``. Every rank has the same number of loader batches,
+    except in an epoch whose last window has fewer samples than there are ranks: some ranks then get no batch of it.
+
+    With these strategies Lightning leaves the loader alone, and sets the ranks and the epoch. Elsewhere pass
+    ``Trainer(use_distributed_sampler=False)``; ranks are those of the process group at the time of the iteration, unless
+    :meth:`deal` has set them.
+
+    Args:
+        lengths: the length of each sample, in the order of the dataset, as a list, an array or a tensor; or its cost, such as
+            ``n + n**2 / 1024`` for attention over n tokens. The same on all ranks: this package's strategies compare them.
+        batch_size: how many samples a loader batch has on average.
+        window: loader batches of a rank in a window. Windows begin anew with every epoch.
+        shuffle: whether every epoch (see :meth:`set_epoch`) has an order of its own, or all have the dataset's.
+        seed: seed of the shuffling, the same on all ranks.
+
+    Raises:
+        TypeError: the lengths are not numbers.
+        ValueError: a length is negative or not finite, there are no lengths, or a size is not a whole number from 1.
+
+    Example:
+        >>> lengths = [90, 10, 20, 80, 40, 60, 50, 50]
+        >>> sampler = BalancedBatchSampler(lengths, batch_size=4, shuffle=False)
+        >>> sampler.deal(2, rank=0)
+        >>> [[lengths[index] for index in batch] for batch in sampler]
+        [[90, 50, 50, 10]]
+        >>> sampler.deal(2, rank=1)
+        >>> [[lengths[index] for index in batch] for batch in sampler]
+        [[80, 60, 40, 20]]
+    """
+
+    def __init__(
+        self, lengths: Sequence[float] | Any, batch_size: int, *, window: int = 1, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("window", window)):
+            if not is_natural(value):
+                raise ArgumentError(f"BalancedBatchSampler({name}={value!r}): expected a whole number from 1")
+        self.batch_size, self.window, self._lengths = batch_size, window, _read_lengths(lengths)
+        self.sampler = SameOrderSampler(range(len(self._lengths)), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+        """Has the order of the samples, the ranks, and the epoch, for which Lightning looks here."""
+
+    def deal(self, num_replicas: int, rank: int) -> None:
+        """Set the ranks, as :meth:`SameOrderSampler.deal` does."""
+        self.sampler.deal(num_replicas, rank)
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
+        """That whose order is next."""
+        return self.sampler.epoch
+
+    @override
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    @override
+    def find_ranks(self) -> int:
+        return self.sampler.find_ranks()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The indices of this rank's samples, a list for each of its loader batches."""
+        return self._resumed(self._of_epoch())
+
+    def _of_epoch(self) -> Iterator[list[int]]:
+        of_all = copy(self.sampler)
+        of_all.deal(1, rank=0)
+        self.find_ranks()
+        order, size = list(of_all), self._samples_in_window
+        for start in range(0, len(order), size):
+            yield from self._of_this_rank(order[start : start + size])
+
+    def _of_this_rank(self, indices: Sequence[int]) -> list[list[int]]:
+        """The loader batches that this rank has of a window."""
+        batches = self._batches_of(len(indices))
+        at_least = batches if len(indices) >= self.sampler.num_replicas else 0
+        lengths = [self._lengths[index] for index in indices]
+        own = share_evenly(lengths, self.sampler.num_replicas, at_least)[self.sampler.rank]
+        by_length = [indices[place] for place in sorted(own, key=lengths.__getitem__, reverse=True)]
+        ends = [len(own) * number // batches for number in range(batches + 1)]
+        return [by_length[start:end] for start, end in pairwise(ends) if end > start]
+
+    def __len__(self) -> int:
+        """How many loader batches this rank gets in an epoch."""
+        self.find_ranks()
+        windows, rest = divmod(len(self._lengths), self._samples_in_window)
+        return windows * self.window + (self._batches_of(rest) if self.sampler.rank < rest else 0)
+
+    def check_length_of(self, dataset: object) -> None:
+        """Refuse a dataset of another number of samples.
+
+        Raises:
+            ValueError: there are lengths for more samples, or for fewer.
+        """
+        if isinstance(dataset, Sized) and len(dataset) != len(self._lengths):
+            raise ArgumentError(
+                f"BalancedBatchSampler(lengths=...) has the lengths of {len(self._lengths)} samples, but the loader's"
+                f" {type(dataset).__name__} has {len(dataset)}: pass the lengths of this dataset"
+            )
+
+    @property
+    def digest(self) -> int:
+        """A number that is the same on two ranks only if they share out the same samples alike."""
+        numbers = array("d", [*self._lengths, self.batch_size, self.window, self.sampler.shuffle, self.sampler.seed])
+        return zlib.crc32(numbers.tobytes())
+
+    @property
+    def _samples_in_window(self) -> int:
+        return self.window * self.sampler.num_replicas * self.batch_size
+
+    def _batches_of(self, samples: int) -> int:
+        """The loader batches that each rank has of a window of so many samples: no more than it can have samples."""
+        ranks = self.sampler.num_replicas
+        return min(math.ceil(samples / (ranks * self.batch_size)), max(1, samples // ranks))
+
+
+def _read_lengths(lengths: Any) -> list[float]:
+    read = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+    try:
+        numbers = [] if isinstance(read, (str, Mapping)) else [float(length) for length in read]
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor with several elements
+        numbers = []
+    if not numbers:
+        raise WrongTypeError(
+            "BalancedBatchSampler(lengths=...): expected a list, an array or a tensor of the lengths of all samples, one number for"
+            f" each, found {lengths!r:.200}"
+        )
+    for index, number in enumerate(numbers):
+        if not 0 <= number < math.inf:
+            raise ArgumentError(f"BalancedBatchSampler: expected a finite number from 0, found lengths[{index}] = {number}")
+    return numbers
+
+
+def share_evenly(costs: Sequence[float], shares: int, at_least: int = 0) -> list[list[int]]:
+    """Shares of the positions in ``costs`` whose sums are about even: R. L. Graham's longest first (1969).
+
+    Example:
+        >>> [sorted(share) for share in share_evenly([5, 4, 3, 3, 2], 2)]
+        [[0, 3], [1, 2, 4]]
+        >>> share_evenly([100, 1, 1, 1, 1], 2, at_least=2)
+        [[0, 4], [1, 2, 3]]
+    """
+    order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
+    groups: list[list[int]] = [[] for _ in range(shares)]
+    heap = [(0.0, 0, share) for share in range(shares)]  # the cost and the number of what each has
+    for position in order:
+        load, number, share = heap[0]
+        groups[share].append(position)
+        heapreplace(heap, (load + costs[position], number + 1, share))
+    for group in groups:
+        while len(group) < at_least:  # the cheapest of the share that has the most
+            group.append(max(groups, key=len).pop())
+    return groups

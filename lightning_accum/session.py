@@ -79,8 +79,7 @@ class Session:
             if accumulation.is_shadow_batch:
                 self.zero_grad(step)  # what it does to the module is to last
             outcome = run(step, batch, seen, ends_window)
-        if self._has_doubts:
-            self.look_at_doubted()
+        self.look_at_doubted()
         return outcome
 
     def _run_whole(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
@@ -97,9 +96,9 @@ class Session:
             log.weigh([(weighed, 1)])
             step.show_logs(log, self.guard.has_left_out)
         if not ends_window:
-            return Outcome(None, lambda: (loss, extra))
+            return Outcome(None, loss, extra)
         window_loss = self.end_window(seen) if is_boundary else self.finish_window(seen)
-        return Outcome(loss if accumulation.is_passthrough() else window_loss, lambda: (loss, extra))
+        return Outcome(loss if accumulation.is_passthrough() else window_loss, loss, extra)
 
     def _run_in_micro_batches(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
         accumulation, splitting = self._accumulation, self._accumulation.splitting
@@ -113,7 +112,7 @@ class Session:
             window_loss = self.finish_window(seen)
         is_window = ends_window and begun == 0 and accumulation.world_size == 1
         of_window = window_loss if is_window else None
-        return Outcome(window_loss, lambda: (joined_loss(outputs, of_window), joined_extra(outputs, order)))
+        return Outcome(window_loss, joined_loss(outputs, of_window), joined_extra(outputs, order))
 
     def _mark(self) -> Mark:
         """Where the window stands, before an attempt at a loader batch that may have to be undone."""
@@ -265,8 +264,7 @@ class Session:
         window_loss = self._run_shadow_batches(0, max(1, self.rounds(0)), seen, has_boundary)
         if ends_window and self.finishes_after_backward:
             window_loss = self.finish_window(seen)
-        if self._has_doubts:
-            self.look_at_doubted()
+        self.look_at_doubted()
         return Outcome(window_loss)
 
     def _run_shadow_batches(self, done: int, rounds: int, seen: int, has_boundary: bool) -> Tensor | None:
@@ -311,8 +309,7 @@ class Session:
         self._accumulation.reduce()
         self.sync.reduce_accumulated()
         window_loss = self.end_window(seen)
-        if self._has_doubts:
-            self.look_at_doubted()
+        self.look_at_doubted()
         return window_loss
 
     def end_window(self, seen: int) -> Tensor | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -77,9 +78,8 @@ def named_parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> d
 class Backward(Protocol):
     """How gradients are cleared and made: all that is asked of a hand-written loop, which runs its forward itself."""
 
-    @property
-    def skips_backward(self) -> bool:
-        """Nothing is trained."""
+    skips_backward: bool
+    """Nothing is trained."""
 
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""
@@ -120,8 +120,10 @@ class Outcome(NamedTuple):
     Attributes:
         window_loss: the loss of the window that it ends, which is its own where everything is left to Lightning; None inside of a
             window, and where the window had no weight.
-        returned: gives what ``training_step`` returned for it, put together: the loss, None where it had none, and what else.
+        loss: what ``training_step`` returned for it, put together; None where it had none.
+        extra: what else it returned.
     """
 
     window_loss: Tensor | None
-    returned: Callable[[], tuple[Tensor | None, dict[str, Any]]] = lambda: (None, {})
+    loss: Tensor | None = None
+    extra: Mapping[str, Any] = MappingProxyType({})

@@ -7,6 +7,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from lightning_accum.errors import ArgumentError
 from lightning_accum.trainer.callback import GradientAccumulation
-from lightning_accum.trainer.from_lightning import Callback, DoublePrecision, Strategy, pl
+from lightning_accum.trainer.from_lightning import Strategy, pl
 
 Rows = Sequence[Any]
 """What a collate function makes a batch of."""
@@ -148,14 +149,14 @@ def compare_window_with_batch(
     data = batches
     if isinstance(batches, Sequence):
         each = [list(own) for own in batches] if by_rank else [list(batches[rank::devices]) for rank in range(devices)]
-        data = _Dealt([[None if rows is None else collate(rows) for rows in own] for own in each])
+        data = _Dealt(each, collate)
         windows = windows_of(each, size, epochs, tail) if windows is None and isinstance(size, int) else windows
     if windows is None:
         raise ArgumentError("Pass windows=, the rows of each: they are counted for so many loader batches of a list alone.")
     kind = strategy if isinstance(strategy, str) else strategy()
     in_windows = {**in_windows, "strategy": kind, "devices": devices, "max_epochs": epochs}
     results = _train(make(), data, optimizer, in_windows, ckpt_path)
-    full = _Dealt([[collate(rows) for rows in windows]])
+    full = _Dealt([windows], collate)
     on_batches = {**trainer, "strategy": "auto", "devices": 1, "limit_train_batches": 1.0, **(reference or {})}
     (expected,) = _train(make(), full, optimizer, on_batches)
     before, losses = expected["before"], expected["losses"]
@@ -202,7 +203,7 @@ def _train(
     if optimizer is not None:
         module.configure_optimizers = partial(_make_optimizer, module, optimizer)
     if "precision" not in arguments and "plugins" not in arguments:
-        arguments = {**arguments, "plugins": [DoublePrecision()]}
+        arguments = {**arguments, "plugins": [pl.plugins.DoublePrecision()]}
     with tempfile.TemporaryDirectory() as folder:
         recorder = _Recorder(folder)
         pl.Trainer(**{**arguments, "callbacks": [*arguments.get("callbacks", []), recorder]}).fit(module, data, ckpt_path=ckpt_path)
@@ -213,7 +214,7 @@ def _make_optimizer(module: nn.Module, optimizer: MakesOptimizer) -> torch.optim
     return optimizer(module.parameters())
 
 
-class _Recorder(Callback):
+class _Recorder(pl.Callback):
     """Writes down what each rank, which may be another process, has reached."""
 
     def __init__(self, folder: str) -> None:
@@ -262,15 +263,21 @@ def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float
 
 
 class _Dealt(pl.LightningDataModule):
-    """Each data-parallel rank has loader batches of its own."""
+    """Each data-parallel rank has loader batches of its own: rows, or None."""
 
-    def __init__(self, by_rank: Sequence[Sequence[Any]]) -> None:
+    def __init__(self, by_rank: Sequence[Sequence[Rows | None]], collate: Callable[[Any], Any]) -> None:
         super().__init__()
-        self._by_rank = by_rank
+        self._by_rank, self._collate = by_rank, collate
         self.allow_zero_length_dataloader_with_multiple_devices = True
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.trainer is not None
         share = self.trainer.distributed_sampler_kwargs or {"rank": 0}
-        return DataLoader(cast("Dataset[Any]", self._by_rank[share["rank"]]), batch_size=None)
+        batches = self._by_rank[share["rank"]]
+        if not all(isinstance(rows, list) and rows for rows in batches):
+            collated = [None if rows is None else self._collate(rows) for rows in batches]
+            return DataLoader(cast("Dataset[Any]", collated), batch_size=None)
+        ends = [0, *accumulate(map(len, cast("Sequence[Rows]", batches)))]
+        dataset = cast("Dataset[Any]", [row for rows in batches for row in rows or ()])
+        return DataLoader(dataset, batch_sampler=[[*range(*both)] for both in pairwise(ends)], collate_fn=self._collate)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_accum.errors import ArgumentError, UsageError
 from lightning_accum.exact import exact_dtype
 from lightning_accum.main_gradients import GradientSums
+from lightning_accum.ranks import Ranks
 from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.functions import FunctionOfMean, OfMean
 from lightning_accum.weighing.terms import Denominator
@@ -44,22 +44,19 @@ class Window:
     weights can be thousands of tokens, which float16 gradients have no room for. A power of two costs no rounding.
 
     Args:
+        ranks: whose micro-batches are in it.
+        weigher: finds the weights of its loss.
+        sums: where gradients are added up, if not in ``parameter.grad``.
         counts_left_out: whether micro-batches may be left out, and their number is summed over the ranks.
         weight_scale: of the first window; None to take it from the first weights, which all ranks have together.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        world_size: int = 1,
-        group: dist.ProcessGroup | None = None,
-        counts_left_out: bool = False,
-        weight_scale: float | None = None,
+        self, ranks: Ranks, weigher: Weigher, sums: GradientSums | None, counts_left_out: bool, weight_scale: float | None
     ) -> None:
-        self.device = device
-        self._world_size = world_size
-        self._group = group
-        self.dtype = exact_dtype(device)
+        self.weigher, self.sums, self.device = weigher, sums, ranks.device
+        self._world_size, self._group = ranks.size, ranks.group
+        self.dtype = exact_dtype(self.device)
         """The type of weights and totals. MPS has no float64; float32 counts are exact up to 2**24."""
         self.flag = False
         """Something that all ranks are to know of when the window ends; it travels with the weights."""
@@ -73,7 +70,7 @@ class Window:
         all ranks; None where that is not known.
         """
         self._weight_scale = weight_scale
-        self._is_on_host = device.type == "cpu"  # where a tensor of one number is slower than a number
+        self._is_on_host = self.device.type == "cpu"  # where a tensor of one number is slower than a number
         self.discard()
 
     def discard(self) -> None:
@@ -124,11 +121,6 @@ class Window:
         if isinstance(weight, Tensor):
             return (weight / weight_scale).to(loss.dtype).reshape(shape)
         return torch.full(shape, weight / weight_scale, dtype=loss.dtype, device=loss.device)
-
-    def add_again(self, loss: Tensor, contribution: Contribution) -> None:
-        """Take in a micro-batch that is weighed as the one before it, the loss of which is no function of a mean."""
-        self._losses.append(loss.item() if self._is_on_host else loss.detach())
-        self._contributions.append(contribution)
 
     def _take_in(self, mean: Denominator, contribution: Contribution) -> None:
         function = None if contribution.of_mean is None else contribution.of_mean.function
@@ -295,6 +287,29 @@ class Window:
         doubts = {"do_terms_disagree": has_others, "do_factors_differ": disagree and not has_others}
         return totals.closed(loss, weight, left_out=left_out, slope=slope, **doubts)
 
+    def warn_of(self, closed: ClosedWindow, warn: Callable[[str], None]) -> None:
+        """Name what keeps a window that has ended from being its full batch."""
+        if closed.do_terms_disagree:
+            warn(
+                f"The ratio of the terms' weights varies between micro-batches, and all took the weight of the first"
+                f" ({self.weigher.criterion}): this window differs from its full batch. Pass one weight for each term,"
+                " weight=[...]."
+            )
+        if closed.do_factors_differ:
+            warn(
+                "A factor of the loss changes inside a window, or is not the same on all ranks (as is the slope of relu(mean - c)"
+                " on either side of c), or a penalty on parameters is not in all micro-batches. Factors and penalties are taken"
+                " for constants; if this one is not constant, the window differs from its full batch. Anneal a factor by"
+                " global_step, which is constant within a window, not by batch_idx; if a factor depends on the batch, pass an"
+                " explicit weight."
+            )
+        if closed.is_miscounted:
+            warn(
+                "The weights of the terms, counted in micro-batches, do not add up to their counts in the whole batch: a"
+                " micro-batch had no loss, or a weight is not a count that adds up. In such a window the terms do not have the"
+                " shares that they have in the full batch."
+            )
+
     def _of_function(
         self, function: FunctionOfMean | None, contributions: Sequence[Contribution], mean: float, size: float
     ) -> tuple[Denominator, float]:
@@ -335,44 +350,6 @@ class Window:
 
     def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:
         return tensor_of(values, self.device, self.dtype)
-
-
-@dataclass
-class WindowLoss:
-    """The only loss that a Trainer optimizes, or that of one call of ``manual_backward``.
-
-    Attributes:
-        window: its losses and weights since the last boundary.
-        weigher: finds those weights.
-        sums: where its gradients are added up, if not in ``parameter.grad``.
-    """
-
-    window: Window
-    weigher: Weigher
-    sums: GradientSums | None = None
-
-    def warn_of(self, closed: ClosedWindow, warn: Callable[[str], None]) -> None:
-        """Name what keeps a window that has ended from being its full batch."""
-        if closed.do_terms_disagree:
-            warn(
-                f"The ratio of the terms' weights varies between micro-batches, and all took the weight of the first"
-                f" ({self.weigher.criterion}): this window differs from its full batch. Pass one weight for each term,"
-                " weight=[...]."
-            )
-        if closed.do_factors_differ:
-            warn(
-                "A factor of the loss changes inside a window, or is not the same on all ranks (as is the slope of relu(mean - c)"
-                " on either side of c), or a penalty on parameters is not in all micro-batches. Factors and penalties are taken"
-                " for constants; if this one is not constant, the window differs from its full batch. Anneal a factor by"
-                " global_step, which is constant within a window, not by batch_idx; if a factor depends on the batch, pass an"
-                " explicit weight."
-            )
-        if closed.is_miscounted:
-            warn(
-                "The weights of the terms, counted in micro-batches, do not add up to their counts in the whole batch: a"
-                " micro-batch had no loss, or a weight is not a count that adds up. In such a window the terms do not have the"
-                " shares that they have in the full batch."
-            )
 
 
 def _power_of_two_near(mean: float) -> float:

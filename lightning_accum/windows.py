@@ -15,7 +15,7 @@ from lightning_accum.parameter_changes import IN_OPTIMIZER_STEP, ParameterChange
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.step import Trained
-from lightning_accum.window import WindowLoss
+from lightning_accum.window import Window
 
 
 class Windows(ABC):
@@ -43,8 +43,8 @@ class Windows(ABC):
 
     @property
     @abstractmethod
-    def losses(self) -> Sequence[WindowLoss]:
-        """Those of ``training_step``, in the order of their backward calls."""
+    def of_losses(self) -> Sequence[Window]:
+        """The window under way of each loss of ``training_step``, in the order of their backward calls."""
 
     def in_words(self, size: int) -> str:
         """What ends a window, to be compared with the checkpoint's."""
@@ -76,13 +76,13 @@ class Windows(ABC):
         return self._micro_batches() == (self._done[1] if self.position else 0)
 
     def _micro_batches(self) -> int:
-        return sum(loss.window.micro_batches for loss in self.losses)
+        return sum(window.micro_batches for window in self.of_losses)
 
     def discard(self, seen: int) -> int:
         """Forget the unfinished window. Returns the loader batches that it had."""
         lost = self.boundary.position(seen)
-        for loss in self.losses:
-            loss.window.discard()
+        for window in self.of_losses:
+            window.discard()
         self._begin_window(seen)
         return lost
 
@@ -171,14 +171,14 @@ class Windows(ABC):
             return None
         training.sync.reduce_for_checkpoint()
         named, is_reduced = training.parameters_by_name(), self._is_reduced_inside(training)
-        left_out = sum(loss.window.left_out for loss in self.losses)
+        left_out = sum(window.left_out for window in self.of_losses)
         return PartialWindow(
             self.in_words(size),
             self.position,
             None if self.boundary.size == math.inf else self.boundary.size,
             self.boundary.tokens,
             self.ranks.size,
-            [gather_loss(loss, named, self.ranks, is_reduced) for loss in self.losses],
+            [gather_loss(window, named, self.ranks, is_reduced) for window in self.of_losses],
             self._loss_scale_of(training),
             int(self.ranks.sum(left_out)) if self.policy.on_nonfinite == "skip" else 0,
         )
@@ -186,9 +186,9 @@ class Windows(ABC):
     def restore(self, partial: PartialWindow, training: Trained) -> None:
         """Go on with the weights and gradients of a window of :meth:`restart`, on as many ranks as then or on others."""
         named, scale = training.parameters_by_name(), self._loss_scale_of(training) / partial.scale
-        for loss, kept in zip(self.losses, partial.losses, strict=True):
-            restore_loss(loss, kept, named, self.ranks, scale, self.warn_once)
-            loss.window.left_out = partial.left_out if self.ranks.is_first else 0
+        for window, kept in zip(self.of_losses, partial.losses, strict=True):
+            restore_loss(window, kept, named, self.ranks, scale, self.warn_once)
+            window.left_out = partial.left_out if self.ranks.is_first else 0
         training.sync.note_gradients()
 
     def _is_reduced_inside(self, training: Trained) -> bool:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
 from real_modules.table import Exact, Refused, Warned, happens
 from support import Toy, labelled, loader
 from torch import Tensor, nn
@@ -74,9 +72,3 @@ def scheduled(make: Callable[[Toy, torch.optim.Optimizer], Any], **how: Any) -> 
     optimizer = module.configure_optimizers()
     module.configure_optimizers = lambda: ([optimizer], [{"scheduler": make(module, optimizer), "interval": "step", **how}])
     return module
-
-
-def noted(hook: str, what: Callable[[pl.Trainer], Any]) -> tuple[LambdaCallback, list[Any]]:
-    """A callback that notes something at each call of a hook, and its notes."""
-    notes: list[Any] = []
-    return LambdaCallback(**{hook: lambda trainer, *_: notes.append(what(trainer))}), notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import os
 import runpy
@@ -17,7 +18,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -113,6 +115,17 @@ def error_of_updates(found: Any, expected: nn.Module, start: nn.Module) -> float
     return relative_error([found[name] - before[name] for name in after], [after[name] - before[name] for name in after])
 
 
+def csv_logger() -> dict[str, Any]:
+    """Arguments of a Trainer that logs each step into a file for :func:`logged`."""
+    return {"logger": CSVLogger("logs", name="run", version=0), "log_every_n_steps": 1}
+
+
+def logged() -> list[dict[str, float]]:
+    """The rows that were logged, each without what it does not have."""
+    with Path("logs/run/version_0/metrics.csv").open() as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
 def loader(batches: Sequence[Any]) -> DataLoader:
     """A loader that yields exactly ``batches``, None included."""
     return DataLoader(list(batches), batch_size=None, shuffle=False)
@@ -146,12 +159,15 @@ class Interrupted(Exception):
 
 
 class SaveAfter(Callback):
-    """Takes a checkpoint after so many loader batches of all epochs, and goes on or ends there."""
+    """Takes a checkpoint in a hook after so many loader batches of all epochs, and goes on or ends there."""
 
-    def __init__(self, *after: int | None, ends: bool = False, path: str | Path = "inside.ckpt") -> None:
+    def __init__(
+        self, *after: int | None, ends: bool = False, path: str | Path = "inside.ckpt", hook: str = "on_train_batch_end"
+    ) -> None:
         self.after, self.ends, self.path = after, ends, str(path)
+        setattr(self, hook, self.save)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def save(self, trainer: pl.Trainer, *_: Any) -> None:
         batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if batches in self.after:
             trainer.save_checkpoint(self.path.format(batches))
@@ -190,7 +206,7 @@ class Scalar(pl.LightningModule):
         self.gradients: list[float] = []  # what on_before_optimizer_step saw
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.gradients.append(self.w.grad.item())
+        self.gradients.append(self.w.grad.tolist())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch)
@@ -285,6 +301,12 @@ def fit(module: pl.LightningModule, data: Any = None, *callbacks: Callback, stra
     return run
 
 
+def noted(hook: str, what: Callable[[pl.Trainer], Any]) -> tuple[LambdaCallback, list[Any]]:
+    """A callback that notes something at each call of a hook, and its notes."""
+    notes: list[Any] = []
+    return LambdaCallback(**{hook: lambda trainer, *_: notes.append(what(trainer))}), notes
+
+
 @contextmanager
 def warned() -> Iterator[list[str]]:
     """The messages of this package's warnings, filled in at the end, after an error too; warnings of others pass unseen."""
@@ -297,10 +319,13 @@ def warned() -> Iterator[list[str]]:
             messages += [str(warning.message) for warning in caught if issubclass(warning.category, AccumulationWarning)]
 
 
-def seeds_of_a_search(seeds: range, in_every_run: int, engine: str | None = None, marks: Sequence[Any] = ()) -> list[Any]:
-    """Parameters of a test: the first seeds, and one of today's date, are exhaustive, the others slow."""
+def seeds_of_a_search(
+    seeds: range, in_every_run: int, engine: str | None = None, marks: Sequence[Any] = (), faults: Sequence[int] = ()
+) -> list[Any]:
+    """Parameters of a test: the first seeds, one of today's date, and those that found faults are exhaustive, the others slow."""
     today = int(f"{datetime.now(timezone.utc):%Y%m%d}")
-    kinds = [(seed, pytest.mark.exhaustive if seed < in_every_run else pytest.mark.slow) for seed in seeds]
+    often = {*seeds[:in_every_run], *faults}
+    kinds = [(seed, pytest.mark.exhaustive if seed in often else pytest.mark.slow) for seed in seeds]
     return [
         pytest.param(*([engine] if engine else []), seed, id=f"{engine or ''}seed{seed:03d}", marks=[kind, *marks])
         for seed, kind in [*kinds, (today, pytest.mark.exhaustive)]

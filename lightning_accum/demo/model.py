@@ -119,35 +119,20 @@ class _Transformer(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(256, width)
         self.positions = nn.Embedding(longest, width)
-        self.blocks = nn.Sequential(*(_Block(width) for _ in range(depth)))
+        # without biases: the gradient of the keys' is zero but for rounding, and Adam blows rounding up to whole steps
+        how: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True, "bias": False}
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 2, 4 * width, **how) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.next_byte = nn.Linear(width, 256, bias=False)
 
     @override
     def forward(self, input_ids: Tensor) -> Tensor:
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        hidden = self.blocks(self.bytes(input_ids) + self.positions(positions))
+        hidden = self.bytes(input_ids) + self.positions.weight[: input_ids.shape[1]]
+        mask = nn.Transformer.generate_square_subsequent_mask(input_ids.shape[1], hidden.device, hidden.dtype)
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=mask, is_causal=True)
         logits: Tensor = self.next_byte(self.norm(hidden))
         return logits
-
-
-class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
-        # without a bias: the gradient of the keys' bias is zero but for rounding, and Adam blows rounding up to whole steps
-        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
-        self.attention_out = nn.Linear(width, width)
-        self.feed_forward = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    @override
-    def forward(self, hidden: Tensor) -> Tensor:
-        split = self.queries_keys_values(self.attention_norm(hidden)).unflatten(-1, (3, 2, -1))
-        queries, keys, values = split.permute(2, 0, 3, 1, 4)  # each (batch, one of two heads, position, feature)
-        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        hidden = hidden + self.attention_out(attended.transpose(1, 2).flatten(-2))
-        out: Tensor = hidden + self.feed_forward(hidden)
-        return out
 
 
 def new_model() -> ByteModel:

@@ -22,7 +22,7 @@ from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrat
 from lightning_accum.demo.model import count_targets, loader_of, new_model, sample_corpus
 from lightning_accum.errors import UsageError
 from lightning_accum.testing import EXACT, QUIET, distance, whole_parameters
-from lightning_accum.trainer.from_lightning import Callback, LightningEnvironment, pl
+from lightning_accum.trainer.from_lightning import fabric, pl
 from lightning_accum.verification.processes import RanksFailedError, run_on_ranks
 
 GLOBAL_BATCH = 32
@@ -141,7 +141,7 @@ def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
         strategy = ModelParallelAccumulationStrategy(mix.ranks, 1)
     how |= {"accelerator": "cpu", "devices": mix.ranks, "strategy": strategy, "max_epochs": epochs}
     how["precision"] = "32-true" if mix.is_sharded else "64-true"  # Lightning has FSDP2 in no other; the model is float64 by itself
-    how["plugins"] = [LightningEnvironment()]  # also on a cluster: the demo stays on this machine
+    how["plugins"] = [fabric.plugins.environments.LightningEnvironment()]  # also on a cluster: the demo stays on this machine
     trainer, model = pl.Trainer(**QUIET, **how), new_model()
     trainer.fit(model, loader_of(corpus, mix.batch))
     optimizer, scheduler = trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler
@@ -149,7 +149,7 @@ def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
     return Trained(record.losses, *steps, whole_parameters(trainer, model))
 
 
-class _Record(Callback):
+class _Record(pl.Callback):
     """Notes the loss of every optimizer step's whole batch."""
 
     def __init__(self) -> None:

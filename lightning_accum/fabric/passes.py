@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -21,7 +20,7 @@ from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
-from lightning_accum.ranks import END, LoaderBatch, Ranks, draw, of_all_ranks
+from lightning_accum.ranks import LoaderBatches, of_all_ranks
 from lightning_accum.session import Session
 from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.splitting.plan import Splitting
@@ -84,8 +83,10 @@ class Passes:
         self._samples = frozenset((size,)) if isinstance(size, int) else frozenset()
         self.loader_batches, ends_data = skip, False
         accumulation.begin_epoch(self.passes)
-        batches = LoaderBatches(loader, self._training.ranks)
-        self._length = batches.length
+        ranks, self._length = self._training.ranks, _length_of(loader)
+        longest, negated_shortest = ranks.largest(self._length, -self._length)
+        known = int(longest) if longest < math.inf else None
+        batches = LoaderBatches(of_all_ranks(loader, known, ranks, not negated_shortest))
         accumulation.rest_of_window = lambda: batches.rest(boundary.left(self._seen + 1, self._size))
         for number, (batch, ends_data, is_shadow, _) in enumerate(batches, 1):
             if number <= skip:
@@ -178,38 +179,6 @@ class Passes:
     def _say(self, line: str) -> None:
         if self.policy.log and self._training.ranks.rank == 0:
             print(self._words(line), flush=True)
-
-
-class LoaderBatches:
-    """The batches of a loader, as many on every rank as on the rank with the most. Used on all ranks.
-
-    Raises:
-        RuntimeError: see :func:`of_all_ranks`.
-    """
-
-    def __init__(self, loader: Iterable[Any], ranks: Ranks) -> None:
-        self.length = _length_of(loader)
-        longest, shortest = ranks.largest(self.length, -self.length)
-        is_known = longest < math.inf and shortest < 0
-        self._batches = of_all_ranks(loader, int(longest) if is_known else None, ranks)
-        self._drawn: deque[LoaderBatch] = deque()
-        self._last = LoaderBatch(None, is_last=False, is_shadow=False)
-
-    def __iter__(self) -> Iterator[LoaderBatch]:
-        while (following := self._drawn.popleft() if self._drawn else next(self._batches, END)) is not END:
-            self._last = following
-            yield following
-
-    def rest(self, number: float) -> Iterator[tuple[Any, bool]]:
-        """Draw as many after the one that was yielded last, or what there is. Each with whether it is a shadow batch."""
-        known = deque([self._last, *self._drawn])
-        while len(self._drawn) < number and not known[-1].is_last:
-            following = draw(self._batches, known)
-            if following is END:
-                return
-            known.append(following)
-            self._drawn.append(following)
-            yield following.batch, following.is_shadow
 
 
 def _length_of(loader: Iterable[Any]) -> float:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_accum.errors import AccumulationError, UnsplittableBatchError
 from lightning_accum.splitting.lengths import IGNORE_INDEX, is_whole
-from lightning_accum.splitting.micro_batch import Layout, doubt_about, layout_of_samples, rebuilt
-from lightning_accum.splitting.rows import Part, entries_of, read_parts, with_entries
+from lightning_accum.splitting.micro_batch import doubt_about, layout_of_samples
+from lightning_accum.splitting.rows import Layout, Part, entries_of, rebuilt, with_entries
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 
 
@@ -38,7 +38,7 @@ class FewRows:
             raise CannotCheckError(
                 "the rows of the batch cannot be told apart (split=function, which cuts a batch, tells them)"
             ) from error
-        self._batch, self._own, self.of_batch, self.of_others = batch, layout, layout.size, list[int]()
+        self._own, self.of_batch, self.of_others = layout, layout.size, list[int]()
         if not layout.size:
             raise CannotCheckError("the first batch has no rows")
         if (doubt := doubt_about(layout, known or {})) is not None:
@@ -67,15 +67,14 @@ class FewRows:
         found, own = copy(self), min(self.of_batch, MOST_ROWS)
         joined = _joined([self.kept, others.kept], self._own)
         order = sorted(range(joined.size), key=lambda row: (row if row < own else row - own, row >= own))[:MOST_ROWS]
-        found._layout = Layout.read(joined.take(order), joined.kinds)
+        found._layout = Layout(joined.take(order), joined.kinds)
         found.of_others = [place for place, row in enumerate(order) if row >= own]
         found.number, found.at_once = found._layout.size, max(self.of_batch, others.of_batch)
         return found
 
     def may_be_shared(self) -> dict[str, Any]:
         """What has an entry for each row and may all the same be shared by them, by path: lists without tensors, and vectors."""
-        parts = read_parts(self._batch, self._own.kinds)[2]
-        lists = {part.path: part.value for part in parts if part.kind == "rows" and not part.has_tensors}
+        lists = {part.path: part.value for part in self._own.parts if part.kind == "rows" and not part.has_tensors}
         return lists | {path: tensor.cpu() for path, tensor in self._own.tensors.items() if tensor.dim() == 1}
 
     def take(self, rows: Sequence[int]) -> Any:
@@ -90,7 +89,7 @@ class FewRows:
         labels = [path for path, tensor in tensors if is_whole(tensor) and bool((tensor == IGNORE_INDEX).any())]
         if not labels:
             return None
-        layout = Layout.read(self.take(rows), self._layout.kinds)
+        layout = Layout(self.take(rows), self._layout.kinds)
         for path in labels:
             layout.tensors[path][torch.tensor([row in without_labels for row in rows])] = IGNORE_INDEX
         return layout.take(slice(None))
@@ -107,7 +106,7 @@ def _telling_first(layout: Layout) -> list[int]:
     these (a mask, a flag, weights of 1, labels of which none is ignored) a row in which it is not.
 
     Example:
-        >>> _telling_first(Layout.read({"x": torch.arange(12.0), "mask": torch.arange(12) != 5}))
+        >>> _telling_first(Layout({"x": torch.arange(12.0), "mask": torch.arange(12) != 5}))
         [0, 5, 6, 3, 9, 1, 7, 4, 2, 8, 10, 11]
     """
     size = layout.size
@@ -124,7 +123,7 @@ def _telling_first(layout: Layout) -> list[int]:
 
 def _joined(batches: Sequence[Any], layout: Layout) -> Layout:
     try:
-        return Layout.read(join(batches, layout.kinds)[0], layout.kinds)
+        return Layout(join(batches, layout.kinds)[0], layout.kinds)
     except (JoiningError, UnsplittableBatchError) as error:
         raise CannotCheckError("the rows of two batches cannot be joined") from error
 
@@ -207,28 +206,25 @@ def join(batches: Sequence[Any], known: Mapping[str, str] | None = None) -> tupl
     """
     if len(batches) == 1:
         return batches[0], ""
-    by_path, roots = list[dict[str, Part]](), list[Part]()
+    layouts, values = list[Layout](), dict[str, list[Any]]()
     for number, batch in enumerate(batches):
         try:
-            root, _, parts = read_parts(batch, known or {})
+            layouts.append(Layout(batch, layouts[0].kinds if layouts else known))
         except UnsplittableBatchError as error:
             raise JoiningError(str(error).partition(": ")[2].partition(". Say how")[0]) from error
-        known = known or {part.path: part.kind for part in parts}
-        by_path.append({part.path: part for part in parts if part is not root or part.kind in ("tensor", "rows")})
-        roots.append(root)
-        if others := sorted(by_path[-1].keys() ^ by_path[0].keys()):
+        if others := sorted({part.path for part in layouts[-1].parts} ^ {part.path for part in layouts[0].parts}):
             raise JoiningError(f"batch {number} has other parts than batch 0 ({', '.join(others[:5])})")
-    values = {path: [parts[path].value for parts in by_path] for path in by_path[0]}
-    padded, description = _padded({path: values[path] for path, part in by_path[0].items() if part.kind == "tensor"})
+        for path, value in {part.path: part.value for part in layouts[-1].parts}.items():
+            values.setdefault(path, []).append(value)
+    padded, description = _padded({path: values[path] for path in layouts[0].tensors})
 
     def joined(part: Part) -> Any:
-        of_part = values.get(part.path, [])
-        if part.kind == "tensor":
-            of_part = padded.get(part.path, of_part)
+        of_part = padded.get(part.path, values[part.path])
+        if part.kind == "rows" and part.is_tensor:
             if len({value.shape[1:] for value in of_part}) > 1:
                 shapes = " and ".join(dict.fromkeys(str(tuple(value.shape)) for value in of_part))
                 raise JoiningError(f"{part.path} has the shapes {shapes}")
-            return torch.cat(list(of_part))
+            return torch.cat(of_part)
         if part.kind == "rows":
             return with_entries(part.value, [entry for value in of_part for entry in entries_of(value)])
         if part.is_tensor:
@@ -237,7 +233,7 @@ def join(batches: Sequence[Any], known: Mapping[str, str] | None = None) -> tupl
             return part.value
         return rebuilt(part, joined)
 
-    return joined(roots[0]), description
+    return joined(layouts[0].root), description
 
 
 def _padded(tensors: Mapping[str, Sequence[Tensor]]) -> tuple[dict[str, list[Tensor]], str]:

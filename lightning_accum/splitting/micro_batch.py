@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from lightning_accum.errors import ArgumentError, UnsplittableBatchError
 from lightning_accum.splitting.lengths import is_whole
-from lightning_accum.splitting.rows import Part, entries_of, read_parts, with_entries
+from lightning_accum.splitting.rows import Layout
 
 
 @dataclass(frozen=True)
@@ -59,111 +58,6 @@ def _check_tokens(count: Any, what: str) -> None:
         raise ArgumentError(f"{what} must be an int of at least 1, but count={count!r}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """How a batch is made of ``size`` rows: which parts have one entry a sample, and which are shared.
-
-    Example:
-        >>> layout = Layout.read({"x": torch.arange(6).reshape(3, 2), "name": ["a", "b", "c"], "rate": 0.5})
-        >>> layout.size, list(layout.tensors)
-        (3, ['x'])
-        >>> layout.take(slice(1, 3))
-        {'x': tensor([[2, 3],
-                [4, 5]]), 'name': ['b', 'c'], 'rate': 0.5}
-    """
-
-    size: int
-    tensors: dict[str, Tensor] = field(repr=False)
-    """Whose dimension 0 is the rows, by path: ``input_ids``, ``[0]``, ``inputs.mask``; ``batch`` if the batch itself is one."""
-    shared_tensors: dict[str, Tensor] = field(repr=False)
-    """With a dimension 0 that is not the rows."""
-    kinds: dict[str, str]
-    """What each part is, by path, see :class:`Part`."""
-    root: Part = field(repr=False)
-    """The batch, as a part."""
-
-    @classmethod
-    def read(cls, batch: Any, known: Mapping[str, str] | None = None, samples: Collection[int] = ()) -> Layout:
-        """Find out how ``batch`` is made of rows: tensors in mappings, lists, tuples and dataclasses, nested in any way.
-
-        ``known``, the ``kinds`` of an earlier batch, hold where this one could be read in two ways: a table of 5 entries stays
-        shared in a last batch of 5 rows.
-
-        Raises:
-            UnsplittableBatchError: no size, or more than one, fits; or there is a part that cannot be split.
-        """
-        known = known or {}
-        root, size, parts = read_parts(batch, known, samples)
-        tensors, shared = (
-            {part.path: part.value for part in parts if part.is_tensor and part.size is not None and part.kind == kind}
-            for kind in ("tensor", "shared")
-        )
-        for part in parts:
-            if part.kind == "container" and part.is_cut:
-                try:
-                    rebuilt(part, lambda inner: inner.value)
-                except Exception as error:  # now, rather than in the middle of a window
-                    raise UnsplittableBatchError.because(f"{part}, and cannot be made anew ({error})") from error
-        return cls(size, tensors, shared, {**known, **{part.path: part.kind for part in parts}}, root)
-
-    @property
-    def columns(self) -> set[int]:
-        """The sizes of the dimensions of its rows."""
-        return {size for tensor in self.tensors.values() for size in tensor.shape[1:]}
-
-    def take(self, rows: slice | Sequence[int], columns: Mapping[int, slice] | None = None) -> Any:
-        """A batch of the same types with some of the rows: of a slice tensors are views, of row numbers they are copies.
-
-        ``columns={L: part}`` keeps only ``part`` of dimensions of size ``L``, to trim padding. In tensors with rows these are the
-        dimensions after 0; where a floating tensor has size ``L`` in dimension 1 the others stay, for they are features. In shared
-        tensors they are all dimensions.
-        """
-        columns, indices = columns or {}, dict[torch.device, Tensor]()
-
-        def of_tensor(value: Tensor) -> Tensor:
-            if columns:  # first, so that there is less to copy
-                sizes = value.shape[1:]
-                sizes = sizes[:1] if value.is_floating_point() and sizes and sizes[0] in columns else sizes
-                value = value[(slice(None), *(columns.get(size, slice(None)) for size in sizes))]
-            if isinstance(rows, slice):
-                return value[rows]
-            if value.device not in indices:
-                # nobody waits for the copy: right towards a device, but the host could read it too early
-                is_copied = value.device.type != "cpu"
-                indices[value.device] = torch.tensor(rows, dtype=torch.long).to(value.device, non_blocking=is_copied)
-            return value.index_select(0, indices[value.device])
-
-        def taken(part: Part) -> Any:  # containers of its own, so that a micro-batch does to them what it does to them
-            value = part.value
-            if part.kind == "rows":
-                entries = entries_of(value)
-                return with_entries(value, entries[rows] if isinstance(rows, slice) else [entries[row] for row in rows])
-            if part.kind == "tensor":
-                return of_tensor(value)
-            if not part.is_tensor:
-                return rebuilt(part, taken) if part.is_cut else value
-            is_as_it_is = columns.keys().isdisjoint(value.shape)
-            return value if is_as_it_is else value[tuple(columns.get(size, slice(None)) for size in value.shape)]
-
-        return taken(self.root)
-
-
-def rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:
-    """A container made anew, with what is taken of the parts inside of it in their places."""
-    value, inside = part.value, {inner.key: taken(inner) for inner in part.parts if inner.is_cut}
-    if isinstance(value, (list, tuple)):
-        return with_entries(value, [inside.get(index, entry) for index, entry in enumerate(value)])
-    made: Any = copy.copy(value)
-    for key, entry in inside.items():
-        if not isinstance(value, Mapping):
-            object.__setattr__(made, key, entry)  # also where the class is frozen
-            continue
-        made[key] = entry
-        if key in getattr(made, "__dict__", {}):  # `batch.labels` for `batch["labels"]`
-            made.__dict__[key] = made[key]
-    return made
-
-
 # --- are its rows samples? --------------------------------------------------------------------------------------------
 
 
@@ -188,12 +82,14 @@ def layout_of_samples(batch: Any, samples: Collection[int], known: Mapping[str, 
     Raises:
         UnsplittableBatchError: the batch has no rows, or its rows are not samples.
     """
-    layout, known = Layout.read(batch, known, samples), known or {}
+    layout, known = Layout(batch, known, samples), known or {}
     found = _contradiction(layout, samples) or (None if known else _packing(layout, samples))
-    for path, tensor in layout.shared_tensors.items() if found is None else ():
-        is_unexplained = is_whole(tensor) and path not in known and not samples
-        if tensor.shape[0] not in (1, *layout.columns) and (is_unexplained or known.get(path) == "tensor"):
-            found = f"{_shape(path, tensor)} has no entry for each of the {layout.size} rows"
+    for part in layout.parts if found is None else ():
+        if part.kind == "rows" or part.size is None or (part.is_tensor and part.size in (1, *layout.columns)):
+            continue
+        is_unexplained = part.is_tensor and is_whole(part.value) and part.path not in known and not samples
+        if is_unexplained or (known.get(part.path) == "rows" and part.has_tensors):
+            found = f"{part}, and has no entry for each of the {layout.size} rows"
     if found is not None:
         raise UnsplittableBatchError.because(found)
     return layout

@@ -16,9 +16,10 @@ from lightning_accum.splitting.lengths import (
     number_within,
     read_spans,
 )
-from lightning_accum.splitting.micro_batch import Layout, Tokens, layout_of_samples
+from lightning_accum.splitting.micro_batch import Tokens, layout_of_samples
+from lightning_accum.splitting.rows import Layout
 from lightning_accum.splitting.trimming import Proof, TrimmingCheck
-from lightning_accum.weighing.counts import count_samples
+from lightning_accum.weighing.counts import count_samples, tensors_of
 
 MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
 Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
@@ -117,7 +118,7 @@ class Splitting:
         self._trimming = TrimmingCheck(warn)
         self._proof: Proof = lambda padded, trimmed: None
         self._seen: tuple[Any, dict[int, Spans]] | None = None
-        self._has_warned_of_long_rows = False
+        self._warned = set[str]()
         self._description = ""
         """What was understood of the first batch, in words."""
 
@@ -196,9 +197,18 @@ class Splitting:
         if size == "auto":
             size = self._as_many_as_fit(1, len(_cut(split, batch, 1)))
         micro_batches = _cut(split, batch, size)
-        self._description = self._description or f"cut by {getattr(split, '__name__', split)}"
-        counts = [min(size, count_samples(micro_batch) or size) for micro_batch in micro_batches]
-        pieces = [RowSlice(slice(index, None), count, 1) for index, count in enumerate(counts)]
+        name = getattr(split, "__name__", split)
+        self._description = self._description or f"cut by {name}"
+        counts, found = [count_samples(micro_batch) for micro_batch in micro_batches], [dict(tensors_of(m)) for m in micro_batches]
+        for path, tensor in tensors_of(batch):
+            cut = [of_part[path] for of_part in found if path in of_part and of_part[path].shape[1:] == tensor.shape[1:]]
+            if len(cut) == len(found) and (number := sum(map(len, cut))) < len(tensor):
+                self._warn_once(
+                    "split",
+                    f"split={name} returned micro-batches of {number} samples for a loader batch of {len(tensor)}: the others are"
+                    " not trained on. Return all of them: the last micro-batch may be smaller.",
+                )
+        pieces = [RowSlice(slice(index, None), min(size, count or size), 1) for index, count in enumerate(counts)]
         return Plan(batch, pieces, lambda piece: micro_batches[piece.rows.start], is_read=False)  # type: ignore[union-attr]
 
     # --- which rows make a micro-batch ------------------------------------------------------------------------------------
@@ -245,13 +255,18 @@ class Splitting:
             return self.size
         if not isinstance(self.size, Tokens):
             return self._as_many_as_fit(cost, rows)
-        if width > self.size.at(0) and not self._has_warned_of_long_rows:
-            self._has_warned_of_long_rows = True
-            self._warn(
+        if width > self.size.at(0):
+            self._warn_once(
+                "long rows",
                 f"A row of {width} tokens is longer than micro_batch={self.size}. It is a micro-batch of its own: leaving it out"
-                " would change the result."
+                " would change the result.",
             )
         return max(1, self.size.at(0) // max(1, width))
+
+    def _warn_once(self, of: str, message: str) -> None:
+        if of not in self._warned:
+            self._warned.add(of)
+            self._warn(message)
 
     def _as_many_as_fit(self, cost: int, rows: int) -> int:
         """With ``"auto"``, how many of the rows that are left a micro-batch may have, with so many elements in each."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter, UserDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -36,7 +36,7 @@ class Part:
     problem: str = ""
     """Why it cannot be split."""
     kind: str = "shared"
-    """A ``tensor`` with rows; a list that is ``rows``, one entry each; a ``container`` of other parts; or ``shared``."""
+    """``rows``: a tensor or a list with one entry for each; a ``container`` of other parts; or ``shared`` by all rows."""
     parts: list[Part] = field(default_factory=list)
 
     @property
@@ -52,7 +52,7 @@ class Part:
     @property
     def is_cut(self) -> bool:
         """Whether a micro-batch takes a part of it, rather than all of it."""
-        is_own = self.kind in ("rows", "tensor") or self.size is not None or type(self.value) is dict
+        is_own = self.kind == "rows" or self.size is not None or type(self.value) is dict
         return is_own or any(inner.is_cut for inner in self.parts)
 
     @property
@@ -73,28 +73,109 @@ class Part:
         return f"{name} of shape {tuple(self.value.shape)}" if self.size is not None else name
 
 
-def read_parts(batch: Any, known: Mapping[str, str], samples: Collection[int] = ()) -> tuple[Part, int, list[Part]]:
-    """Find out what a batch is made of: the batch as a part, the number of rows, and the parts outside rows, with their kinds.
+class Layout:
+    """How a batch is made of ``size`` rows: which parts have one entry a row, and which are shared.
 
-    It is read as earlier batches were, of which ``known`` has the kinds by path. ``samples`` are how many of them the loader puts
-    into a batch, if it says so.
+    It is read as earlier batches were, of which ``known`` has the kinds by path: a table of 5 entries stays shared in a last batch
+    of 5 rows. ``samples`` are how many of them the loader puts into a batch, if it says so.
+
+    Attributes:
+        root: the batch, as a part.
+        parts: it, and all inside of it that are in no row, with their kinds.
+        kinds: of the parts of all batches so far, by path.
+        tensors: with rows, by path: ``input_ids``, ``[0]``, ``inputs.mask``; ``batch`` if the batch itself is one.
+        shared_tensors: with a dimension 0 that is not the rows.
+        columns: the sizes of the dimensions of rows.
 
     Raises:
-        UnsplittableBatchError: no size, or more than one, fits.
+        UnsplittableBatchError: no size, or more than one, fits; or there is a part that cannot be split.
+
+    Example:
+        >>> layout = Layout({"x": torch.arange(6).reshape(3, 2), "name": ["a", "b", "c"], "rate": 0.5})
+        >>> layout.size, list(layout.tensors)
+        (3, ['x'])
+        >>> layout.take(slice(1, 3))
+        {'x': tensor([[2, 3],
+                [4, 5]]), 'name': ['b', 'c'], 'rate': 0.5}
     """
-    root = parse(batch)
-    sized = [part for part in root.walk() if part.size and known.get(part.path) != "shared"]
-    of_known = {part.size for part in sized if known.get(part.path) in ("tensor", "rows")}
-    of_loader = {part.size for part in sized if part.size in samples and part is not root}
-    earlier, may_be = known.get(root.path), not of_loader and (root.size in samples or may_be_samples(batch))
-    if root.is_list and (earlier == "rows" or (earlier is None and may_be)):  # samples that were not collated
-        if earlier is None and root.size not in samples and _may_be_of_several_loaders(root):
-            raise _unsplittable(root, f"either its {root.size} entries or what is in each could be the samples")
-        root.kind = "rows"
-        return root, root.size or 0, [root]
-    one = next((sizes.pop() for sizes in (of_known, of_loader) if len(sizes) == 1), None)
-    size = one or _most_frequent(root)
-    return root, size, list(_set_kinds(root, root, size, known))
+
+    def __init__(self, batch: Any, known: Mapping[str, str] | None = None, samples: Collection[int] = ()) -> None:
+        known = known or {}
+        self.root = root = parse(batch)
+        sized = [part for part in root.walk() if part.size and known.get(part.path) != "shared"]
+        of_known = {part.size for part in sized if known.get(part.path) == "rows"}
+        of_loader = {part.size for part in sized if part.size in samples and part is not root}
+        earlier, may_be = known.get(root.path), not of_loader and (root.size in samples or may_be_samples(batch))
+        if root.is_list and (earlier == "rows" or (earlier is None and may_be)):  # samples that were not collated
+            if earlier is None and root.size not in samples and _may_be_of_several_loaders(root):
+                raise _unsplittable(root, f"either its {root.size} entries or what is in each could be the samples")
+            root.kind, self.size, self.parts = "rows", root.size or 0, [root]
+        else:
+            self.size = next((sizes.pop() for sizes in (of_known, of_loader) if len(sizes) == 1), None) or _most_frequent(root)
+            self.parts = [*_set_kinds(root, root, self.size, known)]
+        self.kinds = {**known, **{part.path: part.kind for part in self.parts}}
+        self.tensors: dict[str, Tensor] = {part.path: part.value for part in self.parts if part.is_tensor and part.kind == "rows"}
+        shared = (part for part in self.parts if part.is_tensor and part.size is not None and part.kind == "shared")
+        self.shared_tensors: dict[str, Tensor] = {part.path: part.value for part in shared}
+        self.columns = {size for tensor in self.tensors.values() for size in tensor.shape[1:]}
+        for part in self.parts:
+            if part.kind == "container" and part.is_cut:
+                try:
+                    rebuilt(part, lambda inner: inner.value)
+                except Exception as error:  # now, rather than in the middle of a window
+                    raise UnsplittableBatchError.because(f"{part}, and cannot be made anew ({error})") from error
+
+    def take(self, rows: slice | Sequence[int], columns: Mapping[int, slice] | None = None) -> Any:
+        """A batch of the same types with some of the rows: of a slice tensors are views, of row numbers they are copies.
+
+        ``columns={L: part}`` keeps only ``part`` of dimensions of size ``L``, to trim padding. In tensors with rows these are the
+        dimensions after 0; where a floating tensor has size ``L`` in dimension 1 the others stay, for they are features. In shared
+        tensors they are all dimensions.
+        """
+        columns, indices = columns or {}, dict[torch.device, Tensor]()
+
+        def of_tensor(value: Tensor) -> Tensor:
+            if columns:  # first, so that there is less to copy
+                sizes = value.shape[1:]
+                sizes = sizes[:1] if value.is_floating_point() and sizes and sizes[0] in columns else sizes
+                value = value[(slice(None), *(columns.get(size, slice(None)) for size in sizes))]
+            if isinstance(rows, slice):
+                return value[rows]
+            if value.device not in indices:
+                # nobody waits for the copy: right towards a device, but the host could read it too early
+                is_copied = value.device.type != "cpu"
+                indices[value.device] = torch.tensor(rows, dtype=torch.long).to(value.device, non_blocking=is_copied)
+            return value.index_select(0, indices[value.device])
+
+        def taken(part: Part) -> Any:  # containers of its own, so that a micro-batch does to them what it does to them
+            value = part.value
+            if part.kind == "rows":
+                if part.is_tensor:
+                    return of_tensor(value)
+                entries = entries_of(value)
+                return with_entries(value, entries[rows] if isinstance(rows, slice) else [entries[row] for row in rows])
+            if not part.is_tensor:
+                return rebuilt(part, taken) if part.is_cut else value
+            is_as_it_is = columns.keys().isdisjoint(value.shape)
+            return value if is_as_it_is else value[tuple(columns.get(size, slice(None)) for size in value.shape)]
+
+        return taken(self.root)
+
+
+def rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:
+    """A container made anew, with what is taken of the parts inside of it in their places."""
+    value, inside = part.value, {inner.key: taken(inner) for inner in part.parts if inner.is_cut}
+    if isinstance(value, (list, tuple)):
+        return with_entries(value, [inside.get(index, entry) for index, entry in enumerate(value)])
+    made: Any = copy.copy(value)
+    for key, entry in inside.items():
+        if not isinstance(value, Mapping):
+            object.__setattr__(made, key, entry)  # also where the class is frozen
+            continue
+        made[key] = entry
+        if key in getattr(made, "__dict__", {}):  # `batch.labels` for `batch["labels"]`
+            made.__dict__[key] = made[key]
+    return made
 
 
 def parse(value: Any, path: str = "", key: Any = None) -> Part:
@@ -193,9 +274,7 @@ def _set_kinds(part: Part, root: Part, size: int, known: Mapping[str, str]) -> I
     earlier = known.get(part.path)
     if part.problem:
         raise _unsplittable(root, f"{part}, {part.problem}")
-    if part.is_tensor:
-        part.kind = "tensor" if part.size == size and earlier != "shared" else "shared"
-    elif part.size == size and part is not root and earlier not in ("shared", "container"):
+    if part.size == size and earlier != "shared" and (part.is_tensor or (part is not root and earlier != "container")):
         part.kind = "rows"
     else:
         part.kind = "container" if part.parts else "shared"

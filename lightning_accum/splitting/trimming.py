@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_accum.prove import ALL, Look, Measured, aliases, fit_of, keys_of
 from lightning_accum.randomness import with_tensors
 from lightning_accum.splitting.lengths import Spans, kept_columns
-from lightning_accum.splitting.micro_batch import Layout
+from lightning_accum.splitting.rows import Layout
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial import Trial

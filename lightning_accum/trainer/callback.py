@@ -16,19 +16,7 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import (
-    Callback,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    MisconfiguredError,
-    ModelParallelStrategy,
-    SIGTERMException,
-    SingleDeviceXLAStrategy,
-    Strategy,
-    XLAStrategy,
-    misconfigured,
-    pl,
-)
+from lightning_accum.trainer.from_lightning import MisconfiguredError, SIGTERMException, Strategy, misconfigured, pl
 from lightning_accum.trainer.package import check_package
 from lightning_accum.trainer.results import WindowMetrics
 from lightning_accum.trainer.watch import callbacks_of
@@ -36,7 +24,7 @@ from lightning_accum.weighing.counts import Weight
 from lightning_accum.windows import Windows
 
 
-class GradientAccumulation(Callback):
+class GradientAccumulation(pl.Callback):
     """Accumulate gradients over windows, so that each window takes the step of one batch.
 
     A micro-batch with mean loss l and weight n (the tokens, samples or elements that the mean was taken over) contributes the
@@ -194,8 +182,6 @@ class GradientAccumulation(Callback):
             raise MisconfiguredError(
                 f"There are {number} GradientAccumulation callbacks: pass one, to the Trainer or from configure_callbacks."
             )
-        if self.policy.validate_every is not None:
-            _check_validation_is_left_to(self.policy.validate_every, trainer)
         size = 1 if isinstance(self.policy.window, Tokens) else self.policy.size_at(trainer.current_epoch, trainer.global_step)
         if size is None:
             return
@@ -277,37 +263,19 @@ class GradientAccumulation(Callback):
             self._windows.resume(state_dict)
 
 
-def _check_validation_is_left_to(every: int, trainer: pl.Trainer) -> None:
-    """Refuse a Trainer that says when to validate, as ``validate_every`` does.
-
-    Raises:
-        MisconfigurationException: its arguments are not those of a Trainer by default.
-    """
-    own = {name: vars(trainer).get(name) for name in ("val_check_interval", "check_val_every_n_epoch")}
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        own["val_check_interval"] = "a time"
-    if trainer.fast_dev_run or own == {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}:  # type: ignore[attr-defined]
-        return
-    said = ", ".join(f"{name}={value}" for name, value in own.items())
-    raise MisconfiguredError(
-        f"Trainer({said}) and GradientAccumulation(validate_every={every}) both say when to validate. Leave val_check_interval and"
-        " check_val_every_n_epoch out, to validate every so many optimizer steps; or leave validate_every out."
-    )
-
-
 def _what_to_use_instead_of(strategy: Strategy) -> str:
     """Which strategy of this package to use in place of another one, in words."""
     sharded = 'Trainer(strategy="accum_fsdp") or "accum_model_parallel" (FSDP2, fully_shard)'
-    if isinstance(strategy, DeepSpeedStrategy):
+    if isinstance(strategy, pl.strategies.DeepSpeedStrategy):
         return (
             "DeepSpeed's engine divides, reduces and steps by itself. To shard as its stages do, use"
             f" {sharded}; or stay with DeepSpeed and its gradient_accumulation_steps, without this callback."
         )
-    if isinstance(strategy, (XLAStrategy, SingleDeviceXLAStrategy)):
+    if isinstance(strategy, (pl.strategies.XLAStrategy, pl.strategies.SingleDeviceXLAStrategy)):
         return "The weight of a loss that XLA computes cannot be read. Leave this callback out, or use another device."
-    if isinstance(strategy, FSDPStrategy):
+    if isinstance(strategy, pl.strategies.FSDPStrategy):
         return 'Use Trainer(strategy="accum_fsdp"), or FSDPAccumulationStrategy(...) with the same arguments.'
-    if isinstance(strategy, ModelParallelStrategy):
+    if isinstance(strategy, pl.strategies.ModelParallelStrategy):
         return 'Use Trainer(strategy="accum_model_parallel"), or ModelParallelAccumulationStrategy(...) with the same arguments.'
     return (
         f'Use Trainer(strategy="accum") on one device, or Trainer(strategy="accum_ddp") on several; for sharded modules {sharded}.'

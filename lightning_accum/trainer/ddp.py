@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -13,7 +11,7 @@ from typing_extensions import override
 from lightning_accum.policy import check_is_one_of
 from lightning_accum.sync.base import GradientSync, SyncPolicy
 from lightning_accum.sync.ddp import DDPSync, WideDDPSync, sync_buffers
-from lightning_accum.trainer.from_lightning import DDPStrategy, ParallelStrategy, misconfigured
+from lightning_accum.trainer.from_lightning import misconfigured, pl
 from lightning_accum.trainer.strategy import AccumulationMixin
 
 _Sync = TypeVar("_Sync", bound=str)
@@ -30,17 +28,7 @@ def checked_sync(sync: _Sync, *others: str) -> _Sync:
     return sync
 
 
-class ParallelMixin(AccumulationMixin, ParallelStrategy):
-    """In front of Lightning's strategies for several ranks."""
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        with super().block_backward_sync() if self.accumulation is None else nullcontext():  # else the session blocks
-            yield
-
-
-class DDPAccumulationStrategy(ParallelMixin, DDPStrategy):
+class DDPAccumulationStrategy(AccumulationMixin, pl.strategies.DDPStrategy):
     """Exact gradient accumulation over DistributedDataParallel, ``Trainer(strategy="accum_ddp")``.
 
     Also registered with the suffixes of Lightning's own: ``_spawn``, ``_fork``, ``_notebook`` and

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_accum.step import Trained
-from lightning_accum.trainer.from_lightning import LightningOptimizer
+from lightning_accum.trainer.from_lightning import pl
 
 
 class DeferredSteps:
@@ -54,7 +54,8 @@ class DeferredSteps:
         held += [one for value in held if isinstance(value, (list, tuple)) for one in value]
         held += [one for value in held if isinstance(value, dict) for one in value.values()]
         if not optimizers:
-            optimizers = [one for one in held if isinstance(one, Optimizer) and not isinstance(one, LightningOptimizer)]
+            wrapper = pl.core.optimizer.LightningOptimizer
+            optimizers = [one for one in held if isinstance(one, Optimizer) and not isinstance(one, wrapper)]
         schedulers = [one for one in held if isinstance(one, (LRScheduler, ReduceLROnPlateau))]
         self._defer(optimizers, [one for one in schedulers if any(one.optimizer is optimizer for optimizer in optimizers)])
 

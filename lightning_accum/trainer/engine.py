@@ -98,9 +98,9 @@ class Engine(Strategy, Trained):
 
     def end_window(self) -> None:
         """A window has ended, and its step was made: show it, and set the size of the next."""
+        self.set_size()
         if self.metrics is not None:
             self.metrics.log(self.windows)
-        self.set_size()
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 

@@ -11,19 +11,12 @@ from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.step import Outcome
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.first_batch import check_first_batch, check_manual_batch, prove_row_wise_step
-from lightning_accum.trainer.from_lightning import (
-    LRSchedulerConfig,
-    ModelCheckpoint,
-    WeightAveraging,
-    _DataFetcher,
-    rank_zero_info,
-)
+from lightning_accum.trainer.first_batch import check_manual_batch
+from lightning_accum.trainer.from_lightning import _DataFetcher, pl, rank_zero_info
 from lightning_accum.trainer.optimization import WindowOptimization
-from lightning_accum.trainer.uneven import is_agreeing
+from lightning_accum.trainer.uneven import WindowFetcher, is_agreeing
 from lightning_accum.trainer.validation import ValidatingEpochLoop
 from lightning_accum.trainer.watch import call_batch_end
 from lightning_accum.user_warnings import rank_zero_warn
@@ -77,7 +70,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     @property
     def _is_in_counted_window(self) -> bool:
         """Its terms are divided by what all of it has, so training does not stop inside."""
-        return bool(getattr(self.trainer.fit_loop._data_fetcher, "drawn", ()))
+        fetcher = self.trainer.fit_loop._data_fetcher
+        return isinstance(fetcher, WindowFetcher) and fetcher.is_ahead
 
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
@@ -108,9 +102,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     @property
     def _boundary(self) -> Boundary | None:
         """Decides where windows end; None where Lightning does."""
-        if self.strategy.accumulation is not None:
-            return self.strategy.accumulation.boundary
-        return None if self.strategy.manual is None else self.strategy.manual.boundary
+        return None if self.strategy.windows is None else self.strategy.windows.boundary
 
     @property
     def _rows(self) -> WindowRows:
@@ -181,7 +173,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             return
         if accumulation.is_full() or self._is_cut_by_the_end(accumulation.boundary):  # the first is asked on all ranks
             accumulation.boundary.cut_short(seen)
-            self._step_without_batch()
+            self.optimization.step_without_batch()
 
     def finish_window(self) -> None:
         """An unfinished window meets the end of its epoch, or of the training."""
@@ -199,18 +191,18 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             return
         accumulation.boundary.cut_short(seen)
         steps = self.global_step
-        self._step_without_batch()
+        self.optimization.step_without_batch()
         # and what Lightning does at the end of a loader batch that ends a window
         has_stepped, closed = self.global_step > steps, accumulation.closed
         ended = self.trainer, {"loss": None if closed is None else closed.loss}, self.batch, self.batch_idx
         if has_stepped:
-            call_batch_end(WeightAveraging, *ended)
+            call_batch_end(pl.callbacks.WeightAveraging, *ended)
         self._rows.flush()
         self._update_learning_rates("step", update_plateau_schedulers=False)
         self._update_learning_rates("step", update_plateau_schedulers=True)
         self._batches_that_stepped += has_stepped
         if has_stepped:
-            call_batch_end(ModelCheckpoint, *ended)
+            call_batch_end(pl.callbacks.ModelCheckpoint, *ended)
 
     def _drop_manual_window(self, windows: ManualWindows, seen: int) -> None:
         """Only the module's own training_step steps, and no loader batch is left for it to do so."""
@@ -252,42 +244,17 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             runs = "_AutomaticOptimization" if self.strategy.manual is None else "_ManualOptimization"
             raise seams.broken(f"A loader batch was trained on without a call of {runs}.run.")
         if self.strategy.accumulation is not None:
-            self._visit_skipped_batch(self.strategy.accumulation)
+            self.optimization.run_without_batch()
         elif self.strategy.manual is not None:
             windows = self.strategy.manual
             windows.check_batch(False, self.begin_loader_batch(windows.boundary, "_ManualOptimization"))
-            if self.strategy.world_size > 1:
-                check_manual_batch(self.trainer, self.strategy, OrderedDict())
+            check_manual_batch(self.trainer, self.strategy, {})
             windows.end_loader_batch(progress.total.ready)
 
     @property
     def optimization(self) -> WindowOptimization:
         """The loop of automatic optimization, by its own type."""
         return cast("WindowOptimization", self.automatic_optimization)
-
-    def _visit_skipped_batch(self, accumulation: Accumulation) -> None:
-        """A loader batch that ran no training_step counts in its window, with weight 0."""
-        strategy, optimization, seen = self.strategy, self.optimization, self.batch_progress.total.ready
-        if accumulation.splitting is not None:
-            accumulation.splitting.plan = None
-        if strategy.world_size > 1:
-            prove_row_wise_step(self.trainer, strategy, OrderedDict())
-        if accumulation.checks_left and strategy.world_size > 1:
-            check_first_batch(self.trainer, strategy, OrderedDict())
-        ends_window = self.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
-        strategy.session.zero_grad(optimization, is_after_forward=False)
-        if accumulation.is_passthrough():
-            accumulation.discard(seen)
-            accumulation.after_optimizer_step(has_stepped=False)
-        else:
-            outcome = strategy.session.run_without_batch(optimization, seen, ends_window)
-            if ends_window:
-                optimization.step(outcome, None)
-        self.end_loader_batch(accumulation, seen)
-
-    def _step_without_batch(self) -> None:
-        window_loss = self.strategy.session.finish_window(self.batch_progress.total.ready)
-        self.optimization.step(Outcome(window_loss), None)
 
     @override
     def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
@@ -300,7 +267,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         configs = strategy.lr_scheduler_configs
         if not configs:
             return
-        due: list[LRSchedulerConfig] = []
+        due: list[pl.utilities.types.LRSchedulerConfig] = []
         for config in configs if strategy.watch.take_turn(update_plateau_schedulers) else ():
             if config.interval == "step":
                 due += [replace(config, frequency=1)] * clock.times_due(config.frequency)

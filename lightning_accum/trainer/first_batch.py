@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_accum import check
 from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked, have_one_loss
+from lightning_accum.randomness import RandomState
+from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import DummyLogger, HalfPrecision, MixedPrecision, call, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import call, pl, rank_zero_info
 from lightning_accum.trainer.results import collecting_logs
 from lightning_accum.trial_mode import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
+from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 from lightning_accum.whole.row_proof import prove_row_wise
 
 
-def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callable[[Any], Any]:
-    """``training_step`` on another batch than that in ``kwargs``, of which nothing is logged.
+def unlogged_step(trainer: pl.Trainer, others: Sequence[Any]) -> Callable[[Any], Any]:
+    """``training_step`` on some batch and the ``others`` of its arguments, of which nothing is logged.
 
     It runs in full precision, where rounding is the least; a module's loss hardly changes by that.
     """
-    strategy, precision, others = cast("Engine", trainer.strategy), trainer.precision_plugin, [*kwargs.values()][1:]
+    strategy, precision = cast("Engine", trainer.strategy), trainer.precision_plugin
 
     def training_step(batch: Any) -> Any:
-        is_half = isinstance(precision, HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
-        is_plain = isinstance(precision, (MixedPrecision, HalfPrecision)) and not is_half
+        is_half = isinstance(precision, pl.plugins.HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
+        is_plain = isinstance(precision, (pl.plugins.MixedPrecision, pl.plugins.HalfPrecision)) and not is_half
         context = nullcontext() if is_plain else precision.train_step_context()
         with torch.enable_grad(), context, collecting_logs(trainer), _without_loggers(trainer):
             step = partial(call._call_lightning_module_hook, trainer, "training_step")
@@ -52,12 +57,79 @@ def _without_loggers(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def _silent(logger: Any) -> Any:
-    nothing, nowhere = DummyLogger().log_metrics, DummyLogger().experiment
+    dummy = pl.loggers.logger.DummyLogger()
+    nothing, nowhere = dummy.log_metrics, dummy.experiment
     methods = {"log_metrics": nothing, "log_hyperparams": nothing, "experiment": property(lambda _: nowhere)}
     kind = type(logger)
     silent: Any = object.__new__(type(kind.__name__, (kind,), methods))
     vars(silent).update(vars(logger))
     return silent
+
+
+class DatasetRows(FewRows):
+    """Samples of the dataset, of which the loader's ``collate_fn`` makes batches: where the rows of a batch cannot be told apart.
+
+    Raises:
+        CannotCheckError: the loader does not draw them by their places, or has one in a batch; or its batches cannot be made of
+            others, or are made at random.
+    """
+
+    kept = None
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer, loader = trainer, trainer.train_dataloader
+        of_batch = max(cast("Engine", trainer.strategy).samples_of_loader(), default=MOST_ROWS)
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is None or of_batch < 2:
+            raise CannotCheckError("the loader makes no batches of samples that it draws by their places")
+        self._samples = _samples_of(loader, max(MOST_ROWS, min(of_batch, _MOST_SAMPLES)))
+        self._collate, self.of_others = loader.collate_fn, list[int]()
+        self.number = self.of_batch = self.at_once = len(self._samples)
+        self.take([0, 1])
+
+    @override
+    def take(self, rows: Sequence[int]) -> Any:
+        before = RandomState(self._trainer.strategy.root_device)
+        try:
+            batch = transferred(self._trainer, self._collate([deepcopy(self._samples[row % self.number]) for row in rows]))
+        except Exception as error:
+            raise CannotCheckError(f"collate_fn raises {type(error).__name__} on other samples: {error}") from error
+        if before.torch_has_drawn() or before.others_have_drawn():
+            before.restore()
+            raise CannotCheckError("a batch of the loader is made with random numbers")
+        return batch
+
+    @override
+    def emptied(self, rows: Sequence[int], without_labels: Collection[int]) -> Any:
+        return None
+
+
+_MOST_SAMPLES = 256
+
+
+def _samples_of(loader: DataLoader[Any], number: int) -> list[Any]:
+    """So many from all over the dataset, drawn in a worker: what a dataset keeps of its draws is as it was."""
+    how: dict[str, Any] = {"worker_init_fn": loader.worker_init_fn, "multiprocessing_context": loader.multiprocessing_context}
+    how |= {"batch_size": None, "collate_fn": _as_it_is, "num_workers": 1, "timeout": 60}
+    before = RandomState(torch.device("cpu"))
+    try:
+        last = len(cast("Any", loader.dataset)) - 1
+        places = [place * last // (number - 1) for place in range(number)] if last >= number else range(last + 1)
+        return list(DataLoader(loader.dataset, sampler=places, **how))
+    except Exception as error:
+        raise CannotCheckError(f"drawing samples raises {type(error).__name__}: {error}") from error
+    finally:
+        before.restore()
+
+
+def _as_it_is(sample: Any) -> Any:
+    return sample
+
+
+def transferred(trainer: pl.Trainer, batch: Any) -> Any:
+    """A batch of the loader, as ``training_step`` gets it."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
 
 def _may_count_first(strategy: Engine, is_long: bool) -> bool:
@@ -69,30 +141,37 @@ def _may_count_first(strategy: Engine, is_long: bool) -> bool:
     return strategy.policy.may_count_first(is_long)
 
 
-def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
-    """Check the loader batch in ``kwargs``, which are those of ``training_step``; they are empty where this rank has no batch.
+def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) -> None:
+    """Check the loader batch in ``kwargs``, those of ``training_step``, and submodules in micro-batches on it, while that is due.
 
-    Called on all ranks at each loader batch, until enough rows were looked at on all.
+    Called on all ranks at each loader batch; ``kwargs`` are empty where this rank has no batch.
     """
-    accumulation = strategy.accumulation
-    assert accumulation is not None
-    step, samples = unlogged_step(trainer, kwargs), strategy.samples_of_loader()
+    if not kwargs and strategy.world_size == 1:
+        return
+    accumulation, row_wise, samples = strategy.accumulation, strategy.row_wise, strategy.samples_of_loader()
+    batches, others = [*kwargs.values()][:1], [*kwargs.values()][1:]
+    step = unlogged_step(trainer, others)
+    if row_wise is not None and row_wise.proofs_left:
+        prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn)
+    if accumulation is None or not accumulation.checks_left:
+        return
     is_long = accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
     may_count = _may_count_first(strategy, is_long)
-    is_told = "batch_idx" in kwargs
-    after = unlogged_step(trainer, OrderedDict(kwargs, batch_idx=kwargs["batch_idx"] + 1)) if is_told else None
-    checked = Checked(strategy, step, accumulation, samples, is_long, rank_zero_info, may_count, next_step=after)
-    check.check_first_batch(checked, list(kwargs.values())[:1])
+    after = unlogged_step(trainer, [others[0] + 1]) if "batch_idx" in kwargs else None
+    of_dataset = partial(DatasetRows, trainer)
+    checked = Checked(strategy, step, accumulation, samples, is_long, rank_zero_info, may_count, False, after, of_dataset)
+    check.check_first_batch(checked, batches)
     accumulation.look_at_doubted = partial(check_doubted, checked)
 
 
-def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
-    """As ``check_first_batch``, where the module optimizes by itself: the loss of each ``manual_backward`` alone. Nothing steps."""
+def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) -> None:
+    """As :func:`try_out`, where the module optimizes by itself: the loss of each ``manual_backward`` alone. Nothing steps."""
     windows = strategy.manual
     assert windows is not None
-    if not windows.takes_check():
+    if (not kwargs and strategy.world_size == 1) or not windows.takes_check():
         return
-    run, number = unlogged_step(trainer, kwargs), 0
+    batches, number = [*kwargs.values()][:1], 0
+    run = unlogged_step(trainer, [*kwargs.values()][1:])
     is_long = windows.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
 
     def loss_of_call(batch: Any, number: int) -> torch.Tensor | None:
@@ -110,19 +189,11 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDic
     while number < windows.ranks.largest(windows.most_tried)[0]:
         accumulation = windows.call(number)
         step, inform = partial(loss_of_call, number=number), lambda _: None  # the line at the start says it for each call
-        checked = Checked(strategy, step, accumulation, strategy.samples_of_loader(), is_long, inform, is_manual=True)
+        samples, of_dataset = strategy.samples_of_loader(), partial(DatasetRows, trainer)
+        checked = Checked(strategy, step, accumulation, samples, is_long, inform, is_manual=True, of_dataset=of_dataset)
         if accumulation.checks_left:
-            check.check_first_batch(checked, list(kwargs.values())[:1])
+            check.check_first_batch(checked, batches)
         if number == 0 and is_long and windows.is_free_of_steps is None and not checked.on_any(accumulation.checked_rows is None):
             before, after = (replace(checked, step=partial(sum_of_losses, moves=moves)) for moves in (False, True))
             windows.is_free_of_steps = have_one_loss(before, after)
         number += 1
-
-
-def prove_row_wise_step(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
-    """Try submodules in micro-batches on the loader batch in ``kwargs``, while that is due. Called as ``check_first_batch``."""
-    row_wise = strategy.row_wise
-    if row_wise is not None and row_wise.proofs_left:
-        batches = [value for name, value in kwargs.items() if name != "dataloader_iter"][:1]
-        step, samples = unlogged_step(trainer, kwargs), strategy.samples_of_loader()
-        prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn)

@@ -15,13 +15,14 @@ from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.errors import UsageError
 from lightning_accum.sync.base import SyncPolicy, forward_replaced
 from lightning_accum.sync.sharded import FSDP1Sync, ShardedSync
-from lightning_accum.trainer.ddp import ParallelMixin, checked_sync
-from lightning_accum.trainer.from_lightning import FSDPStrategy, MisconfiguredError
+from lightning_accum.trainer.ddp import checked_sync
+from lightning_accum.trainer.from_lightning import MisconfiguredError, pl
 from lightning_accum.trainer.optimization import loss_unlogged
+from lightning_accum.trainer.strategy import AccumulationMixin
 from lightning_accum.user_warnings import rank_zero_warn
 
 
-class ShardedMixin(ParallelMixin):
+class ShardedMixin(AccumulationMixin):
     """In front of Lightning's strategies for FSDP1 and FSDP2."""
 
     reduces_every_backward_by_itself = True
@@ -72,7 +73,7 @@ class ShardedMixin(ParallelMixin):
         return loss
 
 
-class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
+class FSDPAccumulationStrategy(ShardedMixin, pl.strategies.FSDPStrategy):
     """Exact gradient accumulation over FullyShardedDataParallel (FSDP1), ``Trainer(strategy="accum_fsdp")``.
 
     Lightning runs it on CUDA only.

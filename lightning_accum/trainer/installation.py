@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -17,17 +17,16 @@ from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop
 from lightning_accum.trainer.fit import AccumulatingFitLoop
 from lightning_accum.trainer.from_lightning import (
+    Precision,
     SIGTERMException,
     Strategy,
-    TrainerFn,
-    TrainerStatus,
     _Launcher,
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
     pl,
 )
 from lightning_accum.trainer.manual_optimization import WindowManualOptimization
-from lightning_accum.trainer.optimization import WindowOptimization
+from lightning_accum.trainer.optimization import NotingPrecision, WindowOptimization
 from lightning_accum.trainer.results import BatchResults, WindowRows
 from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import DeferredSigterm, NonPaddingSampling
@@ -45,6 +44,8 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
     """
     strategy = cast("Engine", trainer.strategy)
     fit_loop, epoch_loop, signals = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector
+    plugin, lightnings = trainer.precision_plugin, (Precision.clip_grad_by_norm, pl.plugins.FSDPPrecision.clip_grad_by_norm)
+    has_lightnings_clipping = type(plugin).clip_grad_by_norm in lightnings and "clip_grad_by_norm" not in vars(plugin)
     with (
         specialised(trainer, AccumulatingTrainer, is_users_first=True),
         specialised(trainer._data_connector, NonPaddingSampling),
@@ -55,11 +56,12 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
         specialised(epoch_loop.automatic_optimization, WindowOptimization, strategy=strategy),
         specialised(epoch_loop.manual_optimization, WindowManualOptimization, strategy=strategy),
         specialised(epoch_loop._results, BatchResults, strategy=strategy),
+        specialised(plugin, NotingPrecision, strategy=strategy) if has_lightnings_clipping else nullcontext(),
         cast("AccumulatingFitLoop", fit_loop).seams,
     ):
         yield
         epoch_loop.manual_optimization.on_run_end()  # a step that raised left the optimizers' hooks in place
-        is_over = trainer.state.status == TrainerStatus.RUNNING
+        is_over = trainer.state.status == "running"
         is_unanswered = cast("DeferredSigterm", signals).is_waiting and not signals.received_sigterm
     if is_unanswered and is_over:
         raise SIGTERMException
@@ -93,7 +95,7 @@ def _launch(
     trainer: pl.Trainer | None = None,
     **kwargs: Any,
 ) -> Any:
-    if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+    if trainer is not None and trainer.state.fn == "fit":
         function = partial(_fit_on_rank, forks_or_spawns(launcher), function)
     try:
         return launch(launcher, function, *args, trainer=trainer, **kwargs)

@@ -30,14 +30,14 @@ from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import in_lines, window_in_words
 from lightning_accum.step import Trained
 from lightning_accum.trainer.deferred_steps import DeferredSteps
-from lightning_accum.trainer.from_lightning import LightningModule, rank_zero_info
+from lightning_accum.trainer.from_lightning import pl, rank_zero_info
 from lightning_accum.trial import PATIENCE
 from lightning_accum.user_warnings import users_line
 from lightning_accum.weighing.advice import OF_UNSEEN_TERMS
 from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.whole.row_wise import RowWise
-from lightning_accum.window import WindowLoss
+from lightning_accum.window import Window
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 
@@ -81,7 +81,7 @@ class ManualWindows(Windows):
         """Of these, in any ``training_step`` that was tried out."""
         self.is_free_of_steps: bool | None = None
         """No loss depends on a step that ``training_step`` makes before it; None where that was not tried out."""
-        self._module = cast("LightningModule", trained.module)
+        self._module = cast("pl.LightningModule", trained.module)
         self._parameters, self._loss_scale, self._reduces_by_itself = trained.parameters, trained.loss_scale, reduces_by_itself
         self.micro_batches_begun = 0
         """Those of the window."""
@@ -99,8 +99,8 @@ class ManualWindows(Windows):
 
     @property
     @override
-    def losses(self) -> list[WindowLoss]:
-        return [call.loss for call in self.calls]
+    def of_losses(self) -> list[Window]:
+        return [call.window for call in self.calls]
 
     # --- one loader batch -------------------------------------------------------------------------------------------
 
@@ -214,14 +214,14 @@ class ManualWindows(Windows):
             self._compare_places(is_end=False)
         call.window.reduce()
         if self.ranks.size > 1 and not self._reduces_by_itself:
-            used = call.given.of
-            call.given.reduce(self.ranks, [p for p in self._parameters() if p.requires_grad or used(p) is not None])
+            call.given.reduce(self.ranks, [p for p in self._parameters() if p.requires_grad or p in call.given.of])
         closed = call.window.close(call.given.gradients)
-        call.loss.warn_of(closed, self.warn_once)
+        call.window.warn_of(closed, self.warn_once)
         if closed.has_doubts:
             self.warn_once(OF_UNSEEN_TERMS)
         self.closed.append(closed)
-        sums = call.given.take()
+        sums = call.given.of
+        call.given.clear()
         if closed.is_empty:
             return {}
         if scale != 1.0:

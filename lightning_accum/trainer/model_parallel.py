@@ -23,7 +23,7 @@ from lightning_accum.sync.fsdp2 import FSDP2Sync, groups_of, has_replicas
 from lightning_accum.sync.sharded import SharedRows
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.ddp import checked_sync
-from lightning_accum.trainer.from_lightning import MisconfiguredError, ModelParallelStrategy
+from lightning_accum.trainer.from_lightning import MisconfiguredError, pl
 from lightning_accum.trainer.fsdp import ShardedMixin
 from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.counts import count_samples
@@ -33,7 +33,7 @@ SAME_ROWS = ("context_parallel", "sequence_parallel")
 SAME_LOSS = "tensor_parallel"
 
 
-class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
+class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParallelStrategy):
     """Exact gradient accumulation over ``fully_shard`` (FSDP2), ``Trainer(strategy="accum_model_parallel")``.
 
     Also together with tensor parallelism: weights and gradients are summed over the data-parallel ranks only. The module applies

@@ -21,7 +21,7 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.sync.sharded import ShardedSync
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import Callback, MisconfiguredError, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import MisconfiguredError, pl, rank_zero_info
 from lightning_accum.trainer.package import check_package
 from lightning_accum.trainer.watch import parameters_of
 from lightning_accum.weighing.counts import count_samples
@@ -53,7 +53,7 @@ class NoiseScale(NamedTuple):
     windows: int
 
 
-class GradientNoiseScale(Callback):
+class GradientNoiseScale(pl.Callback):
     """Estimate the gradient noise scale while training: how large a window is worth having.
 
     The noise scale is ``B = S / |G|^2``, the variance of the gradient of one sample over the squared norm of the mean gradient

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -19,21 +19,10 @@ from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.step import Outcome
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.first_batch import check_first_batch, prove_row_wise_step, unlogged_step
-from lightning_accum.trainer.from_lightning import (
-    AbstractClosure,
-    Closure,
-    ClosureResult,
-    FSDPPrecision,
-    PassThroughProfiler,
-    Precision,
-    Strategy,
-    _AutomaticOptimization,
-    call,
-    pl,
-)
+from lightning_accum.trainer.first_batch import transferred, try_out, unlogged_step
+from lightning_accum.trainer.from_lightning import Closure, ClosureResult, Precision, Strategy, _AutomaticOptimization, call, pl
 from lightning_accum.trainer.results import collecting_logs, show_logs
-from lightning_accum.trainer.watch import AROUND_BACKWARD, LIBRARIES, Watch, call_window_hooks, is_lightnings
+from lightning_accum.trainer.watch import AROUND_BACKWARD, LIBRARIES, WindowClosure, call_window_hooks, is_lightnings
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
@@ -46,6 +35,8 @@ class WindowOptimization(_AutomaticOptimization):
     """A loader batch adds to a window instead of being a part of one; and how its micro-batches are run."""
 
     strategy: Engine
+    skips_backward: bool = False
+    """Nothing is trained: StochasticWeightAveraging passes over the data."""
     _others: Sequence[Any] = ()
     """What ``training_step`` gets beside the loader batch under way."""
     _is_silent: bool = False
@@ -59,37 +50,53 @@ class WindowOptimization(_AutomaticOptimization):
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         strategy, accumulation = self.strategy, self.strategy.accumulation
+        assert accumulation is not None
         with _NOTHING_AROUND if strategy.offload is None else strategy.around_loader_batch(kwargs):
-            if accumulation is None:
-                return super().run(optimizer, batch_idx, kwargs)
             ends_window, seen = self._begin(kwargs, accumulation), self.epoch_loop.begun
-            batch, *self._others = kwargs.values()
-            run = partial(self._run, batch, seen, ends_window)
+            run = partial(self._run, self.epoch_loop.batch, seen, ends_window)
             outcome = run()
             if ends_window:
                 outcome = self.step(outcome, run if accumulation.boundary.size == 1 else None)
             elif strategy.watch.is_close:
                 strategy.watch.note_rates(strategy.optimizers[0])
-            loss, extra = outcome.returned()
         self.epoch_loop.end_loader_batch(accumulation, seen)
-        return {} if loss is None else {"loss": loss.detach().clone(), **extra}
+        return {} if outcome.loss is None else {"loss": outcome.loss.detach().clone(), **outcome.extra}
 
-    def _begin(self, kwargs: OrderedDict[str, Any], accumulation: Accumulation) -> bool:
-        """A loader batch begins. Returns whether the window ends with it."""
-        strategy, epoch_loop = self.strategy, self.epoch_loop
-        if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
+    def run_without_batch(self) -> None:
+        """A loader batch that ran no training_step counts in its window, with weight 0."""
+        strategy, accumulation = self.strategy, self.strategy.accumulation
+        assert accumulation is not None
+        ends_window, seen = self._begin({}, accumulation), self.epoch_loop.begun
+        strategy.session.zero_grad(self, is_after_forward=False)
+        if accumulation.is_passthrough():
+            accumulation.discard(seen)
+            accumulation.after_optimizer_step(has_stepped=False)
+        else:
+            outcome = strategy.session.run_without_batch(self, seen, ends_window)
+            if ends_window:
+                self.step(outcome, None)
+            elif strategy.watch.is_close:
+                strategy.watch.note_rates(strategy.optimizers[0])
+        self.epoch_loop.end_loader_batch(accumulation, seen)
+
+    def _begin(self, kwargs: Mapping[str, Any], accumulation: Accumulation) -> bool:
+        """A loader batch begins; ``kwargs`` are empty if this rank has none. Returns whether the window ends with it."""
+        strategy, epoch_loop, splitting = self.strategy, self.epoch_loop, accumulation.splitting
+        self.skips_backward = self._skip_backward
+        if self.skips_backward:
             accumulation.window.discard()
         ends_window: bool = epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
         if strategy.watch.is_close:
             strategy.watch.find_other_rates(strategy.optimizers[0], accumulation.warn_once)
-        epoch_loop.batch = batch = next(iter(kwargs.values()))
-        if accumulation.splitting is not None:
-            self.plan_ahead(batch)
-        if strategy.row_wise is not None and not self._skip_backward:
-            prove_row_wise_step(self.trainer, strategy, kwargs)
-        if accumulation.checks_left and not self._skip_backward:
-            check_first_batch(self.trainer, strategy, kwargs)
-        self._is_silent = _is_silent(self.trainer, strategy)
+        if kwargs:
+            epoch_loop.batch, *self._others = kwargs.values()
+            self._is_silent = _is_silent(self.trainer, strategy)
+        if splitting is not None and kwargs:
+            self.plan_ahead(epoch_loop.batch)
+        elif splitting is not None:
+            splitting.plan = None
+        if not self.skips_backward and (strategy.row_wise is not None or accumulation.checks_left):
+            try_out(self.trainer, strategy, kwargs)
         return ends_window
 
     def _run(self, batch: Any, seen: int, ends_window: bool) -> Outcome:
@@ -105,17 +112,14 @@ class WindowOptimization(_AutomaticOptimization):
 
     def transferred(self, batch: Any) -> Any:
         """A loader batch that was drawn ahead, as ``training_step`` gets it."""
-        trainer = self.trainer
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+        return transferred(self.trainer, batch)
 
     def plan_ahead(self, batch: Any) -> None:
         """Plan how it is split; padding is trimmed where that is found to make no difference."""
         trainer, strategy, accumulation = self.trainer, self.strategy, self.strategy.accumulation
         assert accumulation is not None
         assert accumulation.splitting is not None
-        training_step = unlogged_step(trainer, _arguments_of_step(trainer, batch))
+        training_step = unlogged_step(trainer, self._others)
         weight = accumulation.policy.weight
         proof = partial(difference_by_padding, trained=strategy, training_step=training_step, weight=weight)
         accumulation.splitting.begin(batch, proof)
@@ -140,13 +144,11 @@ class WindowOptimization(_AutomaticOptimization):
         """
         strategy, trainer, accumulation = self.strategy, self.trainer, self.strategy.accumulation
         assert accumulation is not None
-        optimizer, watch = strategy._lightning_optimizers[0], strategy.watch
+        optimizer, watch, batch_idx = strategy._lightning_optimizers[0], strategy.watch, self.epoch_loop.batch_idx
         watch.begin_step(optimizer._optimizer)
         if accumulation.closed is None or not accumulation.closed.is_empty:  # else optimizer and hooks see no step
             closure = WindowClosure(outcome, again, watch)
-            with _noting_gradient_norm(trainer, strategy):
-                arguments = (trainer.current_epoch, self.epoch_loop.batch_idx, optimizer, closure)
-                call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
+            call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, batch_idx, optimizer, closure)
             outcome = closure.outcome()
         closed, ranks = accumulation.closed, accumulation.ranks
         assert closed is not None
@@ -167,18 +169,15 @@ class WindowOptimization(_AutomaticOptimization):
             call_window_hooks(trainer, closed._replace(has_stepped=has_stepped, loader_batches=loader_batches))
         return outcome
 
-    # --- one micro-batch ----------------------------------------------------------------------------------------------
+    def step_without_batch(self) -> None:
+        """End a window after its last loader batch, and make its step."""
+        self.step(Outcome(self.strategy.session.finish_window(self.epoch_loop.batch_progress.total.ready)), None)
 
-    @property
-    def skips_backward(self) -> bool:
-        """Nothing is trained."""
-        return self._skip_backward
+    # --- one micro-batch ----------------------------------------------------------------------------------------------
 
     def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
         """``training_step``: the loss of a micro-batch, and what else it returned."""
-        module, accumulation = self.trainer.lightning_module, self.strategy.accumulation
-        assert accumulation is not None
-        step = module.training_step if self._is_silent else self._training_step_with_hooks
+        step = self.trainer.lightning_module.training_step if self._is_silent else self._training_step_with_hooks
         output: Any = step(batch, *self._others)
         if isinstance(output, Tensor):
             return output, _NOTHING
@@ -230,66 +229,19 @@ class WindowOptimization(_AutomaticOptimization):
         show_logs(self.trainer, log, is_left_out)
 
 
-class WindowClosure(Closure):
-    """A window that has run, for the optimizer: the first call gives its loss; others run it again, as LBFGS does.
+class NotingPrecision(Precision):
+    """Clips as the strategy does, and keeps the norm, which Lightning throws away."""
 
-    The first call runs it again, too, if the optimizer has moved parameters before it, as a look-ahead does.
-    """
-
-    def __init__(self, outcome: Outcome, again: Callable[[], Outcome] | None, watch: Watch) -> None:
-        AbstractClosure.__init__(self)  # what runs here are not the three functions that Closure would call
-        self._outcome, self._again, self._watch = outcome, again, watch
-        self._is_called = False
+    strategy: Engine
 
     @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        if not self._is_called:
-            self._watch.find_moves()
-        if self._is_called or self._watch.moves_first:
-            if self._again is None:
-                raise UsageError(
-                    "The optimizer calls its closure more than once in a step, as LBFGS does, or after it has changed parameters. A"
-                    " window of several loader batches cannot be run again: their data is gone. Use a window of 1, or another"
-                    " optimizer."
-                )
-            self._outcome = self._again()
-        self._is_called = True
-        loss = self._outcome.window_loss
-        return None if loss is None else loss.detach()  # as Lightning's closure
-
-    @override
-    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        return ClosureResult(self(*args, **kwargs))
-
-    def outcome(self) -> Outcome:
-        """What came of its loader batch last."""
-        if not self._is_called:
-            self.consume_result()  # raises that the closure was not called
-        return self._outcome
-
-
-@contextmanager
-def _noting_gradient_norm(trainer: pl.Trainer, strategy: Engine) -> Iterator[None]:
-    """Clip as the strategy does, and keep the norm: Lightning's precision plugin throws it away."""
-    plugin, accumulation = trainer.precision_plugin, strategy.accumulation
-    assert accumulation is not None
-    clips_by_itself = not is_lightnings(trainer.lightning_module, "configure_gradient_clipping")
-    if not (trainer.gradient_clip_val or clips_by_itself):
-        yield
-        return
-
-    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        norm, closed = strategy.clip_by_norm(plugin.main_params(optimizer), clip_val), accumulation.closed
-        accumulation.closed = None if closed is None else closed._replace(gradient_norm=norm)
-
-    if type(plugin).clip_grad_by_norm not in (Precision.clip_grad_by_norm, FSDPPrecision.clip_grad_by_norm):
-        yield  # a plugin with a clipping of its own
-        return
-    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del plugin.clip_grad_by_norm
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        strategy, accumulation = self.strategy, self.strategy.accumulation
+        if accumulation is None:  # the module clips by itself
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            norm, closed = strategy.clip_by_norm(self.main_params(optimizer), clip_val), accumulation.closed
+            accumulation.closed = None if closed is None else closed._replace(gradient_norm=norm)
 
 
 # --- what nobody listens to -------------------------------------------------------------------------------------------
@@ -317,7 +269,7 @@ def _is_silent(trainer: Any, strategy: Engine) -> bool:
     is_theirs = getattr(super(Engine, strategy).backward, "__func__", None) is _LIGHTNINGS_BACKWARD
     is_ours = type(strategy).backward is _OWN_BACKWARD and "backward" not in vars(strategy)
     is_plain = strategy.watch.is_read and strategy.gradient_reads is None and strategy.model is trainer.lightning_module
-    if not (_ARE_LIGHTNINGS and is_theirs and is_ours and is_plain and type(trainer.profiler) is PassThroughProfiler):
+    if not (_ARE_LIGHTNINGS and is_theirs and is_ours and is_plain and type(trainer.profiler) is pl.profilers.PassThroughProfiler):
         return False
     owners: list[tuple[type, Any]] = [(pl.Callback, callback) for callback in trainer.callbacks]
     owners += [(pl.LightningModule, trainer.lightning_module), (Strategy, strategy), (Precision, trainer.precision_plugin)]
@@ -332,15 +284,10 @@ def _is_silent(trainer: Any, strategy: Engine) -> bool:
 # --- training_step on other batches -----------------------------------------------------------------------------------
 
 
-def _arguments_of_step(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> OrderedDict[str, Any]:
-    """What ``training_step`` gets of a loader batch that is so many after the one under way."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    return epoch_loop._build_kwargs(OrderedDict(), batch, epoch_loop.batch_idx + ahead)
-
-
 def loss_unlogged(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> Tensor | None:
     """The loss of a batch that is not trained on, in the place of the loader batch so many after the one under way."""
-    kwargs = _arguments_of_step(trainer, batch, ahead)
+    epoch_loop = trainer.fit_loop.epoch_loop
+    kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, epoch_loop.batch_idx + ahead)
     with torch.enable_grad(), collecting_logs(trainer):
         return _result_of(call._call_lightning_module_hook(trainer, "training_step", *kwargs.values())).closure_loss
 

@@ -213,8 +213,6 @@ strategies.strategy.Strategy
     training_step | gathers shards where a step is tried out | 022c774d
     backward | runs the backward of a micro-batch once, with gradient= | 910f9f26
     optimizer_step | steps of a module that optimizes by itself wait | f2e3a488
-strategies.parallel.ParallelStrategy
-    block_backward_sync | reduces once a window | 1aa2cbd7
 strategies.ddp.DDPStrategy
     pre_backward | prepares DistributedDataParallel's reduction | b2401dc8
     post_backward | reduces what manual optimization delayed | 46a7c777
@@ -246,14 +244,12 @@ loops.training_epoch_loop._TrainingEpochLoop
 loops.optimization.automatic._AutomaticOptimization
     run | runs a loader batch, and steps at a boundary | 4097f294
 loops.optimization.closure.AbstractClosure
-    __call__ closure | runs a loader batch, whole or in micro-batches | c8773f8b 5b5cc404
+    __call__ | gives the loss of a window that has run | c8773f8b
 loops.optimization.manual._ManualOptimization
     run | a loader batch begins and ends, and a window with it | bde82f8c
     _on_before_step _on_after_step | counts the steps that do not wait | 158c1bd3 44da92f0
 loops.fetchers._PrefetchDataFetcher
     __iter__ __next__ | ranks of different lengths end together; windows are drawn ahead | 46027b64 7dee5f74
-loops.fetchers._DataFetcher
-    teardown | forgets the last batch | 14cb701a
 trainer.connectors.data_connector._DataConnector
     _prepare_dataloader | deals SameOrderSampler and BalancedBatchSampler to the ranks | 7ca31a88
     _resolve_sampler | Lightning's own sampler repeats no samples | 53f73aba

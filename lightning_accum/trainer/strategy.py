@@ -22,17 +22,11 @@ from lightning_accum.splitting.plan import Splitting
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import (
-    MisconfiguredError,
-    SingleDeviceStrategy,
-    TrainerFn,
-    misconfigured,
-    pl,
-    rank_zero_info,
-)
+from lightning_accum.trainer.from_lightning import MisconfiguredError, misconfigured, pl, rank_zero_info
 from lightning_accum.trainer.installation import installed, naming_launcher
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import WindowMetrics
+from lightning_accum.trainer.validation import validating_every
 from lightning_accum.trainer.watch import Watch, callbacks_of, gradient_reads
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
@@ -66,7 +60,7 @@ class AccumulationMixin(Engine):
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
         trainer = model._trainer
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+        if trainer is None or trainer.state.fn != "fit":
             return
         self._end_fit()  # one that could not be torn down
         if classes := [callback for callback in callbacks_of(trainer) if isinstance(callback, type)]:
@@ -120,11 +114,16 @@ class AccumulationMixin(Engine):
         super().setup_environment()
         self._show_window_size()
         self.ranks = self._ranks()
+        if self._fit is None or self.trainer().fast_dev_run:  # type: ignore[attr-defined]  # set by a function
+            return
+        policies = [callback.policy for callback in callbacks_of(self.trainer()) if isinstance(callback, GradientAccumulation)]
+        if policies and policies[0].validate_every is not None:  # several callbacks are an error later
+            self._fit.enter_context(validating_every(policies[0].validate_every, self.trainer()))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self.accumulation = None
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == "fit":
             for hook, made in {"connect": "_fit", "setup_environment": "ranks"}.items():
                 if vars(self).get(made) is None:
                     raise seams.broken(f"Strategy.{hook} was not called before Strategy.setup.")
@@ -132,7 +131,7 @@ class AccumulationMixin(Engine):
             (callback,) = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
             self.policy = callback.policy
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == "fit":
             if differing := seams.changed():
                 rank_zero_info(f"GradientAccumulation: {seams.in_words(differing)} Each step is watched.")
             self._begin(trainer)
@@ -324,7 +323,7 @@ def _disconnect_callbacks(trainer: pl.Trainer) -> None:
 # --- one device -------------------------------------------------------------------------------------------------------
 
 
-class AccumulationStrategy(AccumulationMixin, SingleDeviceStrategy):
+class AccumulationStrategy(AccumulationMixin, pl.strategies.SingleDeviceStrategy):
     """Exact gradient accumulation on one device, ``Trainer(strategy="accum")``.
 
     It runs on the device that the Trainer's ``accelerator`` and ``devices`` name.

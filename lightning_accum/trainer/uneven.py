@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from typing import Any, cast
 
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from typing_extensions import override
 
-from lightning_accum.balanced_sampler import BalancedBatchSampler
 from lightning_accum.errors import ArgumentError
-from lightning_accum.ranks import LoaderBatch, of_all_ranks
-from lightning_accum.samplers import SameOrderSampler, leave_out_repeats
+from lightning_accum.ranks import LoaderBatch, LoaderBatches, of_all_ranks
+from lightning_accum.samplers import BalancedBatchSampler, SameOrderSampler, leave_out_repeats
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import (
-    RunningStage,
     SIGTERMException,
     _DataConnector,
     _DataFetcher,
@@ -25,33 +25,32 @@ from lightning_accum.trainer.from_lightning import (
 )
 
 
-class UnevenDataFetcher(_PrefetchDataFetcher):
-    """Yields as many batches as that of the rank that has the most, see :func:`of_all_ranks`.
+class WindowFetcher(_PrefetchDataFetcher):
+    """Yields as many batches as that of the rank that has the most, and draws the rest of a window when it is asked for.
 
-    A rank that has none runs a shadow batch. So it takes part in all that the other ranks wait for, in the module, in callbacks
-    and in Lightning.
+    A rank that has none runs a shadow batch, see :func:`lightning_accum.ranks.of_all_ranks`. So it takes part in all that the
+    other ranks wait for, in the module, in callbacks and in Lightning.
     """
 
     strategy: Engine
-    longest: int | None = None
-    """Batches in an epoch of the rank that has the most; None where some length is not known, or a rank has none."""
-    _of_all: Iterator[LoaderBatch] = iter(())
+    longest: int | None
+    """Batches in an epoch of the rank that has the most; None where some length is not known."""
+    is_one_empty: bool
+    """The loader of a rank has no batch."""
+    states: deque[list[dict[str, Any]]]
+    """Of the loaders that have one: after the batch that was yielded last, and after each that was drawn ahead."""
+    _batches: LoaderBatches | None = None
 
     @override
-    def __iter__(self) -> UnevenDataFetcher:
+    def __iter__(self) -> WindowFetcher:
         _DataFetcher.__iter__(self)  # nothing is drawn yet
-        self.begin()
+        self._batches, self.done = None, False  # the other ranks may have more than this one
         return self
 
-    def begin(self) -> None:
-        """The iterator is new: the other ranks may have more than this one."""
-        self._of_all, self.done = self._batches_of_all(), False
-
-    def _batches_of_all(self) -> Iterator[LoaderBatch]:
-        accumulation = self.strategy.accumulation
-        assert accumulation is not None
-        left = None if self.longest is None else self.longest - self.fetched  # Lightning adds what was done before a checkpoint
-        yield from of_all_ranks(self._own_batches(), left, accumulation.ranks, lambda: accumulation.window.is_last)
+    @property
+    def is_ahead(self) -> bool:
+        """Batches were drawn that have not been yielded."""
+        return self._batches is not None and bool(self._batches.drawn)
 
     def _own_batches(self) -> Iterator[Any]:
         with suppress(StopIteration):
@@ -66,30 +65,58 @@ class UnevenDataFetcher(_PrefetchDataFetcher):
             StopIteration: no rank has one.
             SIGTERMException: a rank got SIGTERM.
         """
-        drawn, accumulation = next(self._of_all), self.strategy.accumulation
+        accumulation = self.strategy.accumulation
         assert accumulation is not None
-        if drawn.is_stopped:
-            self.strategy.trainer()._signal_connector.received_sigterm = True  # all ranks know
-            raise SIGTERMException
+        if self._batches is None:
+            window, ranks, longest = accumulation.window, accumulation.ranks, self.longest
+            if longest is not None and ranks.world_size == 1 and self.length is not None:
+                longest = min(longest, self.length)  # an epoch may be shorter than the first
+            left = None if longest is None else longest - self.fetched  # Lightning adds what was before a checkpoint
+            of_all = of_all_ranks(self._own_batches(), left, ranks, self.is_one_empty, lambda: window.is_last)
+            self._batches = LoaderBatches(of_all)
+        if self.is_ahead:
+            self.states.popleft()
+        drawn = next(self._batches)
+        self._stop_at_sigterm(drawn)
         self.done, accumulation.is_shadow_batch = drawn.is_last, drawn.is_shadow
         return drawn.batch, self.fetched - 1, 0
 
-    @override
-    def teardown(self) -> None:
-        self._of_all = iter(())
-        super().teardown()
+    def rest_of_window(self) -> Iterator[tuple[Any, bool]]:
+        """Draw what the window under way has after its first loader batch, one by one: as many on every rank.
+
+        Yields:
+            The batch as the loader gave it, and whether this rank runs it for the sake of the others.
+        """
+        accumulation, epoch_loop = self.strategy.accumulation, self.strategy.trainer().fit_loop.epoch_loop
+        assert accumulation is not None
+        assert self._batches is not None
+        left = accumulation.boundary.left(epoch_loop.batch_progress.total.ready, cast("Any", epoch_loop).window_size)
+        if not self.is_ahead:
+            self.states = deque([self._states_of_loaders()])
+        for batch, is_shadow_batch in self._batches.rest(left):
+            self._stop_at_sigterm(self._batches.drawn[-1])
+            self.states.append(self._states_of_loaders())
+            yield batch, is_shadow_batch
+
+    def _stop_at_sigterm(self, drawn: LoaderBatch) -> None:
+        if drawn.is_stopped:
+            self.strategy.trainer()._signal_connector.received_sigterm = True  # all ranks know
+            raise SIGTERMException
+
+    def _states_of_loaders(self) -> list[dict[str, Any]]:
+        return deepcopy(self.combined_loader._state_dicts())
 
 
 def is_agreeing(trainer: pl.Trainer) -> bool:
-    """Whether this package keeps the ranks together; not where training_step draws its batches by itself."""
-    return isinstance(trainer.fit_loop._data_fetcher, UnevenDataFetcher)
+    """Whether this package keeps several ranks together; not where training_step draws its batches by itself."""
+    return isinstance(trainer.fit_loop._data_fetcher, WindowFetcher)
 
 
 class NonPaddingSampling(_DataConnector):
     """Every sample counts once an epoch: the sampler that Lightning puts into a loader repeats none to even out the ranks."""
 
     @override
-    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: Any) -> object:
         sampler = getattr(dataloader, "sampler", None)
         kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         if isinstance(sampler, SameOrderSampler):
@@ -113,12 +140,10 @@ class NonPaddingSampling(_DataConnector):
             )
 
     @override
-    def _resolve_sampler(
-        self, dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None
-    ) -> Sampler[Any] | Iterable[Any]:
+    def _resolve_sampler(self, dataloader: DataLoader[Any], shuffle: bool, mode: Any = None) -> Sampler[Any] | Iterable[Any]:
         sampler = super()._resolve_sampler(dataloader, shuffle, mode)
         # the user's own stays as it is
-        if mode == RunningStage.TRAINING and sampler is not dataloader.sampler and isinstance(sampler, DistributedSampler):
+        if mode == "train" and sampler is not dataloader.sampler and isinstance(sampler, DistributedSampler):
             leave_out_repeats(sampler)
         return sampler
 

@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from typing_extensions import override
 
 from lightning_accum.boundary import ValidationClock, count_windows
 from lightning_accum.errors import UsageError
-from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import GradientAccumulationScheduler, _DataFetcher, _TrainingEpochLoop, pl
+from lightning_accum.trainer.from_lightning import MisconfiguredError, _DataFetcher, _TrainingEpochLoop, pl
 from lightning_accum.trainer.watch import callbacks_of
 
 
-def _argument(name: str, where_steps_decide: Callable[[int], int | None]) -> Any:
-    """An argument of a Trainer's, as it is where validation comes every so many optimizer steps."""
+@contextmanager
+def validating_every(steps: int, trainer: pl.Trainer) -> Iterator[None]:
+    """In here EarlyStopping and ModelCheckpoint, who ask the Trainer, look after a validation and not after an epoch.
 
-    def value(trainer: AccumulatingTrainer) -> Any:
-        every = trainer.validates_every
-        return where_steps_decide(every) if every else vars(trainer).get(name)
-
-    return property(value, lambda trainer, own: vars(trainer).update({name: own}))
+    Raises:
+        MisconfigurationException: the Trainer says when to validate, too.
+    """
+    own = {name: getattr(trainer, name) for name in ("val_check_interval", "check_val_every_n_epoch")}
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        own["val_check_interval"] = "a time"
+    if own != {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}:
+        said = ", ".join(f"{name}={value}" for name, value in own.items())
+        raise MisconfiguredError(
+            f"Trainer({said}) and GradientAccumulation(validate_every={steps}) both say when to validate. Leave val_check_interval"
+            " and check_val_every_n_epoch out, to validate every so many optimizer steps; or leave validate_every out."
+        )
+    vars(trainer).update(val_check_interval=steps, check_val_every_n_epoch=None)
+    try:
+        yield
+    finally:
+        vars(trainer).update(own)
 
 
 class AccumulatingTrainer(pl.Trainer):
     """``estimated_stepping_batches`` is the number of optimizer steps that will happen."""
-
-    @property
-    def validates_every(self) -> int | None:
-        """Optimizer steps from one validation to the next; None where Lightning's own arguments decide."""
-        if self.fast_dev_run:  # type: ignore[attr-defined]  # set by a function
-            return None
-        policies = (getattr(callback, "policy", None) for callback in callbacks_of(self))
-        return next((policy.validate_every for policy in policies if isinstance(policy, Policy)), None)
-
-    # EarlyStopping and ModelCheckpoint ask these two whether they are to look after a validation or after an epoch
-    val_check_interval = _argument("val_check_interval", lambda every: every)
-    check_val_every_n_epoch = _argument("check_val_every_n_epoch", lambda every: None)
 
     @property
     @override
@@ -49,7 +50,7 @@ class AccumulatingTrainer(pl.Trainer):
         batches, epochs = self.num_training_batches, self.max_epochs
         if epochs is None or epochs == -1 or batches == float("inf"):
             return lightnings
-        scheduler = next((c for c in callbacks_of(self) if isinstance(c, GradientAccumulationScheduler)), None)
+        scheduler = next((c for c in callbacks_of(self) if isinstance(c, pl.callbacks.GradientAccumulationScheduler)), None)
 
         def size(epoch: int, step: int) -> int:
             if scheduler is not None:
@@ -79,8 +80,8 @@ class ValidatingEpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         """Start the clock of ``validate_every``; validate first where a checkpoint was taken before a validation had ended."""
         super().on_run_start(data_fetcher)
-        every = cast("AccumulatingTrainer", self.trainer).validates_every
-        if self.validation is None and every is not None and self.trainer.enable_validation:
+        every, is_try = cast("Engine", self.trainer.strategy).policy.validate_every, self.trainer.fast_dev_run  # type: ignore[attr-defined]
+        if self.validation is None and every is not None and self.trainer.enable_validation and not is_try:
             self.validation = ValidationClock(every, *(self._validated or (self.global_step,)))
             self._should_check_val_fx = self._is_validation_next
         self.validate_if_due()  # in a checkpoint that was taken between a step and the end of its validation

@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lightning_accum.errors import UsageError
 from lightning_accum.parameter_changes import elements_of
+from lightning_accum.step import Outcome
 from lightning_accum.trainer import seams
-from lightning_accum.trainer.from_lightning import pl
+from lightning_accum.trainer.from_lightning import Closure, pl
 from lightning_accum.window_totals import ClosedWindow
 
 LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
@@ -257,6 +259,40 @@ class Watch:
                 f"Schedulers stepped {ticked} times where one step was due (_TrainingEpochLoop._update_learning_rates,"
                 " LightningModule.lr_scheduler_step)."
             )
+
+
+class WindowClosure(Closure):
+    """A window that has run, for the optimizer: the first call gives its loss; others run it again, as LBFGS does.
+
+    The first call runs it again, too, if the optimizer has moved parameters before it, as a look-ahead does.
+    """
+
+    def __init__(self, outcome: Outcome, again: Callable[[], Outcome] | None, watch: Watch) -> None:
+        super(Closure, self).__init__()  # what runs here are not the three functions that Closure would call
+        self._outcome, self._again, self._watch = outcome, again, watch
+        self._is_called = False
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        if not self._is_called:
+            self._watch.find_moves()
+        if self._is_called or self._watch.moves_first:
+            if self._again is None:
+                raise UsageError(
+                    "The optimizer calls its closure more than once in a step, as LBFGS does, or after it has changed parameters. A"
+                    " window of several loader batches cannot be run again: their data is gone. Use a window of 1, or another"
+                    " optimizer."
+                )
+            self._outcome = self._again()
+        self._is_called = True
+        loss = self._outcome.window_loss
+        return None if loss is None else loss.detach()  # as Lightning's closure
+
+    def outcome(self) -> Outcome:
+        """What came of its loader batch last."""
+        if not self._is_called:
+            self.consume_result()  # raises that the closure was not called
+        return self._outcome
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

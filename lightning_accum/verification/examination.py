@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.errors import AccumulationError, DoesNotAddUpError, UnsplittableBatchError
-from lightning_accum.splitting.micro_batch import Layout
+from lightning_accum.splitting.rows import Layout
 from lightning_accum.trainer.from_lightning import MisconfiguredError
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.report import Break
@@ -56,7 +56,7 @@ class Comparison:
         self.full, self.batches, self.padding = full, batches, padding
         self.layout: Layout | None = None
         with suppress(UnsplittableBatchError):
-            self.layout = Layout.read(full)
+            self.layout = Layout(full)
 
     @property
     def rows(self) -> int | None:
@@ -72,7 +72,7 @@ class Comparison:
         if self.layout is None or not self.padding:
             return []
         rows = iter(range(self.layout.size))
-        sizes = [Layout.read(batch, self.layout.kinds).size for batch in self.batches]
+        sizes = [Layout(batch, self.layout.kinds).size for batch in self.batches]
         return [self.layout.take(list(islice(rows, size))) for size in sizes]
 
 

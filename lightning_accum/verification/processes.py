@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from lightning_accum.trainer.from_lightning import MisconfiguredError, find_free_network_port, pl
+from lightning_accum.trainer.from_lightning import MisconfiguredError, fabric, pl
 
 MOST_SECONDS = 300.0
 """The ranks of a step may take this long, all together."""
@@ -40,7 +40,8 @@ def run_on_ranks(job: Callable[[], Any], devices: int, seconds: float = MOST_SEC
     if sys.platform != "win32":  # what takes seconds to import is imported once, by a server that the ranks are forked from
         method = "forkserver"
         multiprocessing.set_forkserver_preload([pl.__name__, __name__, "lightning_accum.names"])
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "TORCHELASTIC_RUN_ID": "verify"}
+    port = fabric.plugins.environments.lightning.find_free_network_port()
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "verify"}
     environment |= {"WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     start: Any = start_processes  # it has no types
     with tempfile.TemporaryDirectory() as folder:

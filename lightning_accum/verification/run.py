@@ -21,7 +21,7 @@ from lightning_accum.splitting.few_rows import join as join_batches
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import CombinedLoader, MisconfiguredError, Strategy, is_overridden, isolate_rng, pl
+from lightning_accum.trainer.from_lightning import MisconfiguredError, Strategy, pl
 from lightning_accum.trainer.package import check_package
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.examination import Comparison, Diagnosis
@@ -105,7 +105,7 @@ def verify(
     trainer = {"precision": precision, "accelerator": accelerator}
     trainer |= {"gradient_clip_val": gradient_clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
     over_ranks = None
-    with isolate_rng(include_cuda=accelerator in ("gpu", "cuda")):
+    with pl.utilities.seed.isolate_rng(include_cuda=accelerator in ("gpu", "cuda")):
         state = ModuleState(module)
         comparison = _read_data(module, state, data, size, join)
         try:
@@ -160,7 +160,7 @@ def _read_data(module: pl.LightningModule, state: ModuleState, data: Any, window
 
 def _is_batch(data: Any) -> bool:
     """Whether ``data`` is one batch, rather than something that gives batches, as lists without tensors do."""
-    if data is None or isinstance(data, (DataLoader, pl.LightningDataModule, CombinedLoader)) or _has_loaders(data):
+    if data is None or isinstance(data, (DataLoader, pl.LightningDataModule, pl.utilities.CombinedLoader)) or _has_loaders(data):
         return False
     if isinstance(data, list):
         return any(isinstance(value, Tensor) for value in data)
@@ -174,7 +174,7 @@ def _has_loaders(data: Any) -> bool:
 
 
 def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
-    if data is None and not is_overridden("train_dataloader", module):
+    if data is None and not pl.utilities.model_helpers.is_overridden("train_dataloader", module):
         raise MisconfiguredError(
             f"verify needs data: {type(module).__name__} has no train_dataloader. Pass data=<a batch, a loader or"
             " a LightningDataModule>."
@@ -185,8 +185,8 @@ def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
         owner.setup("fit")
         data = owner.train_dataloader()
     if isinstance(data, Mapping) or _has_loaders(data):
-        data = CombinedLoader(data, "max_size_cycle")  # as the Trainer does
-    return (item[0] for item in data) if isinstance(data, CombinedLoader) else data
+        data = pl.utilities.CombinedLoader(data, "max_size_cycle")  # as the Trainer does
+    return (item[0] for item in data) if isinstance(data, pl.utilities.CombinedLoader) else data
 
 
 def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, accelerator: str, strategy: Any) -> str | None:

@@ -25,7 +25,7 @@ from lightning_accum.step import named_parameters_of
 from lightning_accum.testing import QUIET
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import Callback, DummyLogger, MisconfiguredError, fabric, is_overridden, pl
+from lightning_accum.trainer.from_lightning import MisconfiguredError, fabric, pl
 from lightning_accum.trainer.installation import forks_or_spawns
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import AccumulationWarning
@@ -68,7 +68,7 @@ class StepTakenError(SystemExit):
     """Ends the fit after its first step. It is no failure: what looks for exceptions lets it pass."""
 
 
-class StepRecorder(Callback):
+class StepRecorder(pl.Callback):
     """Copies what backward leaves, and where the step goes from there.
 
     ``gradients`` are what it goes from instead, before clipping and hooks around the step: those of another step, so that what
@@ -254,7 +254,7 @@ class StepRunner:
         recorder.step.noise = noise.found
         inner.prepare_data, inner.configure_callbacks = lambda: None, list
         for hook in _TRANSFER_HOOKS:  # the data module's take precedence over the module's own
-            if self.hooks is not None and is_overridden(hook, self.hooks):
+            if self.hooks is not None and pl.utilities.model_helpers.is_overridden(hook, self.hooks):
                 setattr(inner, hook, getattr(self.hooks, hook))
         original = inner.training_step
 
@@ -276,7 +276,7 @@ class StepRunner:
             data: Any = [*batches] * _STEPS_IN_AN_EPOCH
             loader = DataLoader(data, batch_size=None, collate_fn=copy.deepcopy)
             trainer = {"devices": 1, "max_epochs": 1, "num_sanity_val_steps": 0, **QUIET, **self.trainer, **trainer}
-            trainer |= {"logger": DummyLogger(), "limit_val_batches": 0, "use_distributed_sampler": False}
+            trainer |= {"logger": pl.loggers.logger.DummyLogger(), "limit_val_batches": 0, "use_distributed_sampler": False}
             made = pl.Trainer(**trainer, callbacks=[*callbacks, recorder])
             if forks_or_spawns(made.strategy.launcher):
                 raise MisconfiguredError(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_accum.ranks import Ranks
 from lightning_accum.weighing.terms import Denominator, Term, quotient
 from lightning_accum.weighing.weight import Contribution
 
@@ -28,17 +29,14 @@ class Counted:
 
     Args:
         keys: of the terms; the same on all ranks. Others are added as ranks meet them.
-        world_size: the ranks whose gradients are averaged.
-        group: their process group; None for the default one.
+        ranks: that have the window.
+        is_listed: weights that are listed count batches, which may have no loss in training.
     """
 
-    def __init__(self, keys: Sequence[int], world_size: int = 1, group: dist.ProcessGroup | None = None) -> None:
-        self.keys = [*keys]
-        self.is_listed = False
-        """Weights that are listed count batches, which may have no loss in training."""
+    def __init__(self, keys: Sequence[int], ranks: Ranks, is_listed: bool) -> None:
+        self.keys, self.is_listed, self._ranks = [*keys], is_listed, ranks
         self.constants: dict[int, float] = {}
         """What each weight of a term has in it beside what adds up, as in ``sum / (count + 1e-8)``."""
-        self._world_size, self._group = world_size, group
         self.discard()
 
     def discard(self) -> None:
@@ -84,10 +82,10 @@ class Counted:
         if self._totals is not None:
             return
         of_ranks: list[Any] = [self._own]
-        if self._world_size > 1:
-            of_ranks *= self._world_size
+        if self._ranks.size > 1:
+            of_ranks *= self._ranks.size
             own = {key: float(weight) for key, weight in self._own.items()}
-            dist.all_gather_object(of_ranks, own, group=self._group)
+            dist.all_gather_object(of_ranks, own, group=self._ranks.group)
         self.keys = [*dict.fromkeys(chain(self.keys, *map(sorted, of_ranks)))]  # and terms that some rank has not met
         self._totals = {key: sum(own.get(key, 0.0) for own in of_ranks) for key in self.keys}
 
@@ -99,7 +97,7 @@ class Counted:
 
     def shown(self, loss: Tensor, factors: Mapping[int, Denominator]) -> Tensor:
         """What a micro-batch adds to the loss of its window: that of the first term's weight if the values are not known."""
-        values = self.values.popleft() if self.values else None
+        values = self.values.popleft() if self.values and factors else None  # what has no terms was not counted
         total = torch.zeros_like(loss)
         for key, value in (values or {next(iter(factors), 0): loss.detach()}).items():
             factor = factors.get(key, 0.0)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_accum.errors import ArgumentError, MissingEntryError, UnreadableLossError, UnsplittableBatchError, WrongTypeError
 from lightning_accum.exact import exact
-from lightning_accum.splitting.rows import Part, is_record, may_be_samples, parse, read_parts
+from lightning_accum.splitting.rows import Layout, Part, is_record, may_be_samples, parse
 from lightning_accum.weighing.terms import Denominator
 
 Weight: TypeAlias = Callable[[Any], Any]
@@ -105,7 +105,7 @@ def count_samples(batch: Any) -> int | None:
     if first is None or first.is_tensor:
         return None if first is None else first.size
     try:
-        return read_parts(batch, {})[1]
+        return Layout(batch).size
     except UnsplittableBatchError:
         return None if first is root and first.size == 2 else first.size  # an input and its target, or two samples
 
@@ -120,8 +120,16 @@ def _with_attributes(root: Part, depth: int) -> Iterator[Part]:
 
 def _may_be_rows(part: Part, root: Part) -> bool:
     """Whether it is a packed sequence, or a list that may have one entry a sample."""
-    is_inside = part is not root and part.is_list and (isinstance(part.value, list) or part.size != 1)
+    is_inside = part is not root and part.is_list and (isinstance(part.value, list) or part.size != 1 or _is_zipped(root))
     return isinstance(part.value, PackedSequence) or may_be_samples(part.value) or (is_inside and part.has_tensors)
+
+
+def _is_zipped(root: Part) -> bool:
+    """Whether it may be ``tuple(zip(*samples))`` of one sample: tuples of one each, which are not tensors of as many rows."""
+    if not isinstance(root.value, tuple) or not all(isinstance(entry, tuple) and len(entry) == 1 for entry in root.value):
+        return False
+    sizes = {entry.size(0) if isinstance(entry, Tensor) and entry.dim() else None for (entry,) in root.value}
+    return len(root.value) > 1 and (None in sizes or len(sizes) > 1)
 
 
 def _look_up(batch: Any, key: str | int) -> Any:

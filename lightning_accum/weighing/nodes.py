@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -155,8 +156,8 @@ def _rows(node: Node) -> float:
 
 # criterion in words, and where its node keeps the denominator of its mean
 CRITERIA: dict[str, tuple[str, Callable[[Node], Tensor | float]]] = {
-    "NllLoss": ("cross entropy", lambda node: node._saved_total_weight),
-    "NllLoss2D": ("cross entropy", lambda node: node._saved_total_weight),
+    "NllLoss": ("cross entropy", attrgetter("_saved_total_weight")),
+    "NllLoss2D": ("cross entropy", attrgetter("_saved_total_weight")),
     "MseLoss": ("mean squared error", _numel),
     "SmoothL1Loss": ("smooth L1 loss", _numel),
     "HuberLoss": ("Huber loss", _numel),

@@ -7,7 +7,6 @@ copied to the host, and a gradient whose numbers are all the same is one number.
 
 from __future__ import annotations
 
-import math
 import operator
 import zlib
 from collections.abc import Mapping, Sequence
@@ -49,7 +48,7 @@ from lightning_accum.weighing.nodes import (
     number_of,
     numel_of,
 )
-from lightning_accum.weighing.terms import PENALTY, Denominator, Edge, Term, on_host, one_of, quotient, same, size_of, tensor_of
+from lightning_accum.weighing.terms import PENALTY, Denominator, Edge, Term, joined, on_host, one_of, quotient, same, tensor_of
 
 NOWHERE: Mapping[int, int] = MappingProxyType({})
 _CROSS_ENTROPIES = {"NllLoss", "NllLoss2D"}
@@ -379,38 +378,33 @@ def _wide(tensor: Tensor) -> Denominator:
 
 def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> Term:
     """The losses of one summand."""
-    (node, first), *others = losses
-    kind, ways = kind_of(node), [arrived for _, arrived in losses]
+    node, first = losses[0]
     addition, place, element = first.edge
     top = addition if place is None else addition.next_functions[place][0]
     is_penalty = place is not None and element is None and is_of_parameters_only(top)
     path = (*first.path, *kinds_below(node), *("penalty",) * is_penalty)
     key, head = zlib.crc32("/".join(path).encode()), head_of(node, places) if places else ()
-    words = CRITERIA[kind][0] if kind in CRITERIA else "mean" if first.is_mean else "sum" if first.total is not None else ""
-    shares = [_share_of(node, arrived) for node, arrived in losses]
-    totals = [one.total for one in ways if one.total is not None]
-    total = (totals[0] if len(totals) == 1 else one_of(totals)) if len(totals) == len(ways) else float("nan")
-    is_alone = not others and first.is_one
+    term = joined((zlib.crc32(repr(head).encode(), key) if head else key) << 8, [_of_loss(*loss) for loss in losses])
+    is_learned = element is None and is_multiplied_by_parameters(top)
+    return term._replace(words=PENALTY if is_penalty else term.words, is_penalty=is_penalty, is_learned=is_learned)
+
+
+def _of_loss(node: Node, arrived: Arrived) -> Term:
+    """A term that is one loss, without what tells it from others."""
+    kind, share = kind_of(node), arrived.share
+    if kind in _CROSS_ENTROPIES and isinstance(share, Tensor) and share.dim():
+        share = torch.where(node._saved_target == ignored_of(node), torch.zeros_like(share), share)
     return Term(
-        (zlib.crc32(repr(head).encode(), key) if head else key) << 8,
-        PENALTY if is_penalty else words,
-        size_of(shares[0] if is_alone else one_of(shares)),
-        size_of(total),
-        number=on_host(same([one.number for one in ways])),
-        kink=math.prod(one.kink for one in ways),
-        is_mean=all(one.is_mean for one in ways),
-        is_divided=any(one.is_divided for one in ways),
-        is_penalty=is_penalty,
-        is_learned=element is None and is_multiplied_by_parameters(top),
-        is_bent=any(kind_of(loss) in BENT and not {"Mean", "Sum"}.isdisjoint(kinds_below(loss)) for loss, _ in losses),
-        edges={first.edge: first.above},
-        divisions=tuple(dict.fromkeys(division for one in ways for division in one.divisions)),
-        shares=tuple(shares),
+        0,
+        CRITERIA[kind][0] if kind in CRITERIA else "mean" if arrived.is_mean else "sum" if arrived.total is not None else "",
+        one_of([share]),
+        float("nan") if arrived.total is None else one_of([arrived.total]),
+        number=on_host(arrived.number),
+        kink=arrived.kink,
+        is_mean=arrived.is_mean,
+        is_divided=arrived.is_divided,
+        is_bent=kind in BENT and not {"Mean", "Sum"}.isdisjoint(kinds_below(node)),
+        edges={arrived.edge: arrived.above},
+        divisions=arrived.divisions,
+        shares=(share,),
     )
-
-
-def _share_of(node: Node, arrived: Arrived) -> Denominator:
-    if arrived.is_one or kind_of(node) not in _CROSS_ENTROPIES:
-        return arrived.share
-    assert isinstance(arrived.share, Tensor)
-    return torch.where(node._saved_target == ignored_of(node), torch.zeros_like(arrived.share), arrived.share)

@@ -187,14 +187,15 @@ def alike(terms: Sequence[Term], looped: Collection[int]) -> list[Term]:
     for term in terms:
         key = 0 if term.is_penalty else term.key >> 8 << 8 if term.key >> 8 in looped or term.key >> 8 in many else term.key
         groups.setdefault(key, []).append(term)
-    return [_joined(key, group) for key, group in groups.items()]
+    return [joined(key, group) for key, group in groups.items()]
 
 
 _MANY = 16
 """Terms of a kind that are one, whatever other losses have."""
 
 
-def _joined(key: int, terms: Sequence[Term]) -> Term:
+def joined(key: int, terms: Sequence[Term]) -> Term:
+    """Terms that are alike, or all losses of one, as one term with this key."""
     first = terms[0]
     if len(terms) == 1:
         return first._replace(key=key)
@@ -204,28 +205,39 @@ def _joined(key: int, terms: Sequence[Term]) -> Term:
         total=one_of([term.total for term in terms]),
         number=same([term.number for term in terms]),
         kink=math.prod(term.kink for term in terms),
+        is_mean=all(term.is_mean for term in terms),
+        is_divided=any(term.is_divided for term in terms),
+        is_bent=any(term.is_bent for term in terms),
         edges={edge: above for term in terms for edge, above in term.edges.items()},
-        divisions=tuple(division for term in terms for division in term.divisions),
+        divisions=tuple(dict.fromkeys(division for term in terms for division in term.divisions)),
         shares=tuple(share for term in terms for share in term.shares),
     )
 
 
 def one_of(shares: Sequence[Denominator]) -> Denominator:
-    """The one size that all have which are not 0; 0 if all are 0, nan if there are several."""
+    """The one size that all have which are not 0; 0 if all are 0, nan if there are several.
+
+    Example:
+        >>> one_of([0.5, 0.0, -0.5]), one_of([0.5, 0.25]), one_of([0.5, float("nan")])
+        (0.5, nan, nan)
+    """
+    if len(shares) == 1 and not (isinstance(shares[0], Tensor) and shares[0].dim()):
+        return size_of(shares[0])
     tensors = [share.detach() for share in shares if isinstance(share, Tensor)]
     # of an expanded tensor one of the numbers that are the same in memory
     tensors = [share[tuple(slice(None if stride else 1) for stride in share.stride())].abs() for share in tensors]
     if not tensors:
         sizes = {abs(float(share)) for share in shares if share} or {0.0}
-        return max(sizes) if max(sizes) - min(sizes) <= 1e-12 * max(sizes) else float("nan")
+        most, least = max(sizes), min(sizes)
+        return most if most - least <= 1e-12 * most and not math.isnan(sum(sizes)) else float("nan")  # nan is in no order
     device, dtype = tensors[0].device, exact_dtype(tensors[0].device)
     eps = max(torch.finfo(share.dtype).eps for share in tensors if share.is_floating_point())
     tensors += [torch.tensor(abs(share), dtype=dtype, device=device) for share in shares if not isinstance(share, Tensor)]
-    most = [share.amax().to(device, dtype) for share in tensors if share.numel()]
-    least = [share.masked_fill(share == 0, torch.inf).amin().to(device, dtype) for share in tensors if share.numel()]
-    if not most:
+    highest = [share.amax().to(device, dtype) for share in tensors if share.numel()]
+    lowest = [share.masked_fill(share == 0, torch.inf).amin().to(device, dtype) for share in tensors if share.numel()]
+    if not highest:
         return 0.0
-    high, low = torch.stack(most).amax(), torch.stack(least).amin()
+    high, low = torch.stack(highest).amax(), torch.stack(lowest).amin()
     return on_host(torch.where((high - low <= 64 * eps * high) | (high == 0), high, torch.full_like(high, torch.nan)))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -75,7 +75,9 @@ class Call:
         parameters = [] if self.layer.is_sharded else self.layer.module.parameters()
         watched = [*parameters, *(value for value in self.arguments.values if isinstance(value, Tensor))]
         self._unchanged = [(tensor, tensor._version) for tensor in watched if not tensor.is_inference()]
-        self._state = _State(self.layer.module)
+        self._flags: list[tuple[Any, str, bool]] = [(inner, "training", inner.training) for inner in self.layer.module.modules()]
+        self._flags += [(own, "requires_grad", own.requires_grad) for own in self.layer.module.parameters()]
+        self._dtype = torch.get_default_dtype()
         self._given: list[Sequence[Any]] = []
         """Its outputs, each in the parts that micro-batches gave, without their graph, which leads to this call."""
         self._is_equal: list[Tensor] = []
@@ -114,21 +116,15 @@ class Call:
 
     def _run_checkpointed(self, index: int, piece: range) -> Tree:
         """Run a micro-batch, of which no more stays than its outputs."""
-        before, is_again = RandomState(self.device), False
-        values = [_taken(value, piece, is_row) for value, is_row in zip(self.arguments.values, self.form.inputs, strict=True)]
+        before, inputs = RandomState(self.device), zip(self.arguments.values, self.form.inputs, strict=True)
+        values = [value[piece.start : piece.stop] if is_row else value for value, is_row in inputs]
 
         def run(device: Tensor) -> Tree:
-            nonlocal is_again
-            with ExitStack() as stack:
-                if is_again:
-                    self._refuse_changes()
-                    stack.enter_context(self._state.again())
-                    stack.callback(RandomState(self.device).restore)
-                    before.restore()
+            is_again = bool(self._given)
+            with self._again(before) if is_again else nullcontext():
                 found = read(self.run_piece(piece, self.arguments.make(values)), self.layer)
             if is_again and index < len(self.pieces):
                 self._compare(index, found)
-            is_again = True
             return found
 
         device = torch.empty(0, dtype=torch.uint8, device=self.device)  # whose autocast a checkpoint keeps
@@ -136,13 +132,28 @@ class Call:
             made: Tree = checkpoint(run, device, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
         return made
 
-    def _refuse_changes(self) -> None:
+    @contextmanager
+    def _again(self, before: RandomState) -> Iterator[None]:
+        """In here it is as it was, beside autocast, which a checkpoint keeps: modes, what is trained, the default type, noise."""
         if any(tensor._version != version for tensor, version in self._unchanged):
             raise RowWiseError.of(
                 self.layer.name,
                 "the parameters or inputs of a call were changed before its backward, in which it runs again (by the call itself,"
                 ' or an optimizer step in between). Change a copy, run the backward first, or use micro_batch="offload".',
             )
+        changed = [(owner, name, value) for owner, name, value in self._flags if getattr(owner, name) != value]
+        now, dtype = RandomState(self.device), torch.get_default_dtype()
+        try:
+            for owner, name, value in changed:
+                setattr(owner, name, value)
+            torch.set_default_dtype(self._dtype)
+            before.restore()
+            yield
+        finally:
+            for owner, name, value in changed:
+                setattr(owner, name, not value)
+            torch.set_default_dtype(dtype)
+            now.restore()
 
     def _compare(self, index: int, found: Tree) -> None:
         """Have the backward end in an error if a micro-batch has other outputs than before."""
@@ -161,36 +172,6 @@ class Call:
                 " between calls, a generator of its own, or parameters that were exchanged for the call (functional_call). Pass it"
                 f" as an argument. {INSTEAD}",
             )
-
-
-class _State:
-    """What a call runs in beside autocast, which a checkpoint keeps: modes, what is trained, and the default type."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._flags: list[tuple[Any, str, bool]] = [(inner, "training", inner.training) for inner in module.modules()]
-        self._flags += [(own, "requires_grad", own.requires_grad) for own in module.parameters()]
-        self._dtype = torch.get_default_dtype()
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """In here it is again as it was."""
-        changed = [flag for flag in self._flags if getattr(flag[0], flag[1]) != flag[2]]
-        with ExitStack() as stack:
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            stack.callback(_set, [(owner, name, not value) for owner, name, value in changed])
-            _set(changed)
-            torch.set_default_dtype(self._dtype)
-            yield
-
-
-def _set(flags: Iterable[tuple[Any, str, bool]]) -> None:
-    for owner, name, value in flags:
-        setattr(owner, name, value)
-
-
-def _taken(value: Any, piece: range, is_row: bool) -> Any:
-    """What a micro-batch has of an argument."""
-    return value[piece.start : piece.stop] if is_row else value
 
 
 def _joined(of_parts: Sequence[Any], dim: int | None) -> Any:

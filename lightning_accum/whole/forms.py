@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_accum.errors import RowWiseError
 from lightning_accum.exact import exact, rounding
 from lightning_accum.randomness import RandomState
-from lightning_accum.splitting.micro_batch import rebuilt
-from lightning_accum.splitting.rows import Part, holds_tensors, parse
+from lightning_accum.splitting.rows import Part, holds_tensors, parse, rebuilt
 
 INSTEAD = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
 

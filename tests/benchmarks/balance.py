@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from side_by_side import command_line, show
 
-from lightning_accum.balanced_sampler import share_evenly
 from lightning_accum.demo.model import docstrings
+from lightning_accum.samplers import share_evenly
 
 MEDIAN, LONGEST, SIGMA = 80, 512, 0.9
 

@@ -18,10 +18,9 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     ThroughputMonitor,
 )
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.tuner import Tuner
 from resumed import Module
-from support import SaveAfter, Scalar, StatefulLoader, Toy, fit, pad, relative_error, sentences, trainer, x
+from support import SaveAfter, Scalar, StatefulLoader, Toy, csv_logger, fit, logged, pad, relative_error, sentences, trainer, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -162,25 +161,6 @@ def test_gradient_accumulation_scheduler_of_lightning() -> None:
 # --- loggers and monitors ------------------------------------------------------------------------------------------------
 
 
-class Memory(Logger):
-    """Keeps what is logged."""
-
-    name, version = "memory", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.logged.append((step, dict(metrics)))
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def of(self, name: str) -> list[tuple[int | None, float]]:
-        return [(step, float(metrics[name])) for step, metrics in self.logged if name in metrics]
-
-
 class Distance(Scalar):
     """Mean squared distance to the numbers; logs what training_step sees, too."""
 
@@ -217,16 +197,16 @@ def losses_and_parameters(windows: list[list[int]], lr: float = 0.1) -> tuple[li
 @pytest.mark.parametrize("micro_batch", [None, 1])
 def test_throughput_monitor_measures_loader_batches_at_the_ends_of_windows(name: str, micro_batch: int | None) -> None:
     policy, windows = WINDOWS[name]
-    memory, monitor = Memory(), ThroughputMonitor(batch_size_fn=len, length_fn=lambda batch: 10 * len(batch))
+    monitor = ThroughputMonitor(batch_size_fn=len, length_fn=lambda batch: 10 * len(batch))
     callbacks = [GradientAccumulation(policy, micro_batch=micro_batch), monitor]
-    fit(Distance(SEVEN), None, *callbacks, max_epochs=2, logger=memory, log_every_n_steps=1)
-    batches, samples = memory.of("train/batches"), memory.of("train/samples")
-    assert (batches[-1][1], samples[-1][1]) == (14, 24)
-    for (_, count), (_, rows) in zip(batches, samples, strict=True):
-        assert rows == sum(len(SEVEN[index % 7]) for index in range(int(count)))
+    fit(Distance(SEVEN), None, *callbacks, max_epochs=2, **csv_logger())
+    rows = [row for row in logged() if "train/batches" in row]
+    assert (rows[-1]["train/batches"], rows[-1]["train/samples"]) == (14, 24)
+    for row in rows:
+        assert row["train/samples"] == sum(len(SEVEN[index % 7]) for index in range(int(row["train/batches"])))
     if micro_batch is None:
         ends = [sum(len(window) for window in windows[: step + 1]) for step in range(len(windows))]
-        assert batches == list(enumerate(ends))
+        assert [(row["step"], row["train/batches"]) for row in rows] == list(enumerate(ends))
 
 
 # --- an exception --------------------------------------------------------------------------------------------------------

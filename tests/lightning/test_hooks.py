@@ -188,18 +188,6 @@ def test_a_window_is_one_batch_also_with_a_hook_that_does_something_else(name: s
         assert_window_equals_batch(make, batches, 2, optimizers=[None])
 
 
-class Doubled(torch.autograd.Function):
-    """Twice its input; its backward writes into the gradient that it is given, as none should."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.mul_(2)
-
-
 class Wrapped(Tensor):
     """A subclass: torch has ways of its own for those."""
 
@@ -207,7 +195,6 @@ class Wrapped(Tensor):
 LOSSES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "one entry": lambda net, batch: squares(net, batch).reshape(1),
     "a subclass": lambda net, batch: squares(net, batch).as_subclass(Wrapped),
-    "a function that writes into its gradient": lambda net, batch: Doubled.apply(squares(net, batch)),
 }
 
 

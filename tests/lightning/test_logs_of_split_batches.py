@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from alive import SavedBytes
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger
-from support import Toy, ddp, fit, loader, trainer, warned
+from lightning.pytorch.callbacks import Callback, LambdaCallback
+from support import Scalar, Toy, csv_logger, ddp, fit, logged, trainer, warned, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, MeanSquaredError, MetricCollection, MetricTracker, PearsonCorrCoef
@@ -177,11 +175,10 @@ def assert_same(found: Any, wanted: Any, where: str = "") -> None:
 def test_logs_outputs_metrics_and_hooks_are_those_of_the_whole_batch(size: int) -> None:
     runs = []
     for policy in ([], [GradientAccumulation(micro_batch=size)]):
-        module, seen, logger = Classifier(in_every_way, every_metric()), Seen(), CSVLogger("logs")
+        module, seen = Classifier(in_every_way, every_metric()), Seen()
         strategy = "accum" if policy else "auto"
-        run = fit(module, batches(), seen, *policy, strategy=strategy, logger=logger, log_every_n_steps=1, max_epochs=2)
-        with open(f"{logger.log_dir}/metrics.csv") as file:
-            rows = [{k: float(v) for k, v in row.items() if v and not k.startswith("window/")} for row in csv.DictReader(file)]
+        run = fit(module, batches(), seen, *policy, strategy=strategy, **csv_logger(), max_epochs=2)
+        rows = [{k: v for k, v in row.items() if not k.startswith("window/")} for row in logged()]
         shown = (seen.seen, [row for row in rows if row.keys() - {"step", "epoch"}], module.seen, dict(run.progress_bar_metrics))
         runs.append((*shown, sorted(set(module.indices)), module.metrics["cat"].compute(), run.global_step))
     assert_same(runs[1], runs[0])
@@ -274,17 +271,12 @@ def test_outputs_of_sorted_rows_come_back_in_the_order_of_the_batch() -> None:
     assert outputs["loss"].item() == pytest.approx((lengths.double().square().sum() / lengths.sum()).item(), rel=1e-12)
 
 
-class OfRanks(pl.LightningModule):
+class OfRanks(Scalar):
     """Logs the mean of its numbers, and the numbers of each class that it has, in the order of the classes."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        super().__init__(by_rank=[[x(0, 0, 2, 2, 1, 1)] * 2, [x(2, 0)] * 2], lr=0.0)  # three micro-batches, and one
         self.register_buffer("seen", torch.zeros(2, 4, dtype=torch.float64))
-
-    def train_dataloader(self) -> Any:  # three micro-batches on one rank, one on the other
-        share = [[0.0, 0, 2, 2, 1, 1], [2.0, 0]][self.trainer.global_rank]
-        return loader([torch.tensor(share, dtype=torch.float64)] * 2)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = ((self.w + 1) * batch).mean()
@@ -298,9 +290,6 @@ class OfRanks(pl.LightningModule):
         for row, when in enumerate(("step", "epoch")):
             for column, name in enumerate(("loss", "0", "1", "2")):
                 self.seen[row, column] = self.trainer.callback_metrics[f"{name}_{when}"]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 @pytest.mark.timeout(60)
@@ -362,12 +351,6 @@ class Tagger(Toy):
         return self.tell(self, logits, F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()))
 
 
-class Listener(pl.Callback):
-    """Wants the hooks of every micro-batch."""
-
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None: ...
-
-
 def peak(module: Tagger, rows: int, *callbacks: pl.Callback) -> int:
     generator = torch.Generator().manual_seed(1)
     names = ("input_ids", "labels")
@@ -380,7 +363,7 @@ def peak(module: Tagger, rows: int, *callbacks: pl.Callback) -> int:
 
 @pytest.mark.some_cases(5)
 @pytest.mark.parametrize("size", [SIZE, Tokens(SIZE * LENGTH), "auto"])
-@pytest.mark.parametrize("callbacks", [[], [Listener()]], ids=["", "heard"])
+@pytest.mark.parametrize("callbacks", [[], [LambdaCallback(on_after_backward=lambda *_: None)]], ids=["", "heard"])
 @pytest.mark.parametrize("tell", TOLD)
 def test_the_peak_of_many_micro_batches_is_that_of_one(tell: str, callbacks: list[pl.Callback], size: Any) -> None:
     # equal to the byte: micro-batches of one size save the same tensors

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support import (
@@ -40,21 +40,6 @@ FULL = [pad(ROWS[i : i + 8]) for i in range(0, len(ROWS), 8)]
 ONE_TO_EIGHT = [x(i) for i in range(1, 9)]
 
 
-class Windows(Callback):
-    """Keeps the windows that end, and the gradients that callbacks see before a step."""
-
-    def __init__(self) -> None:
-        self.ended: list[Any] = []
-        self.gradients: list[float] = []
-
-    def on_window_end(self, trainer: Any, pl_module: Any, window: Any) -> None:
-        self.ended.append(window)
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if isinstance(pl_module, Scalar):
-            self.gradients.append(pl_module.w.grad.item())
-
-
 # --- precision --------------------------------------------------------------------------------------------------------
 
 
@@ -83,18 +68,20 @@ def test_every_precision_is_as_near_to_the_full_batch_as_the_full_batch_itself(p
 
 def test_float16_gradients_of_heavy_micro_batches_keep_their_headroom() -> None:
     """Weights of thousands, with the default scale of 65536: unscaled weights would overflow float16 in the first window."""
-    windows, data = Windows(), [[torch.randn(8192, 4), torch.zeros(8192, dtype=torch.long)] for _ in range(6)]
+    windows, data = list[Any](), [[torch.randn(8192, 4), torch.zeros(8192, dtype=torch.long)] for _ in range(6)]
     module = Toy(lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])).float()
-    fit(module, data, GradientAccumulation(2), windows, plugins=fp16_on_cpu(init_scale=65536.0))
-    assert [window.has_stepped for window in windows.ended] == [True] * 3  # the scaler found no inf
+    module.on_window_end = windows.append
+    fit(module, data, GradientAccumulation(2), plugins=fp16_on_cpu(init_scale=65536.0))
+    assert [window.has_stepped for window in windows] == [True] * 3  # the scaler found no inf
 
 
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 2}, {"micro_batch": "auto"}], ids=str)
 def test_gradients_are_unscaled_and_clipped_once_a_window(policy: dict[str, Any]) -> None:
     batches = [x(1, 2, 3), x(4, 5), x(10), x(20)] if "window" in policy else [x(1, 2, 3, 4, 5), x(10, 20)]
-    module, windows = Scalar([batch.float() for batch in batches]), Windows()
-    run = fit(module.float(), None, GradientAccumulation(**policy), windows, plugins=fp16_on_cpu(), gradient_clip_val=4.0)
-    assert windows.gradients == module.gradients == pytest.approx([3.0, 15.0])
+    module, seen = Scalar([batch.float() for batch in batches]), list[float]()
+    looks = LambdaCallback(on_before_optimizer_step=lambda run, module, _: seen.append(module.w.grad.item()))
+    run = fit(module.float(), None, GradientAccumulation(**policy), looks, plugins=fp16_on_cpu(), gradient_clip_val=4.0)
+    assert seen == module.gradients == pytest.approx([3.0, 15.0])
     assert module.total == pytest.approx(3.0 + 4.0, rel=1e-5)
     assert run.global_step == 2
 
@@ -130,8 +117,7 @@ def test_optimizer_step_of_the_module_may_skip() -> None:
             if self.trainer.fit_loop.batch_idx > 1:
                 optimizer.step()
 
-    module, windows = Skips([x(1), x(2), x(5), x(7)]), Windows()
-    run = fit(module, None, GradientAccumulation(2), windows)
+    run = fit(module := Skips([x(1), x(2), x(5), x(7)]), None, GradientAccumulation(2))
     assert module.total == 6.0
     assert run.callback_metrics["window/optimizer_steps"] == 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import inspect
 import logging
 import warnings
@@ -13,8 +12,22 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
-from support import Language, Manually, Scalar, ddp, fit, language_loss, loader, pad, sentences, trainer, warned, x
+from support import (
+    Language,
+    Manually,
+    Scalar,
+    csv_logger,
+    ddp,
+    fit,
+    language_loss,
+    loader,
+    logged,
+    pad,
+    sentences,
+    trainer,
+    warned,
+    x,
+)
 from torch import Tensor, nn
 from torchmetrics.aggregation import RunningMean
 
@@ -35,20 +48,11 @@ class Ranked(Language):
         return loader(MICRO[self.trainer.global_rank :: self.ranks])
 
 
-def csv_logger(every: int = 1) -> dict[str, Any]:
-    return {"logger": CSVLogger("logs", name="run", version=0), "log_every_n_steps": every}
-
-
-def logged() -> list[dict[str, str]]:
-    with Path("logs/run/version_0/metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_logged_numbers_are_those_of_the_full_batch(ranks: int) -> None:
     options = {"devices": ranks, "precision": "64-true", "gradient_clip_val": 0.5, **csv_logger()}
     fit(Ranked(ranks), None, GradientAccumulation(4 // ranks), strategy="accum" if ranks == 1 else ddp(), **options)
-    rows = [row for row in logged() if row["window/loss"]]
+    rows = [row for row in logged() if "window/loss" in row]
     module, total = Language("sgd"), 0
     optimizer = module.configure_optimizers()
     for step, (row, batch) in enumerate(zip(rows, FULL, strict=True)):
@@ -59,11 +63,11 @@ def test_logged_numbers_are_those_of_the_full_batch(ranks: int) -> None:
         optimizer.step()
         weight = (batch["labels"][:, 1:] != -100).sum().item()
         total += weight
-        assert float(row["window/loss"]) == pytest.approx(loss.item(), rel=1e-12)
-        assert float(row["window/grad_norm"]) == pytest.approx(norm.item(), rel=1e-12)
+        assert row["window/loss"] == pytest.approx(loss.item(), rel=1e-12)
+        assert row["window/grad_norm"] == pytest.approx(norm.item(), rel=1e-12)
         names = ("window/weight", "window/total_weight", "window/micro_batches", "window/optimizer_steps", "step")
-        assert [float(row[name]) for name in names] == [weight, total, 4, step + 1, step]
-    assert all(float(row["window/weight_per_second"]) > 0 for row in rows[2:])
+        assert [row[name] for name in names] == [weight, total, 4, step + 1, step]
+    assert all(row["window/weight_per_second"] > 0 for row in rows[2:])
 
 
 class LogsLoss(Scalar):
@@ -90,13 +94,13 @@ class LogsManually(Manually, LogsLoss):
 )
 def test_rows_of_a_window_have_the_epoch_and_join_the_modules_own_of_the_same_step(kind: Any, policy: Any, joined: int) -> None:
     run = fit(kind([x(1, 2, 3, 4)] * 4), None, GradientAccumulation(**policy), max_epochs=2, **csv_logger())
-    rows = [row for row in logged() if not row["window/loss_epoch"]]
-    windows, own = [row for row in rows if row["window/loss"]], [row for row in rows if row.get("own")]
+    rows = [row for row in logged() if "window/loss_epoch" not in row]
+    windows, own = ([row for row in rows if name in row] for name in ("window/loss", "own"))
     assert len(windows) == run.callback_metrics["window/optimizer_steps"]
-    assert [float(row["window/optimizer_steps"]) for row in windows] == list(range(1, len(windows) + 1))
-    assert sum(bool(row["window/loss"]) for row in own) == joined
-    assert all(row["epoch"] in ("0", "1") for row in rows)
-    assert [int(row["step"]) for row in windows] == list(range(len(windows)))
+    assert [row["window/optimizer_steps"] for row in windows] == list(range(1, len(windows) + 1))
+    assert sum("window/loss" in row for row in own) == joined
+    assert all(row["epoch"] in (0, 1) for row in rows)
+    assert [row["step"] for row in windows] == list(range(len(windows)))
 
 
 @pytest.mark.parametrize(

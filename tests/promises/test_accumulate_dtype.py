@@ -34,9 +34,6 @@ class Whole(Scalar):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         torch.save(self.w.grad, f"gradient{self.global_rank}.pt")
 
-    def train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(list(self.by_rank[self.global_rank]), batch_size=None)
-
 
 # --- float32 parameters, float64 sums -------------------------------------------------------------------------------------
 

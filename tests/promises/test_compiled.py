@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from support import Language, error_of_updates, fit, pad, sentences, train_by_hand
+from support import Language, error_of_updates, fit, noted, pad, sentences, train_by_hand
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -61,24 +60,14 @@ def compiled_whole(backend: str = "aot_eager", **kwargs: Any) -> Any:
     return torch.compile(Small(), backend=backend, **kwargs)
 
 
-class Compilations(pl.Callback):
-    """How often there was something to compile, by epoch."""
-
-    def __init__(self) -> None:
-        self.by_epoch: list[int] = []
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.by_epoch.append(counters["stats"]["unique_graphs"])
-
-
 def compilations(module: Any, policy: GradientAccumulation, batches: list[Any], limit: float = 1e-12) -> int:
     """In three epochs, all of them in the first; the updates are those of full batches by hand, uncompiled."""
-    seen = Compilations()
-    fit(module, batches, policy, seen, max_epochs=3)
+    looks, by_epoch = noted("on_train_epoch_end", lambda _: counters["stats"]["unique_graphs"])
+    fit(module, batches, policy, looks, max_epochs=3)
     module = getattr(module, "_orig_mod", module)
     assert error_of_updates(module, train_by_hand(Small(), WHOLE, 3), Small()) <= limit
-    assert seen.by_epoch == seen.by_epoch[:1] * 3
-    return seen.by_epoch[0]
+    assert by_epoch == by_epoch[:1] * 3
+    return by_epoch[0]
 
 
 WEIGHTS: list[Any] = [(with_compiled_network, "auto"), (with_compiled_network, TokenCount()), (compiled_whole, TokenCount())]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import assert_one_window_one_batch, on, windows_of
+from real_modules.fused import FusedCrossEntropy
 from support import Toy, fit, pad, sentences, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,27 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_accum import AccumulationError, GradientAccumulation, SampleCount, TokenCount
 from lightning_accum.testing import adamw
-
-
-class FusedCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of a linear layer in chunks of 5 tokens, which keeps nothing but its gradients, computed in forward."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        loss, of_hidden, of_weight = hidden.new_zeros(()), torch.zeros_like(hidden), torch.zeros_like(weight)
-        is_token = (labels != -100).to(hidden)  # a checkpoint runs again under another default type
-        for at in torch.arange(len(labels)).split(5):
-            log_p, target = (hidden[at] @ weight.T).log_softmax(1), F.one_hot(labels[at].clamp(min=0), len(weight))
-            share = is_token[at, None] / is_token.sum().clamp(min=1)
-            loss -= (log_p * target * share).sum()
-            of_hidden[at] = (log_p.exp() - target) * share @ weight
-            of_weight += ((log_p.exp() - target) * share).T @ hidden[at]
-        ctx.save_for_backward(of_hidden, of_weight)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return *(gradient * saved for saved in ctx.saved_tensors), None
 
 
 class Net(nn.Module):

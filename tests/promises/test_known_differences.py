@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 import torch
-from known import case, classified, noted, open_until
+from known import case, classified, open_until
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from sharded import ShardedScalar, fsdp2, needs_sharding_on_cpu, total_of
-from support import SaveAfter, Toy, ddp, error_of_updates, fit, labelled, loader, warned, x
+from support import SaveAfter, Toy, ddp, error_of_updates, fit, labelled, loader, noted, warned, x
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 

@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from known import case, classified, exact_or_refused, noted, open_until, rows_of, scheduled, split_exact_or_refused
+from known import case, classified, exact_or_refused, open_until, rows_of, scheduled, split_exact_or_refused
 from lightning.pytorch.callbacks import LambdaCallback
 from processes import run_ranks
 from support import (
@@ -30,6 +30,7 @@ from support import (
     joined,
     labelled,
     loader,
+    noted,
     relative_error,
     warned,
 )

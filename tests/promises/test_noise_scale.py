@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from sharded import ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
-from support import NONE_LOSS, Language, SaveAfter, ddp, fit, fp16_on_cpu, loader, pad, sentences, x
+from support import NONE_LOSS, Language, SaveAfter, Scalar, ddp, fit, fp16_on_cpu, loader, pad, sentences, x
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -21,25 +21,18 @@ from lightning_accum import AccumulationError, AccumulationWarning, GradientAccu
 DIMENSIONS = 20
 
 
-class Quadratic(pl.LightningModule):
+class Quadratic(Scalar):
     """Loss ``mean of |w - x|^2 / 2``: the gradient of a sample is w - x, so S is the variance of x and G is w - E x."""
 
     def __init__(self, *by_rank: Sequence[Any], lr: float = 0.1) -> None:
-        super().__init__()
+        super().__init__(by_rank=by_rank, lr=lr)
         self.w = nn.Parameter(torch.ones(DIMENSIONS, dtype=torch.float64))
-        self.by_rank, self.lr = by_rank, lr
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
         return None if batch.isnan().any() else self.loss(batch)
 
     def loss(self, x: Tensor) -> Tensor:
         return 0.5 * (self.w - x).square().sum(1).mean()
-
-    def train_dataloader(self) -> DataLoader:
-        return loader(self.by_rank[self.trainer.global_rank])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 class Summed(Quadratic):

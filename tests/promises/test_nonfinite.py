@@ -7,13 +7,12 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from harness import ENGINES as HELD
 from harness import assert_one_window_one_batch, on, windows_of
 from sharded import fsdp2, needs_sharding_on_cpu, shard
-from support import OPTIMIZERS, SaveAfter, StatefulLoader, ddp, fit, fp16_on_cpu, loader, relative_error, train_by_hand
+from support import SaveAfter, StatefulLoader, Toy, ddp, fit, fp16_on_cpu, joined, loader, relative_error, train_by_hand
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, default_collate
@@ -53,31 +52,27 @@ class Net(nn.Module):
         return self.last(torch.tanh(hidden if added is None else Poison.apply(hidden, added)))
 
 
-class Classifier(pl.LightningModule):
-    """Knows nothing of accumulation; rows of a batch may spoil its loss, or the gradients of the first layer."""
+def spoilt_by_its_rows(net: Net, batch: Batch) -> Tensor:
+    fault, added = batch["fault"], None
+    if (fault >= NAN_GRADIENT).any():
+        added = torch.zeros(len(fault), WIDTH, dtype=batch["x"].dtype)
+        added[fault == NAN_GRADIENT, 0], added[fault == INF_GRADIENT, 0] = math.nan, math.inf
+    logits = net(batch["x"], added)
+    spoilt = torch.zeros_like(logits)
+    spoilt[fault == NAN_LOSS] = math.nan
+    spoilt[fault == INF_LOSS, batch["y"][fault == INF_LOSS]] = -math.inf  # the gradient is finite
+    return F.cross_entropy(logits + spoilt, batch["y"], ignore_index=IGNORED)
+
+
+class Classifier(Toy):
+    """Rows of a batch may spoil its loss, or the gradients of the first layer."""
 
     def __init__(self, *by_rank: Sequence[Any], optimizer: str = "adamw") -> None:
-        super().__init__()
-        torch.manual_seed(11)
-        self.net = Net().double()
-        self.by_rank, self.optimizer = by_rank, optimizer
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        fault, added = batch["fault"], None
-        if (fault >= NAN_GRADIENT).any():
-            added = torch.zeros(len(fault), WIDTH, dtype=batch["x"].dtype)
-            added[fault == NAN_GRADIENT, 0], added[fault == INF_GRADIENT, 0] = math.nan, math.inf
-        logits = self.net(batch["x"], added)
-        spoilt = torch.zeros_like(logits)
-        spoilt[fault == NAN_LOSS] = math.nan
-        spoilt[fault == INF_LOSS, batch["y"][fault == INF_LOSS]] = -math.inf  # the gradient is finite
-        return F.cross_entropy(logits + spoilt, batch["y"], ignore_index=IGNORED)
+        super().__init__(spoilt_by_its_rows, optimizer, Net)
+        self.by_rank = by_rank
 
     def train_dataloader(self) -> DataLoader:
         return loader(self.by_rank[self.global_rank])
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.optimizer](self.parameters())
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelAccumulationStrategy):
@@ -97,8 +92,7 @@ def skipping(module: Classifier, window: Any = None, *callbacks: Any, ranks: int
 
 
 def full_batches(*windows: Sequence[Batch]) -> Classifier:
-    joined = [{name: torch.cat([batch[name] for batch in window]) for name in window[0]} for window in windows]
-    return train_by_hand(Classifier(), joined, 1)
+    return train_by_hand(Classifier(), list(map(joined, windows)), 1)
 
 
 def assert_equal(found: nn.Module, expected: nn.Module) -> None:

@@ -238,14 +238,13 @@ def test_manual_optimization_is_that_of_the_whole_batches_to_the_bit(memory: Oth
     assert memory.out > 0
 
 
-class Moves(pl.Callback):
+def moves(host: OtherMemory) -> pl.Callback:
     """Something was moved on each of several ranks, and nothing lost."""
 
-    def __init__(self, host: OtherMemory) -> None:
-        self.host = host
+    def look(trainer: pl.Trainer, pl_module: Any) -> None:
+        assert trainer.world_size == 1 or (host.out > 0 and not host.faults)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        assert trainer.world_size == 1 or (self.host.out > 0 and not self.host.faults)
+    return pl.callbacks.LambdaCallback(on_train_end=look)
 
 
 OPTIONS = [on("ddp", 1, static_graph=True), on("ddp", 1, find_unused_parameters=True)]
@@ -257,13 +256,13 @@ ON_RANKS = [on("ddp", 3), *OPTIONS, on("fsdp2", 1), on("fsdp1", 1), on("fsdp2", 
 def test_windows_and_ranks(memory: OtherMemory, engine: str, options: dict[str, Any], window: int) -> None:
     by_rank = dealt(sentences(18), 3, engine)
     make = partial(ShardedLanguage, "adamw", reshard_after_forward=True)
-    assert_one_window_one_batch(make, by_rank, offloaded(window), engine, options, callbacks=[Moves(memory)])
+    assert_one_window_one_batch(make, by_rank, offloaded(window), engine, options, callbacks=[moves(memory)])
 
 
 @pytest.mark.parametrize(("kind", "window"), [(GAN, 3), (Dependent, 1)])
 def test_manual_optimization_on_two_ranks(memory: OtherMemory, kind: type[Manual], window: int) -> None:
     by_rank = [draw(kind), draw(kind, 1)]
-    arguments = {"collate": default_collate, "callbacks": [Moves(memory)]}
+    arguments = {"collate": default_collate, "callbacks": [moves(memory)]}
     assert_one_window_one_batch(kind, by_rank, offloaded(window), "ddp", **arguments)
 
 

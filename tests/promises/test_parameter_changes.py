@@ -13,7 +13,7 @@ import torch
 from support import ddp, fit, joined, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation
 from lightning_accum.testing import assert_window_equals_batch
@@ -156,12 +156,6 @@ class Anneals(Net):
         return super().training_step(batch, batch_idx) * min(1.0, self.steps / 100)
 
 
-def _spectral(self: Net) -> None:
-    self.online[0] = spectral_norm(self.online[0])
-    for _ in range(60):  # until another one changes the loss by less than rounding, and its gradient by more
-        _ = self.online[0].weight
-
-
 def _backward(self: Net, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     Net.backward(self, loss, *args, **kwargs)
     self.clamp()
@@ -192,7 +186,6 @@ CASES: dict[str, tuple[type[Net], type[pl.Callback] | None, str | None, str | No
     "a teacher at optimizer steps": (FollowsOnce, None, None, None),
     "a codebook": (Codebook, None, "codes", "codes"),
     "a queue": (Queue, None, "queue", "queue"),
-    "a spectral norm that has converged": (with_(made=_spectral), None, "_v", "_v"),
     "a codebook at optimizer steps": (CodebookOnce, None, None, None),
     "what no loss depends on": (Memory, None, None, None),
     "an average in an attribute": (OfStatistic, None, "attribute", "attribute"),

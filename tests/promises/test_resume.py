@@ -227,19 +227,6 @@ class EpochLosses(Callback):
             pl_module.epoch_losses[trainer.current_epoch] = float(trainer.callback_metrics["window/loss_epoch"])
 
 
-class SaveIn(Callback):
-    """Takes a checkpoint in a hook, after so many loader batches of all epochs, and ends."""
-
-    def __init__(self, hook: str, after: int) -> None:
-        self.after = after
-        setattr(self, hook, self.save)
-
-    def save(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.after:
-            trainer.save_checkpoint("inside.ckpt")
-            raise Interrupted
-
-
 def parts_of(
     stops: list[tuple[str, int]], values: list[Any], limit: dict[str, int], kind: type[Placed] = Placed, **policy: Any
 ) -> list[Placed]:
@@ -247,7 +234,7 @@ def parts_of(
     whole, parts = kind(values), [kind(values) for _ in range(len(stops) + 1)]
     fit(whole, None, GradientAccumulation(**policy), EpochLosses(), **limit)
     for number, part in enumerate(parts):
-        stop = [SaveIn(*stop) for stop in stops[number : number + 1]]
+        stop = [SaveAfter(after, ends=True, hook=hook) for hook, after in stops[number : number + 1]]
         with pytest.raises(Interrupted) if stop else nullcontext():
             path = "inside.ckpt" if number else None
             fit(part, None, GradientAccumulation(**policy), EpochLosses(), *stop, **limit, ckpt_path=path)

@@ -102,6 +102,23 @@ def test_lengths_of_any_kind_are_the_same(kind: Callable[[list[int]], Any]) -> N
     assert by_rank(kind(numbers), 3, 2, 1, window=2) == by_rank(numbers, 3, 2, 1, window=2)
 
 
+@pytest.mark.parametrize("make", [lambda: SameOrderSampler(range(48)), lambda: BalancedBatchSampler(range(1, 49), 2)])
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 4), (4, 1)], ids=str)
+def test_a_sampler_resumes_where_it_was_on_any_number_of_ranks(make: Callable[[], Any], ranks: tuple[int, int]) -> None:
+    seen, states = [], []
+    for begun, number in enumerate(ranks):
+        for rank in range(number):
+            sampler = make()
+            sampler.set_epoch(3)
+            sampler.deal(number, rank)
+            if begun:
+                sampler.load_state_dict(states[0])  # of rank 0, as Lightning keeps it
+            for item in itertools.islice(sampler, None if begun else len(sampler) // 2):
+                seen += item if isinstance(item, list) else [item]
+            states.append(sampler.state_dict())
+    assert sorted(seen) == list(range(48))
+
+
 # --- in a training ----------------------------------------------------------------------------------------------------
 
 ROWS = sentences(37)
@@ -181,10 +198,6 @@ def dealt(sampler: SameOrderSampler, num_replicas: int) -> list[list[int]]:
     return shares
 
 
-def permutation(samples: int, seed: int) -> list[int]:
-    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("samples", [0, 1, 2, 3, 7, 12, 60, 61])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])
@@ -201,21 +214,6 @@ def test_ranks_together_get_every_sample_once_in_torchs_order_where_torch_repeat
             peer = DistributedSampler(range(samples), num_replicas, rank, shuffle=shuffle, seed=11)
             peer.set_epoch(epoch)
             assert shares[rank] == list(peer)
-
-
-@pytest.mark.parametrize("samples", [3, 24, 29])
-@pytest.mark.parametrize("num_replicas", [1, 2, 4])
-def test_windows_are_slices_of_one_permutation_on_any_number_of_ranks(num_replicas: int, samples: int) -> None:
-    dataset, window = range(samples), 8
-    sampler = SameOrderSampler(dataset, seed=5)
-    sampler.set_epoch(3)
-    by_rank = []
-    for rank in range(num_replicas):
-        sampler.deal(num_replicas, rank)
-        by_rank.append([batch.tolist() for batch in DataLoader(dataset, batch_size=window // num_replicas, sampler=sampler)])
-    windows = [sorted(i for batch in batches for i in batch) for batches in zip_longest(*by_rank, fillvalue=[])]
-    order = permutation(samples, seed=5 + 3)
-    assert windows == [sorted(order[start : start + window]) for start in range(0, samples, window)]
 
 
 def test_the_length_follows_a_dataset_that_grows_and_a_pickled_sampler_goes_on_alike() -> None:

@@ -141,18 +141,25 @@ def test_the_size_that_most_tensors_have_is_that_of_rows_and_a_table_stays_share
     assert all(torch.equal(piece["table"], torch.ones(5, 2)) for piece in module.batches)
 
 
+@pytest.mark.parametrize("part", ["a tensor", "a list"])
+def test_what_had_an_entry_a_row_before_is_not_shared_by_all_rows(part: str) -> None:
+    boxes = [torch.ones(number, 4) for number in (1, 2, 3, 4)]
+    data = [{"x": rows(4), "y": rows(4), "boxes": boxes[:n] if part == "a list" else rows(n, 4)} for n in (4, 3)]
+    with pytest.raises(UnsplittableBatchError, match="boxes.*no entry for each of the 4 rows"):
+        fit(Gets(), data, GradientAccumulation(micro_batch=2, weight="equal", check=False))
+
+
 @pytest.mark.parametrize("number", [4, 8])
-@pytest.mark.parametrize("is_list", [False, True], ids=["weights of classes", "names of columns"])
-def test_what_all_rows_share_may_have_as_many_entries_as_there_are_rows(number: int, is_list: bool) -> None:
+def test_what_all_rows_share_may_have_as_many_entries_as_there_are_rows(number: int) -> None:
     """The check finds it out: row by row it is of no use."""
 
     def loss(net: nn.Module, batch: Any) -> Tensor:
-        x, y, shared = batch
-        return F.cross_entropy(net(x) * len(shared), y) if is_list else F.cross_entropy(net(x), y, weight=shared)
+        x, y, weights = batch
+        return F.cross_entropy(net(x), y, weight=weights)
 
     def collate(labels: list[int]) -> Any:
         x = torch.arange(3.0 * len(labels)).double().reshape(-1, 3).sin()
-        return x, torch.tensor(labels), [*"abcdefgh"][:number] if is_list else torch.arange(1.0, number + 1).double()
+        return x, torch.tensor(labels), torch.arange(1.0, number + 1).double()
 
     batches = [[(3 * row + seed) % number for row in range(number)] for seed in range(2)]
     policy = GradientAccumulation(micro_batch=2)
@@ -246,6 +253,15 @@ def test_a_function_splits_packed_graphs_exactly() -> None:
     )
 
 
+def test_a_function_that_loses_rows_is_warned_of() -> None:
+    def loses_the_last(batch: Tensor, size: int) -> list[Tensor]:
+        return [batch[start : start + size] for start in range(0, len(batch) - size + 1, size)]
+
+    with warned() as told:
+        assert len(pieces(X, 3, split=loses_the_last)) == 2
+    assert any("loses_the_last" in message and "6 samples" in message and "of 8" in message for message in told)
+
+
 def detected(net: nn.Module, batch: Any) -> Tensor:
     """The loss of a detector: a mean over the boxes of all images, whose sizes differ; an image may have none."""
     images, targets = (batch["images"], batch["targets"]) if isinstance(batch, dict) else batch
@@ -268,8 +284,7 @@ def test_lists_of_images_and_targets_are_split_exactly(as_dict: bool) -> None:
 
 
 def test_lists_are_split_of_samples_too_and_other_batches_are_refused() -> None:
-    samples = [{"x": n} for n in range(3)]
-    assert split_lists(samples, 2) == [samples[:2], samples[2:]]
+    assert split_lists(samples := [{"x": n} for n in range(3)], 2) == [samples[:2], samples[2:]]
     with pytest.raises(UnsplittableBatchError, match="split_lists"):
         split_lists({"x": X}, 2)
 

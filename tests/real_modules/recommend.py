@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_accum import AccumulationError
 from real_modules.language import WORDS, words
-from real_modules.table import Refused, Warned, dealt, padded, randint, real_module
+from real_modules.table import Refused, dealt, padded, randint, real_module
 
 
 def retrieved(generator: Generator) -> dict[str, Tensor]:
@@ -38,7 +38,6 @@ IN_THE_BATCH = {
     *("dense passage retrieval", dealt(retrieved)),
     collate=two_contexts_a_query,
     **IN_THE_BATCH,
-    windows_today=Warned(deviation=0.63),
 )
 class TwoContextsAQuery(LightningModule):
     """Each query has to find its own among all contexts of the batch."""

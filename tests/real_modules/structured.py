@@ -205,7 +205,6 @@ def graphs_of(batch: dict[str, Tensor], size: int) -> list[Any]:
     *("interatomic potentials, packed graphs", dealt(graph)),
     collate=packed_graphs,
     split=Refused(UnsplittableBatchError, {"split": graphs_of}),
-    windows_today=Warned(),
 )
 class EnergiesForcesAndBonds(LightningModule):
     """Means over graphs, over atoms and over bonds; forces are the gradient of the energy."""

@@ -22,8 +22,8 @@ LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch", "tor
 SEAMS = (*seams.LIGHTNING, *seams.FSDP2)
 ROWS = {row.name for row in SEAMS} | {part for row in SEAMS for part in row.owner.split(".")}
 _NAMES = """
-_BatchNorm _DDPSink _Launcher _ResultMetric _backward_hooks _base _batches_that_stepped _buffers _call_impl
-_call_lightning_module_hook _call_strategy_hook _callback_metrics _cdata _check_reducer_finalized _combined_loader
+_BatchNorm _DDPSink _DataFetcher _Launcher _ResultMetric _backward_hooks _base _batches_that_stepped _buffers _call_impl
+_build_kwargs _call_lightning_module_hook _call_strategy_hook _callback_metrics _cdata _check_reducer_finalized _combined_loader
 _comm_hooks _compiled_call_impl _compiler_ctx _computed _current_fx _current_fx_name _data_connector _data_fetcher
 _data_parallel_size _device_mesh _engine_run_backward _execution_engine _first_loop_iter _foreach_mul_ _foreach_norm _forward_cache
 _fsdp_param_groups _get_default_store _get_sequence_nr _hparams _input_metadata _is_hsdp _is_root
