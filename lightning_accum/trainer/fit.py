@@ -45,18 +45,14 @@ class AccumulatingFitLoop(_FitLoop):
         if (fetcher := self._data_fetcher) is before:
             return
         self.seams.close()  # what holds the fetcher of loaders that were reloaded
-        if (accumulation := strategy.accumulation) is None:
+        if not strategy.module.automatic_optimization:
             return
-        lengths = self._lengths(strategy.ranks)
-        draws_ahead = strategy.policy.may_count_terms and strategy.policy.may_be_longer_than_one(
-            self.trainer.accumulate_grad_batches
-        )
+        lengths, policy = self._lengths(strategy.ranks), strategy.policy
+        draws_ahead = policy.may_count_terms and policy.may_be_longer_than_one(self.trainer.accumulate_grad_batches)
         if type(fetcher) is _PrefetchDataFetcher and (strategy.ranks.world_size > 1 or draws_ahead):  # else training_step draws
             is_done = not strategy.ranks.largest(not fetcher.done)[0]
             own: dict[str, Any] = {"strategy": strategy, "states": deque(), "done": is_done}
             self.seams.enter_context(specialised(fetcher, WindowFetcher, **own, **lengths))
-            if draws_ahead:
-                accumulation.rest_of_window = cast("WindowFetcher", fetcher).rest_of_window
 
     def _lengths(self, ranks: Ranks) -> dict[str, Any]:
         """Have an epoch end on all ranks with that of the rank that has the most. Returns what is known of their lengths."""

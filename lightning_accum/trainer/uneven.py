@@ -73,7 +73,7 @@ class WindowFetcher(_PrefetchDataFetcher):
                 longest = min(longest, self.length)  # an epoch may be shorter than the first
             left = None if longest is None else longest - self.fetched  # Lightning adds what was before a checkpoint
             of_all = of_all_ranks(self._own_batches(), left, ranks, self.is_one_empty, lambda: window.is_last)
-            self._batches = LoaderBatches(of_all)
+            self._batches, accumulation.rest_of_window = LoaderBatches(of_all), self.rest_of_window
         if self.is_ahead:
             self.states.popleft()
         drawn = next(self._batches)
