@@ -105,6 +105,24 @@ def test_two_ranks_equal_the_full_batch_and_count_alike(engine: str, has_length:
     assert facts_of(2) == [{**own, "length": 5 if has_length else float("inf")}] * 2
 
 
+class Asking(Uneven):
+    """As for a OneCycleLR: the loaders are there before the windows."""
+
+    def configure_optimizers(self) -> Any:
+        self.steps = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+    def facts(self) -> dict[str, Any]:
+        return {"asked": self.steps, "global_step": self.trainer.global_step}
+
+
+@ENGINES
+def test_an_optimizer_that_asks_for_the_number_of_steps_gets_it_and_ranks_end_together(engine: str) -> None:  # hung in a draft
+    by_rank = batches(5, 2)
+    assert total(engine, Asking(by_rank), 2) == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
+    assert facts_of(2) == [{"asked": EPOCHS * 3, "global_step": EPOCHS * 3}] * 2
+
+
 CASES = [  # an engine, so many loader batches of each rank, and how they make windows
     on("ddp of 3", (2, 5, 1), {"window": 2}),
     on("fsdp2 of 4", (2, 5, 1, 3), {"window": 2}),
