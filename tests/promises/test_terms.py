@@ -50,6 +50,19 @@ def test_with_no_argument_a_loss_of_several_terms_takes_the_steps_of_the_full_ba
     assert_exact(LOSSES[name].of, POLICIES[policy])
 
 
+class Asking(OfTerms):
+    """As for a OneCycleLR: the loaders are there before the windows."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+def test_the_loaders_may_be_there_before_the_windows() -> None:  # refused before
+    of = partial(Asking, LOSSES["tokens and samples"].of)
+    assert_one_window_one_batch(of, [BATCHES], GradientAccumulation(4), collate=default_collate)
+
+
 @pytest.mark.some_cases(5, 35)
 @pytest.mark.parametrize("policy", ["windows", "split in 3"])
 @pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if row.counts])
