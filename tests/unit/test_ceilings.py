@@ -30,7 +30,7 @@ CEILINGS = {
     "lines of its largest file": 422,
     "files outside trainer/ that import Lightning": 0,
     "assignments to an attribute of another object": 223,
-    "lines of tests": 26_722,
+    "lines of tests": 26_760,
     "lines of tests in files that import private modules": 573,
 }
 
