@@ -63,9 +63,6 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
     accumulation.may_count_first = checked.may_count_first
-    if before is not None and before.looked_at > 1 and not accumulation.position:
-        _end(checked)  # the window of the rows that were looked at has taken its step
-        return
     if checked.sync.is_waited_for_in_forward and accumulation.position:
         return  # the engine has gradients of its own, until the window ends
     accumulation.checks_left -= 1
@@ -101,13 +98,6 @@ def _check(checked: Checked, batches: Sequence[Any]) -> None:
             if may_be_misread(checked, rows, error):
                 return Check(checked, agree_on_rows(checked, batches, of_dataset=True)).run()
         raise
-
-
-def _end(checked: Checked) -> None:
-    """Enough was looked at. What is known now, and was not when training began, is said."""
-    if checked.accumulation.checks_left < MOST_BATCHES - 1 and checked.accumulation.verdict is not None:
-        checked.inform(f"loss of the first window: {checked.accumulation.verdict}")
-    checked.accumulation.checks_left = 0
 
 
 class _Found(NamedTuple):
@@ -210,7 +200,9 @@ class Check:
         if not accumulation.checks_left or not checked.on_any(verdict.may_try_again):
             if verdict.deviation is None:
                 accumulation.warn_once(advice.of_unchecked(verdict, checked.is_manual))
-            _end(checked)
+            if accumulation.checks_left < MOST_BATCHES - 1:
+                checked.inform(f"loss of the first loader batches: {accumulation.verdict}")  # was not known when training began
+            accumulation.checks_left = 0
 
     # --- measuring ------------------------------------------------------------------------------------------------------
 
