@@ -17,7 +17,7 @@ from lightning_accum.main_gradients import GradientSums, MainGradients
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.auto import MicroBatchSizes, RetriedSplitting
+from lightning_accum.splitting.auto import MicroBatchSizes
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.verdict import Verdict
@@ -143,7 +143,7 @@ class Accumulation(Windows):
     @property
     def _sizes(self) -> MicroBatchSizes | None:
         """With ``"auto"``, what was found to fit into memory."""
-        return self.splitting.sizes if isinstance(self.splitting, RetriedSplitting) else None
+        return None if self.splitting is None or self.splitting.retry is None else self.splitting.retry.sizes
 
     @property
     def plan(self) -> Plan | None:

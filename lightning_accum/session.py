@@ -16,8 +16,9 @@ from lightning_accum.counting import count_window
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Output, Weighed, joined_extra, joined_loss
 from lightning_accum.nonfinite import Guard
+from lightning_accum.splitting.auto import Mark
 from lightning_accum.splitting.logs import BatchLog
-from lightning_accum.splitting.plan import Mark, Plan
+from lightning_accum.splitting.plan import Plan
 from lightning_accum.step import Backward, CountsAhead, Outcome, Step, Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.weighing.counts import count_samples

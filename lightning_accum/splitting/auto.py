@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from typing_extensions import override
+from torch import Tensor, nn
 
 from lightning_accum.errors import AccumulationError, UsageError
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.plan import Mark, Plan, Splitting
 from lightning_accum.undo import Undo
-
-T = TypeVar("T")
 
 _MESSAGES = (
     # the allocators of torch: c10/cuda/CUDACachingAllocator.cpp and those like it, c10/core/impl/alloc_cpu.cpp
@@ -30,6 +28,15 @@ _MESSAGES = (
     # every algorithm ran out of memory, which was caught: aten/src/ATen/native/cudnn/Conv_v8.cpp and Conv_v7.cpp
     *("unable to find an engine to execute this computation", "Unable to find a valid cuDNN algorithm to run convolution"),
 )
+
+
+class Mark(NamedTuple):
+    """Where a window stands before an attempt at a loader batch."""
+
+    undo: Callable[[], None]
+    """Undoes what the attempt did to the window and to the gradients."""
+    accumulated: Iterable[nn.Parameter] | None
+    """Parameters whose gradients hold earlier batches of the window; None where there are none."""
 
 
 class NothingSmallerError(AccumulationError, torch.OutOfMemoryError):
@@ -146,58 +153,36 @@ def _rounded(cost: int) -> int:
     return 1 << max(cost - 1, 0).bit_length()
 
 
-class RetriedSplitting(Splitting):
-    """Runs each loader batch as often as it takes, in micro-batches as large as memory allows."""
+@dataclass
+class Retry:
+    """What is done where a loader batch ran out of memory: it is as if it had not run, and micro-batches are half as large."""
 
-    def __init__(self, snapshotter: Undo, device: torch.device, say: Callable[[str], None], **arguments: Any) -> None:
-        super().__init__("auto", **arguments)
-        self.sizes, self._snapshotter, self._device, self._say = MicroBatchSizes(), snapshotter, device, say
+    snapshotter: Undo
+    device: torch.device
+    say: Callable[[str], None]
+    sizes: MicroBatchSizes = field(default_factory=MicroBatchSizes)
 
-    @override
-    def begin_epoch(self) -> None:
-        super().begin_epoch()
-        self.sizes.begin_epoch()
+    def begin(self, before: Mark, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Before the first attempt at a batch of these tensors. Returns what undoes one that failed."""
+        snapshot = self.snapshotter.take(before.accumulated)
+        versions = [tensor._version for tensor in tensors]
 
-    @override
-    def _as_many_as_fit(self, cost: int, rows: int) -> int:
-        return self.sizes.size_for(cost, rows)
-
-    @override
-    def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
-        """Run the loader batch under way, as often as it takes.
-
-        Raises:
-            torch.OutOfMemoryError: a micro-batch of one sample does not fit.
-        """
-        assert self.plan is not None
-        before = mark()
-        snapshot = self._snapshotter.take(before.accumulated)
-        versions = [tensor._version for tensor in self.plan.tensors]
-        while True:
-            try:
-                result = attempt(self.plan)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    self.plan.note(error)
-                    raise
-                failed = self.plan.pieces[self.plan.current]
-                seen = str(error).strip().partition("\n")[0]
-            else:
-                self.sizes.end_batch()
-                self.largest = max(piece.count for piece in self.plan.pieces)
-                return result
-            # out of the handler: its traceback held on to what the attempt had allocated
-            if [tensor._version for tensor in self.plan.tensors] != versions:
+        def undo() -> None:
+            if [tensor._version for tensor in tensors] != versions:
                 raise UsageError(
                     'training_step changed its batch in place; micro_batch="auto" cannot take that back when memory runs out.'
                     " Change a copy, or use a fixed micro_batch."
                 )
             before.undo()
             snapshot.restore()
-            free(self._device)
-            rows = self.sizes.halve(failed.cost, failed.count)
-            self._say(
-                f'GradientAccumulation(micro_batch="auto"): {failed.count} samples of {failed.cost} elements do not fit into'
-                f" memory ({seen}). The batch runs again in micro-batches of {rows}."
-            )
-            self.plan = self._planned(self.plan.batch)
+            free(self.device)
+
+        return undo
+
+    def halve(self, cost: int, rows: int, seen: str) -> None:
+        """A micro-batch ran out of memory, see :meth:`MicroBatchSizes.halve`; ``seen`` is the error."""
+        fewer = self.sizes.halve(cost, rows)
+        self.say(
+            f'GradientAccumulation(micro_batch="auto"): {rows} samples of {cost} elements do not fit into memory ({seen}). The'
+            f" batch runs again in micro-batches of {fewer}."
+        )

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from itertools import accumulate
+from typing import Any, Literal, TypeAlias, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_accum.errors import UnsplittableBatchError
-from lightning_accum.splitting.lengths import (
-    Spans,
-    cut_where_lengths_fall,
-    kept_columns,
-    number_within,
-    read_spans,
-)
+from lightning_accum.splitting.auto import Mark, Retry, is_out_of_memory
+from lightning_accum.splitting.lengths import Spans, cut_where_lengths_fall, kept_columns, number_within, read_spans
 from lightning_accum.splitting.micro_batch import Tokens, layout_of_samples
 from lightning_accum.splitting.rows import Layout
 from lightning_accum.splitting.trimming import Proof, TrimmingCheck
-from lightning_accum.weighing.counts import count_samples, tensors_of
+from lightning_accum.weighing.counts import count_samples, name_of, tensors_of
 
 MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
 Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
 """Cuts a batch into micro-batches of so many samples (or tokens, for a size in :class:`Tokens`)."""
 
 T = TypeVar("T")
-
-
-class Mark(NamedTuple):
-    """Where a window stands before an attempt at a loader batch."""
-
-    undo: Callable[[], None]
-    """Undoes what the attempt did to the window and to the gradients."""
-    accumulated: Iterable[nn.Parameter] | None
-    """Parameters whose gradients hold earlier batches of the window; None where there are none."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +33,8 @@ class RowSlice:
     cost: int
     columns: Mapping[int, slice] = field(default_factory=dict)
     """Those that are kept, by the size of the dimension that has them."""
+    made: Any = None
+    """The micro-batch, where the user's function has made it."""
 
 
 @dataclass
@@ -54,19 +43,35 @@ class Plan:
 
     batch: Any
     pieces: Sequence[RowSlice]
-    make: Callable[[RowSlice], Any]
+    layout: Layout | None
+    """The batch as rows; None where the user's function has cut it."""
     order: list[int] | None = None
     """The rows of the batch in the order of the micro-batches; None where they keep theirs."""
-    tensors: Sequence[Tensor] = ()
-    is_read: bool = True
-    """What a micro-batch is made of are rows of the batch."""
     current: int = 0
     """The micro-batch that was asked for last."""
+
+    @property
+    def is_read(self) -> bool:
+        """What a micro-batch is made of are rows of the batch."""
+        return self.layout is not None
 
     @property
     def rows(self) -> int | None:
         """The samples of the current micro-batch, where it is known to be made of them."""
         return self.pieces[self.current].count if self.is_read else None
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Those of the batch, as far as they are known."""
+        return [] if self.layout is None else [*self.layout.tensors.values(), *self.layout.shared_tensors.values()]
+
+    def describe(self) -> str:
+        """What was understood of the batch, in words."""
+        if self.layout is None:
+            return ""
+        shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in self.layout.shared_tensors.items())
+        is_trimmed = any(piece.columns for piece in self.pieces)
+        return ", ".join(["sorted and trimmed"] * is_trimmed + [f"all of them share {shared}"] * bool(shared))
 
     def note(self, error: Exception) -> None:
         """Add to an error which micro-batch raised it (Python 3.10 shows no notes)."""
@@ -85,7 +90,7 @@ class Plan:
         """The micro-batches, one at a time."""
         for index, piece in enumerate(self.pieces):
             self.current = index
-            yield self.make(piece)
+            yield piece.made if self.layout is None else self.layout.take(piece.rows, piece.columns)
 
 
 class Splitting:
@@ -97,6 +102,7 @@ class Splitting:
         split: cuts batches instead.
         warn: takes a warning that should be seen once.
         samples: returns how many samples the loader puts into a batch; empty where it does not say so.
+        retry: with ``"auto"``, what is done where memory runs out.
     """
 
     def __init__(
@@ -106,9 +112,10 @@ class Splitting:
         split: Split | None,
         warn: Callable[[str], None],
         samples: Callable[[], Collection[int]],
+        retry: Retry | None = None,
     ) -> None:
-        self.size, self._trim, self._split = size, trim, split
-        self._warn, self._samples = warn, samples
+        self._size, self._trim, self._split = size, trim, split
+        self._warn, self._samples, self.retry = warn, samples, retry
         self.plan: Plan | None = None
         """That of the loader batch under way; None where there is no batch."""
         self.largest: int | None = None
@@ -119,27 +126,27 @@ class Splitting:
         self._proof: Proof = lambda padded, trimmed: None
         self._seen: tuple[Any, dict[int, Spans]] | None = None
         self._warned = set[str]()
-        self._description = ""
-        """What was understood of the first batch, in words."""
 
     def describe(self) -> str:
         """What is done to a loader batch, in words."""
-        if isinstance(self.size, Tokens):
-            size = f"in micro-batches of up to {self.size.count} tokens"
+        if isinstance(self._size, Tokens):
+            size = f"in micro-batches of up to {self._size.count} tokens"
         else:
-            size = "in micro-batches that fit in memory" if self.size == "auto" else f"in micro-batches of {self.size}"
-        return ", ".join(part for part in (size, self._description) if part)
+            size = "in micro-batches that fit in memory" if self._size == "auto" else f"in micro-batches of {self._size}"
+        how = f"cut by {name_of(self._split)}" if self._split is not None else "" if self.plan is None else self.plan.describe()
+        return f"{size}, {how}" if how else size
 
     def look_at(self, batch: Any) -> None:
         """See a batch that is still on the host, where its lengths can be read without waiting for a device."""
         if self._trim and self._split is None:
             layout = self._layout_of(batch)
-            if not self._fits(layout):
-                self._seen = (_shapes(layout), self._read_spans(layout))
+            self._seen = (_shapes(layout), self._read_spans(layout))
 
     def begin_epoch(self) -> None:
         """What a loss depends on may change in a training: try out again what was tried."""
         self._trimming.prove_again()
+        if self.retry is not None:
+            self.retry.sizes.begin_epoch()
 
     def begin(self, batch: Any, proof: Proof) -> None:
         """Plan a loader batch; ``proof`` is asked before padding is trimmed.
@@ -158,31 +165,39 @@ class Splitting:
             self.begin(self.plan.batch, self._proof)
 
     def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
-        """Run the loader batch under way."""
+        """Run the loader batch under way; with ``"auto"`` as often as it takes.
+
+        Raises:
+            torch.OutOfMemoryError: a micro-batch of one sample does not fit.
+        """
         assert self.plan is not None
-        try:
-            return attempt(self.plan)
-        except Exception as error:
-            self.plan.note(error)
-            raise
+        retry = self.retry
+        undo = None if retry is None else retry.begin(mark(), self.plan.tensors)
+        while True:
+            try:
+                result = attempt(self.plan)
+            except Exception as error:
+                if retry is None or undo is None or not is_out_of_memory(error):
+                    self.plan.note(error)
+                    raise
+                seen = str(error).strip().partition("\n")[0]
+            else:
+                if retry is not None:
+                    retry.sizes.end_batch()
+                    self.largest = max(piece.count for piece in self.plan.pieces)
+                return result
+            undo()  # out of the handler: its traceback held on to what the attempt had allocated
+            failed = self.plan.pieces[self.plan.current]
+            retry.halve(failed.cost, failed.count, seen)
+            self.plan = self._planned(self.plan.batch)
 
     def _planned(self, batch: Any) -> Plan:
         seen, self._seen = self._seen, None
         if self._split is not None:
             return self._plan_by_function(batch, self._split)
         layout = self._layout_of(batch)
-        spans = dict[int, Spans]()
-        if self._trim and not self._fits(layout):
-            found = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_spans(layout)
-            spans = self._trimming.trimmable(layout, found, self._proof)
-        pieces, order = self._pack(layout, spans)
-        if not self._description:
-            shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in layout.shared_tensors.items())
-            order_of = ["sorted and trimmed"] if spans else []
-            self._description = ", ".join([*order_of, f"all of them share {shared}"] if shared else order_of)
-        # in a container of its own each time: `batch.pop("labels")` must not be felt where the batch runs again
-        tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
-        return Plan(batch, pieces, lambda piece: layout.take(piece.rows, piece.columns), order, tensors)
+        spans = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_spans(layout)
+        return self._pack(batch, layout, self._trimming.trimmable(layout, spans, self._proof))
 
     def _layout_of(self, batch: Any) -> Layout:
         layout = layout_of_samples(batch, self._samples(), self.kinds)
@@ -190,87 +205,76 @@ class Splitting:
         return layout
 
     def _read_spans(self, layout: Layout) -> dict[int, Spans]:
-        return read_spans(layout.tensors, self._trim if isinstance(self._trim, str) else None)
+        """Where rows begin and end; nothing where the whole batch is no larger than a micro-batch may be, padding included."""
+        if isinstance(self._size, Tokens):
+            fits = layout.size * max(columns_of(layout.tensors)) <= self._size.at(0)
+        else:
+            fits = isinstance(self._size, int) and layout.size <= self._size
+        return {} if fits or not self._trim else read_spans(layout.tensors, self._trim if isinstance(self._trim, str) else None)
 
     def _plan_by_function(self, batch: Any, split: Split) -> Plan:
-        size = self.size.at(0) if isinstance(self.size, Tokens) else self.size
-        if size == "auto":
-            size = self._as_many_as_fit(1, len(_cut(split, batch, 1)))
+        size = self._room(1, 1, 0 if self.retry is None else len(_cut(split, batch, 1)))
         micro_batches = _cut(split, batch, size)
-        name = getattr(split, "__name__", split)
-        self._description = self._description or f"cut by {name}"
         counts, found = [count_samples(micro_batch) for micro_batch in micro_batches], [dict(tensors_of(m)) for m in micro_batches]
         for path, tensor in tensors_of(batch):
             cut = [of_part[path] for of_part in found if path in of_part and of_part[path].shape[1:] == tensor.shape[1:]]
             if len(cut) == len(found) and (number := sum(map(len, cut))) < len(tensor):
                 self._warn_once(
                     "split",
-                    f"split={name} returned micro-batches of {number} samples for a loader batch of {len(tensor)}: the others are"
-                    " not trained on. Return all of them: the last micro-batch may be smaller.",
+                    f"split={name_of(split)} returned micro-batches of {number} samples for a loader batch of {len(tensor)}: the"
+                    " others are not trained on. Return all of them: the last micro-batch may be smaller.",
                 )
-        pieces = [RowSlice(slice(index, None), min(size, count or size), 1) for index, count in enumerate(counts)]
-        return Plan(batch, pieces, lambda piece: micro_batches[piece.rows.start], is_read=False)  # type: ignore[union-attr]
+        pairs = zip(micro_batches, counts, strict=True)
+        return Plan(batch, [RowSlice([], min(size, count or size), 1, made=made) for made, count in pairs], None)
 
     # --- which rows make a micro-batch ------------------------------------------------------------------------------------
 
-    def _fits(self, layout: Layout) -> bool:
-        """The whole batch is no larger than a micro-batch may be, padding included."""
-        if isinstance(self.size, Tokens):
-            return layout.size * max(columns_of(layout.tensors)) <= self.size.at(0)
-        return isinstance(self.size, int) and layout.size <= self.size
-
-    def _pack(self, layout: Layout, spans: Mapping[int, Spans]) -> tuple[list[RowSlice], list[int] | None]:
-        """The micro-batches of a batch, and the order of its rows in them; None where they keep theirs."""
+    def _pack(self, batch: Any, layout: Layout, spans: Mapping[int, Spans]) -> Plan:
+        """The micro-batches of a batch: the longest rows first, as many in each as there is room for."""
         if layout.size == 0:
-            return [RowSlice(slice(None), 0, 1)], None
-        elements = max(1, sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size)
-        if not spans:
-            size = self._room(max(columns_of(layout.tensors)) if isinstance(self.size, Tokens) else 0, elements, layout.size)
-            starts = range(0, layout.size, size)
-            return [RowSlice(slice(s, s + size), min(size, layout.size - s), elements) for s in starts], None
-        # beside a padded target, a source
-        untrimmed = max((size for size in columns_of(layout.tensors) if size not in spans), default=0)
-        widest = max(*spans, untrimmed)
-        of_rows = list(zip(*(span.widths for span in spans.values()), strict=True))
-        widths = [max(untrimmed, *of_row) for of_row in of_rows]
-        costs = [max(1, elements * width // widest) for width in widths]
-        longest_first = sorted(range(layout.size), key=lambda row: (widths[row], sum(of_rows[row])), reverse=True)
-        groups, rest = [], longest_first
-        while rest:
-            number = min(self._room(widths[rest[0]], costs[rest[0]], len(rest)), len(rest))
-            if isinstance(self.size, Tokens):
-                number = number_within(self.size.at(0), rest[:number], untrimmed, spans.values())
-            groups.append(rest[:number])
-            rest = rest[number:]
-        if isinstance(self.size, int):
+            return Plan(batch, [RowSlice(slice(None), 0, 1)], layout)
+        columns = columns_of(layout.tensors) if spans or isinstance(self._size, Tokens) else []
+        untrimmed = max((size for size in columns if size not in spans), default=0)  # beside a padded target, a source
+        of_rows = list(zip(*(span.widths for span in spans.values()), strict=True)) or [()] * layout.size
+        widths = [max((untrimmed, *of_row)) for of_row in of_rows]
+        elements = sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size
+        widest = max((*spans, untrimmed, 1))
+        costs = [max(1, elements * width // widest if spans else elements) for width in widths]
+        order = sorted(range(layout.size), key=lambda row: (widths[row], sum(of_rows[row])), reverse=True)
+        groups, done = list[list[int]](), 0
+        while done < layout.size:
+            rows = order[done : done + self._room(widths[order[done]], costs[order[done]], layout.size - done)]
+            if isinstance(self._size, Tokens):
+                rows = rows[: number_within(self._size.at(0), rows, untrimmed, spans.values())]
+            groups.append(rows)
+            done += len(rows)
+        if spans and isinstance(self._size, int):
             groups = cut_where_lengths_fall(groups, widths)
         pieces = [RowSlice(rows, len(rows), costs[rows[0]], kept_columns(rows, spans.values())) for rows in groups]
-        if len(pieces) == 1:  # nothing to sort
-            return [replace(pieces[0], rows=slice(None))], None
-        return pieces, longest_first
+        if spans and len(groups) > 1:
+            return Plan(batch, pieces, layout, order)
+        stops = accumulate(map(len, groups))  # nothing to sort: of slices tensors are views
+        return Plan(batch, [replace(p, rows=slice(stop - p.count, stop)) for p, stop in zip(pieces, stops, strict=True)], layout)
 
     def _room(self, width: int, cost: int, rows: int) -> int:
         """How many rows a micro-batch may have, where its longest has ``width`` columns and ``cost`` elements."""
-        if isinstance(self.size, int):
-            return self.size
-        if not isinstance(self.size, Tokens):
-            return self._as_many_as_fit(cost, rows)
-        if width > self.size.at(0):
+        if isinstance(self._size, int):
+            return self._size
+        if not isinstance(self._size, Tokens):
+            assert self.retry is not None
+            return self.retry.sizes.size_for(cost, rows)
+        if width > self._size.at(0):
             self._warn_once(
                 "long rows",
-                f"A row of {width} tokens is longer than micro_batch={self.size}. It is a micro-batch of its own: leaving it out"
+                f"A row of {width} tokens is longer than micro_batch={self._size}. It is a micro-batch of its own: leaving it out"
                 " would change the result.",
             )
-        return max(1, self.size.at(0) // max(1, width))
+        return max(1, self._size.at(0) // max(1, width))
 
     def _warn_once(self, of: str, message: str) -> None:
         if of not in self._warned:
             self._warned.add(of)
             self._warn(message)
-
-    def _as_many_as_fit(self, cost: int, rows: int) -> int:
-        """With ``"auto"``, how many of the rows that are left a micro-batch may have, with so many elements in each."""
-        raise NotImplementedError
 
 
 def columns_of(tensors: Mapping[str, Tensor]) -> list[int]:

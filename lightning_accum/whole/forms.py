@@ -173,7 +173,7 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
         except Exception as error:  # of the submodule, for which this has no rows
             problem = problem or error
             continue
-        dims = tuple(_dim_of_rows(layer, *pair) for pair in zip(more.values, less.values, strict=False))
+        dims = tuple(map(_dim_of_rows, more.values, less.values))
         check_outputs(layer, more, less, dims)
         return Form(are_rows, dims)
     assert problem is not None
@@ -194,18 +194,11 @@ def _run_some(layer: Layer, arguments: Tree, are_rows: Sequence[bool], number: i
         before.restore()
 
 
-def _dim_of_rows(layer: Layer, more: Any, less: Any) -> int | None:
-    """The dimension of an output that has the rows; None if it is the same for all."""
+def _dim_of_rows(more: Any, less: Any) -> int | None:
+    """The first dimension of an output that is another for fewer rows; None if it is the same."""
     if not isinstance(more, Tensor):
         return None if more == less else 0
-    differing = [dim for dim, (a, b) in enumerate(zip(more.shape, less.shape, strict=False)) if a != b]
-    if more.dim() != less.dim() or len(differing) > 1:
-        raise RowWiseError.of(
-            layer.name,
-            f"{layer.name!r} returns outputs whose shapes do not tell where their rows are, {tuple(more.shape)} and"
-            f" {tuple(less.shape)} for one row fewer. {INSTEAD}",
-        )
-    return differing[0] if differing else None
+    return next((dim for dim, (a, b) in enumerate(zip(more.shape, less.shape, strict=False)) if a != b), None)
 
 
 def check_outputs(layer: Layer, found: Tree, first: Tree, dims: Sequence[int | None]) -> None:
