@@ -1,12 +1,11 @@
-"""Where the rows of a batch begin and end, read from the batch itself, and which of them go together."""
+"""Where the rows of a batch end, read from the batch itself, and which of them go together."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import accumulate
-from operator import or_, sub
+from operator import or_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,58 +19,25 @@ _MASKS = ("attention_mask", "decoder_attention_mask")  # 1 is a token, 0 is padd
 _INVERTED_MASKS = ("key_padding_mask",)  # of torch.nn.Transformer: True is padding
 
 
-@dataclass(frozen=True)
-class Spans:
-    """The columns of every row that are not padding: from its start up to its stop, which is the column after its last."""
+class Lengths(NamedTuple):
+    """How many columns each row needs: up to the last that is no padding. What is in front of it stays, padding too."""
 
-    length: int
-    """Columns with padding: the size of the dimension that can be trimmed."""
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
-    read_from: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    columns: int
+    """With padding: the size of the dimension that can be trimmed."""
+    of_rows: tuple[int, ...]
+    read_from: tuple[str, ...]
     """The tensors that show it, by path."""
 
     @property
-    def is_padded_left(self) -> bool:
-        """Whether any row has padding in front."""
-        return any(self.starts)
-
-    @property
-    def is_padded_right(self) -> bool:
-        """Whether any row has padding behind."""
-        return any(stop < self.length for stop in self.stops)
-
-    @property
     def is_padded(self) -> bool:
-        """Whether any row has padding."""
-        return self.is_padded_left or self.is_padded_right
-
-    def keep_padding(self, left: bool, right: bool) -> Spans:
-        """The spans that take the padding on these sides for a part of the row."""
-        starts = (0,) * len(self.starts) if left else self.starts
-        stops = (self.length,) * len(self.stops) if right else self.stops
-        return replace(self, starts=starts, stops=stops)
-
-    @property
-    def widths(self) -> list[int]:
-        """How many columns of every row are not padding."""
-        return [stop - start for start, stop in zip(self.starts, self.stops, strict=True)]
+        """Whether any row has padding behind."""
+        return min(self.of_rows, default=self.columns) < self.columns
 
 
-def kept_columns(rows: Sequence[int], spans: Iterable[Spans]) -> dict[int, slice]:
+def kept_columns(rows: Sequence[int], lengths: Iterable[Lengths]) -> dict[int, slice]:
     """The columns that ``rows`` need, by the size of the dimension that has them; none where that is all."""
-    bounds = ((s.length, min(s.starts[row] for row in rows), max(s.stops[row] for row in rows)) for s in spans)
-    return {length: slice(start, stop) for length, start, stop in bounds if (start, stop) != (0, length)}
-
-
-def number_within(tokens: int, rows: Sequence[int], untrimmed: int, spans: Iterable[Spans]) -> int:
-    """How many of the first ``rows`` keep to the tokens: padded left and right, they need more columns than any has."""
-    widths = [untrimmed] * len(rows)
-    for span in spans:
-        starts = accumulate((span.starts[row] for row in rows), min)
-        stops = accumulate((span.stops[row] for row in rows), max)
-        widths = list(map(max, widths, map(sub, stops, starts)))
-    return next((number for number in range(1, len(rows)) if widths[number] * (number + 1) > tokens), len(rows))
+    needed = {each.columns: max(each.of_rows[row] for row in rows) for each in lengths}
+    return {columns: slice(number) for columns, number in needed.items() if number < columns}
 
 
 def cut_where_lengths_fall(groups: list[list[int]], widths: Sequence[int]) -> list[list[int]]:
@@ -91,8 +57,8 @@ def cut_where_lengths_fall(groups: list[list[int]], widths: Sequence[int]) -> li
     return cut
 
 
-def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[int, Spans]:
-    """Read where the rows of a batch begin and end.
+def read_lengths(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[int, Lengths]:
+    """Read where the rows of a batch end.
 
     Attention masks show it, and where several have the same number of columns, padding is what is padding in all of them; without
     a mask, labels of -100 together with inputs that repeat one value up to the end of a row. Reads values: on an accelerator this
@@ -100,27 +66,27 @@ def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[in
 
     ``key`` is the path, its last part, or the last words of that (``lengths`` for ``encoder_lengths`` and ``decoder_lengths``), of
     masks of shape (rows, columns), not 0 where there is no padding (but 0 there if it is called ``key_padding_mask``), or of
-    lengths of shape (rows,). Returned are spans by the size of the dimension that has columns: an encoder-decoder has two.
+    lengths of shape (rows,). Returned are those of each dimension that has columns, by its size: an encoder-decoder has two.
 
     Raises:
         ArgumentError: there is no ``key``, or it is neither a mask nor lengths.
 
     Example:
-        >>> read_spans({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])})
-        {4: Spans(length=4, starts=(0, 0), stops=(3, 1))}
+        >>> read_lengths({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])})
+        {4: Lengths(columns=4, of_rows=(3, 1), read_from=('attention_mask',))}
     """
     if key is not None:
         found = {path: tensor for path, tensor in tensors.items() if path == key or f"_{_name(path)}".endswith(f"_{key}")}
         if not found:
             raise ArgumentError(f"the batch has no tensor {key!r} to read lengths from: it has {', '.join(tensors)}")
-        spans = _join((path, _explicit(path, tensor, tensors)) for path, tensor in found.items())
+        lengths = _join((path, _explicit(path, tensor, tensors)) for path, tensor in found.items())
     else:
         masks = _join((path, _is_token(path, mask)) for path, mask in tensors.items() if mask.dim() == 2 and _is_mask(path))
         labels = _join(_from_labels(tensors, but=masks))
-        # an end of sequence that no label asks for looks like one column of padding; positions count from the left
-        behind = {length: span.keep_padding(left=True, right=min(span.stops) >= length - 1) for length, span in labels.items()}
-        spans = {length: span for length, span in {**masks, **behind}.items() if _agrees(span, tensors, masks)}
-    return {length: span for length, span in spans.items() if span.is_padded}
+        # an end of sequence that no label asks for looks like one column of padding
+        labels = {columns: found for columns, found in labels.items() if min(found.of_rows) < columns - 1}
+        lengths = {columns: found for columns, found in {**masks, **labels}.items() if _agrees(found, tensors, masks)}
+    return {columns: found for columns, found in lengths.items() if found.is_padded}
 
 
 def _name(path: str) -> str:
@@ -153,41 +119,36 @@ def _explicit(path: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Tenso
     )
 
 
-def _join(evidence: Iterable[tuple[str, Tensor]]) -> dict[int, Spans]:
-    """The spans by their length. Each tensor, with its path, is True where there is a token."""
-    by_length: dict[int, list[tuple[str, Tensor]]] = {}
+def _join(evidence: Iterable[tuple[str, Tensor]]) -> dict[int, Lengths]:
+    """The lengths by the number of columns. Each tensor, with its path, is True where there is a token."""
+    by_columns: dict[int, list[tuple[str, Tensor]]] = {}
     for path, is_token in evidence:
-        by_length.setdefault(is_token.shape[1], []).append((path, is_token))
-    by_length.pop(0, None)
-    return {n: _spans(reduce(or_, (t for _, t in found)), tuple(p for p, _ in found)) for n, found in by_length.items()}
-
-
-def _spans(is_token: Tensor, read_from: tuple[str, ...]) -> Spans:
-    length = is_token.shape[1]
-    from_one = torch.arange(1, length + 1, dtype=torch.int32, device=is_token.device)
-    last = (is_token * from_one).amax(1)
-    first = length - (is_token * from_one.flip(0)).amax(1)
-    first = torch.minimum(first, (last - 1).clamp(min=0))  # a row of padding alone keeps one column
-    starts, stops = torch.stack((first, last.clamp(min=1))).tolist()
-    return Spans(length, tuple(starts), tuple(stops), read_from)
+        by_columns.setdefault(is_token.shape[1], []).append((path, is_token))
+    by_columns.pop(0, None)
+    lengths = dict[int, Lengths]()
+    for columns, found in by_columns.items():
+        is_token = reduce(or_, (tensor for _, tensor in found))
+        last = (is_token * torch.arange(1, columns + 1, dtype=torch.int32, device=is_token.device)).amax(1)
+        of_rows = last.clamp(min=1).tolist()  # a row of padding alone keeps one column
+        lengths[columns] = Lengths(columns, tuple(of_rows), tuple(path for path, _ in found))
+    return lengths
 
 
 # --- what else has to look like padding -------------------------------------------------------------------------------
 
 
-def _agrees(span: Spans, tensors: Mapping[str, Tensor], lengths: Collection[int]) -> bool:
+def _agrees(lengths: Lengths, tensors: Mapping[str, Tensor], of_masks: Collection[int]) -> bool:
     """Whether all whole numbers with these rows and columns say nothing in the padding.
 
     Labels of a decoder can have the length of the encoder's mask by chance, and are no padding there. Tensors that have one of
-    ``lengths`` in another dimension too are masks of attention, which are as they like where it is from padding.
+    ``of_masks`` in another dimension too are masks of attention, which are as they like where it is from padding.
     """
-    bounds = torch.tensor((span.starts, span.stops))[..., None]
-    for path, tensor in tensors.items() if span.is_padded else ():
-        is_other = tensor.shape[:2] != (len(span.starts), span.length) or path in span.read_from or not is_whole(tensor)
-        if is_other or not set(lengths).isdisjoint(tensor.shape[2:]):
+    shape, of_rows = (len(lengths.of_rows), lengths.columns), torch.tensor(lengths.of_rows)[:, None]
+    for path, tensor in tensors.items() if lengths.is_padded else ():
+        is_other = tensor.shape[:2] != shape or path in lengths.read_from or not is_whole(tensor)
+        if is_other or not set(of_masks).isdisjoint(tensor.shape[2:]):
             continue
-        columns, (start, stop) = torch.arange(span.length, device=tensor.device), bounds.to(tensor.device)
-        padding = tensor[(columns < start) | (columns >= stop)]
+        padding = tensor[torch.arange(lengths.columns, device=tensor.device) >= of_rows.to(tensor.device)]
         if bool((padding != padding[:1]).any()) and not _counts(tensor):
             return False
     return True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_accum.errors import UnsplittableBatchError
 from lightning_accum.splitting.auto import Mark, Retry, is_out_of_memory
-from lightning_accum.splitting.lengths import Spans, cut_where_lengths_fall, kept_columns, number_within, read_spans
+from lightning_accum.splitting.lengths import Lengths, cut_where_lengths_fall, kept_columns, read_lengths
 from lightning_accum.splitting.micro_batch import Tokens, layout_of_samples
 from lightning_accum.splitting.rows import Layout
 from lightning_accum.splitting.trimming import Proof, TrimmingCheck
@@ -98,7 +98,7 @@ class Splitting:
 
     Args:
         size: of a micro-batch.
-        trim: whether to trim padding; or the key of the lengths of rows, see :func:`read_spans`.
+        trim: whether to trim padding; or the key of the lengths of rows, see :func:`read_lengths`.
         split: cuts batches instead.
         warn: takes a warning that should be seen once.
         samples: returns how many samples the loader puts into a batch; empty where it does not say so.
@@ -124,7 +124,7 @@ class Splitting:
         """What each part of a batch is, by path: found in the first batch, and held to."""
         self._trimming = TrimmingCheck(warn)
         self._proof: Proof = lambda padded, trimmed: None
-        self._seen: tuple[Any, dict[int, Spans]] | None = None
+        self._seen: tuple[Any, dict[int, Lengths]] | None = None
         self._warned = set[str]()
 
     def describe(self) -> str:
@@ -140,7 +140,7 @@ class Splitting:
         """See a batch that is still on the host, where its lengths can be read without waiting for a device."""
         if self._trim and self._split is None:
             layout = self._layout_of(batch)
-            self._seen = (_shapes(layout), self._read_spans(layout))
+            self._seen = (_shapes(layout), self._read_lengths(layout))
 
     def begin_epoch(self) -> None:
         """What a loss depends on may change in a training: try out again what was tried."""
@@ -196,21 +196,21 @@ class Splitting:
         if self._split is not None:
             return self._plan_by_function(batch, self._split)
         layout = self._layout_of(batch)
-        spans = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_spans(layout)
-        return self._pack(batch, layout, self._trimming.trimmable(layout, spans, self._proof))
+        lengths = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_lengths(layout)
+        return self._pack(batch, layout, self._trimming.trimmable(layout, lengths, self._proof))
 
     def _layout_of(self, batch: Any) -> Layout:
         layout = layout_of_samples(batch, self._samples(), self.kinds)
         self.kinds = layout.kinds
         return layout
 
-    def _read_spans(self, layout: Layout) -> dict[int, Spans]:
-        """Where rows begin and end; nothing where the whole batch is no larger than a micro-batch may be, padding included."""
+    def _read_lengths(self, layout: Layout) -> dict[int, Lengths]:
+        """Where rows end; nothing where the whole batch is no larger than a micro-batch may be, padding included."""
         if isinstance(self._size, Tokens):
             fits = layout.size * max(columns_of(layout.tensors)) <= self._size.at(0)
         else:
             fits = isinstance(self._size, int) and layout.size <= self._size
-        return {} if fits or not self._trim else read_spans(layout.tensors, self._trim if isinstance(self._trim, str) else None)
+        return {} if fits or not self._trim else read_lengths(layout.tensors, self._trim if isinstance(self._trim, str) else None)
 
     def _plan_by_function(self, batch: Any, split: Split) -> Plan:
         size = self._room(1, 1, 0 if self.retry is None else len(_cut(split, batch, 1)))
@@ -229,29 +229,27 @@ class Splitting:
 
     # --- which rows make a micro-batch ------------------------------------------------------------------------------------
 
-    def _pack(self, batch: Any, layout: Layout, spans: Mapping[int, Spans]) -> Plan:
+    def _pack(self, batch: Any, layout: Layout, lengths: Mapping[int, Lengths]) -> Plan:
         """The micro-batches of a batch: the longest rows first, as many in each as there is room for."""
         if layout.size == 0:
             return Plan(batch, [RowSlice(slice(None), 0, 1)], layout)
-        columns = columns_of(layout.tensors) if spans or isinstance(self._size, Tokens) else []
-        untrimmed = max((size for size in columns if size not in spans), default=0)  # beside a padded target, a source
-        of_rows = list(zip(*(span.widths for span in spans.values()), strict=True)) or [()] * layout.size
+        columns = columns_of(layout.tensors) if lengths or isinstance(self._size, Tokens) else []
+        untrimmed = max((size for size in columns if size not in lengths), default=0)  # beside a padded target, a source
+        of_rows = list(zip(*(each.of_rows for each in lengths.values()), strict=True)) or [()] * layout.size
         widths = [max((untrimmed, *of_row)) for of_row in of_rows]
         elements = sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size
-        widest = max((*spans, untrimmed, 1))
-        costs = [max(1, elements * width // widest if spans else elements) for width in widths]
+        widest = max((*lengths, untrimmed, 1))
+        costs = [max(1, elements * width // widest if lengths else elements) for width in widths]
         order = sorted(range(layout.size), key=lambda row: (widths[row], sum(of_rows[row])), reverse=True)
         groups, done = list[list[int]](), 0
         while done < layout.size:
-            rows = order[done : done + self._room(widths[order[done]], costs[order[done]], layout.size - done)]
-            if isinstance(self._size, Tokens):
-                rows = rows[: number_within(self._size.at(0), rows, untrimmed, spans.values())]
-            groups.append(rows)
-            done += len(rows)
-        if spans and isinstance(self._size, int):
+            longest = order[done]
+            groups.append(order[done : done + self._room(widths[longest], costs[longest], layout.size - done)])
+            done += len(groups[-1])
+        if lengths and isinstance(self._size, int):
             groups = cut_where_lengths_fall(groups, widths)
-        pieces = [RowSlice(rows, len(rows), costs[rows[0]], kept_columns(rows, spans.values())) for rows in groups]
-        if spans and len(groups) > 1:
+        pieces = [RowSlice(rows, len(rows), costs[rows[0]], kept_columns(rows, lengths.values())) for rows in groups]
+        if lengths and len(groups) > 1:
             return Plan(batch, pieces, layout, order)
         stops = accumulate(map(len, groups))  # nothing to sort: of slices tensors are views
         return Plan(batch, [replace(p, rows=slice(stop - p.count, stop)) for p, stop in zip(pieces, stops, strict=True)], layout)

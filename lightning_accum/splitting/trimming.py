@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accum.prove import ALL, Look, Measured, aliases, fit_of, keys_of
 from lightning_accum.randomness import with_tensors
-from lightning_accum.splitting.lengths import Spans, kept_columns
+from lightning_accum.splitting.lengths import Lengths, kept_columns
 from lightning_accum.splitting.rows import Layout
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
@@ -35,8 +35,8 @@ Proof: TypeAlias = Callable[..., str | None]
 Returns None where the module's loss does not depend on padding, or what was seen where it does. What shows neither raises a
 :class:`CannotCheckError`.
 """
-_Known: TypeAlias = tuple[str, tuple[str, ...], frozenset[tuple[str, int]]]
-"""A side of rows, the tensors that show where they end, and what has their columns: dimensions, as (path, number).
+_Known: TypeAlias = tuple[tuple[str, ...], frozenset[tuple[str, int]]]
+"""The tensors that show where rows end, and what has their columns: dimensions, as (path, number).
 
 Another dimension may be as large by chance, as twenty classes next to texts of up to twenty tokens: then it is asked anew.
 """
@@ -55,25 +55,23 @@ class TrimmingCheck:
         """What a loss depends on may change in a training: ask again where trimming was found right."""
         self._answers = {known: may for known, may in self._answers.items() if not may}
 
-    def trimmable(self, layout: Layout, spans: dict[int, Spans], proof: Proof) -> dict[int, Spans]:
-        """The spans without the padding that the loss was found to depend on."""
+    def trimmable(self, layout: Layout, lengths: dict[int, Lengths], proof: Proof) -> dict[int, Lengths]:
+        """Those behind which there is padding that the loss was found not to depend on."""
         sizes = {(path, at): size for path, tensor in layout.tensors.items() for at, size in enumerate(tensor.shape) if at}
         sizes.update(((path, at), size) for path, tensor in layout.shared_tensors.items() for at, size in enumerate(tensor.shape))
-        kept = list[Spans]()
-        for span in spans.values():
-            keeps, trimmed = {}, frozenset(at for at, size in sizes.items() if size == span.length)
-            for side, is_there in (("right", span.is_padded_right), ("left", span.is_padded_left)):
-                known = (side, span.read_from, trimmed)
-                if is_there and known not in self._answers:
-                    self._seen[known] += 1
-                    if self._seen[known].bit_count() == 1:
-                        self._note(known, partial(_prove, side, span, spans, layout, proof))
-                keeps[side] = not self._answers.get(known, False)
-            kept.append(span.keep_padding(**keeps))
-        return {span.length: span for span in kept if span.is_padded}
+        kept = dict[int, Lengths]()
+        for columns, own in lengths.items():
+            known = (own.read_from, frozenset(at for at, size in sizes.items() if size == columns))
+            if known not in self._answers:
+                self._seen[known] += 1
+                if self._seen[known].bit_count() == 1:
+                    self._note(known, partial(_prove, own, [*lengths.values()], layout, proof))
+            if self._answers.get(known, False):
+                kept[columns] = own
+        return kept
 
     def _note(self, known: _Known, prove: Callable[[], str | None]) -> None:
-        where = f"Padding on the {known[0]} of rows is not trimmed"
+        where = "Padding on the right of rows is not trimmed"
         try:
             seen = prove()
         except CannotCheckError as error:
@@ -92,21 +90,20 @@ class TrimmingCheck:
             )
 
 
-def _prove(side: str, span: Spans, spans: dict[int, Spans], layout: Layout, proof: Proof) -> str | None:
-    own = span.keep_padding(left=side == "right", right=side == "left")
-    rows = sorted(range(layout.size), key=own.widths.__getitem__)[:2]
+def _prove(own: Lengths, lengths: Sequence[Lengths], layout: Layout, proof: Proof) -> str | None:
+    rows = sorted(range(layout.size), key=own.of_rows.__getitem__)[:2]
     if not (columns := kept_columns(rows, [own])):
         rows = rows[:1]  # the second has no padding: the proof would be of the same batch twice
         columns = kept_columns(rows, [own])
     try:
         return proof(layout.take(rows), layout.take(rows, columns))
     except NeedsTrimmingError:
-        if any(max(each.widths) < each.length for each in spans.values()):
+        if any(max(each.of_rows) < each.columns for each in lengths):
             raise
     # a module that takes the longest row for the number of columns is asked of all kinds of padding at once: beside the shortest
     # row of each stands one without padding, so that all columns are needed; then each is on its own
-    rows = sorted({each.widths.index(width) for each in spans.values() for width in (max(each.widths), min(each.widths))})
-    return proof(layout.take(rows), *(layout.take([row], kept_columns([row], spans.values())) for row in rows))
+    rows = sorted({each.of_rows.index(number) for each in lengths for number in (max(each.of_rows), min(each.of_rows))})
+    return proof(layout.take(rows), *(layout.take([row], kept_columns([row], lengths)) for row in rows))
 
 
 def difference_by_padding(
