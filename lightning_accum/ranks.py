@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -130,7 +130,7 @@ def of_all_ranks(
     last, drawn = None, deque[Any]()
     for number in count(1):
         while len(drawn) < (2 if longest is None else 1):
-            drawn.append(draw(batches, drawn))
+            drawn.append(draw(batches, kept([*drawn])))
         batch = drawn.popleft()
         is_there, own = batch is not END, None if batch is END else batch
         if longest is None or (is_one_empty and number <= longest):
@@ -176,29 +176,28 @@ class LoaderBatches:
 
     def rest(self, number: float) -> Iterator[tuple[Any, bool]]:
         """Draw as many after the one that was yielded last, or what there is. Each with whether it is a shadow batch."""
-        known = deque([self._last, *self.drawn])
-        while len(self.drawn) < number and not known[-1].is_last:
-            following = draw(self._batches, known)
-            if following is END:
+        last, before = (self.drawn or [self._last])[-1], kept([self._last, *self.drawn])
+        while len(self.drawn) < number and not last.is_last:
+            last = draw(self._batches, before)
+            if last is END:
                 return
-            known.append(following)
-            self.drawn.append(following)
-            yield following.batch, following.is_shadow
+            self.drawn.append(last)
+            before += kept(last)
+            yield last.batch, last.is_shadow
 
 
-def draw(batches: Iterator[Any], before: Sequence[Any]) -> Any:
+def kept(batches: list[Any]) -> list[tuple[Tensor, int, Tensor]]:
+    """Each tensor, the changes in place that it has seen, and its values: a copy of views, which count their changes together."""
+    leaves = [leaf for leaf in tree_leaves(batches) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    return [(leaf, leaf._version, leaf if leaf._base is None else leaf.detach().clone()) for leaf in leaves]
+
+
+def draw(batches: Iterator[Any], before: list[tuple[Tensor, int, Tensor]]) -> Any:
     """The next batch, where those ``before`` are still to run; or an error if drawing it has changed one of them."""
-    versions = _versions(before) if before else []
     following = next(batches, END)
-    if before and _versions(before) != versions:
+    if any(leaf._version != version and (values is leaf or not torch.equal(leaf, values)) for leaf, version, values in before):
         raise UsageError(
             "The loader has written its next batch into the tensors of an earlier one, which has not run yet: batches are drawn"
             " ahead if the loader has no length, or if the terms of a window are counted. Yield new tensors for each batch."
         )
     return following
-
-
-def _versions(batches: Sequence[Any]) -> list[int]:
-    """The changes in place that each tensor has seen."""
-    leaves = tree_leaves(list(batches))
-    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]

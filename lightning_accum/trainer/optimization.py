@@ -232,11 +232,11 @@ class WindowOptimization(_AutomaticOptimization):
 class NotingPrecision(Precision):
     """Clips as the strategy does, and keeps the norm, which Lightning throws away."""
 
-    strategy: Engine
+    clips_as: Engine  # a plugin of the user's may have a `strategy` of its own
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        strategy, accumulation = self.strategy, self.strategy.accumulation
+        strategy, accumulation = self.clips_as, self.clips_as.accumulation
         if accumulation is None:  # the module clips by itself
             super().clip_grad_by_norm(optimizer, clip_val)
         else:

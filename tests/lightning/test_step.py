@@ -80,10 +80,11 @@ def test_gradients_are_unscaled_and_clipped_once_a_window(policy: dict[str, Any]
     batches = [x(1, 2, 3), x(4, 5), x(10), x(20)] if "window" in policy else [x(1, 2, 3, 4, 5), x(10, 20)]
     module, seen = Scalar([batch.float() for batch in batches]), list[float]()
     looks = LambdaCallback(on_before_optimizer_step=lambda run, module, _: seen.append(module.w.grad.item()))
-    run = fit(module.float(), None, GradientAccumulation(**policy), looks, plugins=fp16_on_cpu(), gradient_clip_val=4.0)
+    vars(plugin := fp16_on_cpu())["strategy"] = "its own"
+    run = fit(module.float(), None, GradientAccumulation(**policy), looks, plugins=plugin, gradient_clip_val=4.0)
     assert seen == module.gradients == pytest.approx([3.0, 15.0])
     assert module.total == pytest.approx(3.0 + 4.0, rel=1e-5)
-    assert run.global_step == 2
+    assert (run.global_step, vars(plugin)["strategy"]) == (2, "its own")
 
 
 # --- the module's own hooks -------------------------------------------------------------------------------------------
