@@ -111,8 +111,11 @@ def test_rows_of_one_count_beside_others_do_not_hide_what_a_mean_is_over() -> No
     def mean_of_means(net: nn.Module, batch: tuple[Sequence[Tensor], ...]) -> Tensor:
         return sum(F.mse_loss(net(points), target) for points, target in zip(*batch, strict=True)) / len(batch[0])
 
-    rows = [[(torch.randn(n, 4).double(), torch.randn(n, 4).double()) for n in sizes] for sizes in ((2, 2, 3), (3, 3, 1, 1, 2))]
-    for window in (GradientAccumulation(micro_batch=1), GradientAccumulation(2)):
+    split, long = GradientAccumulation(micro_batch=1), GradientAccumulation(2)
+    many, one, two = ((2, 2, 3), (3, 3, 1, 1, 2)), ((2,), (2,), (3,), (1,)), ((2, 2), (3, 1), (1, 4), (2, 2))
+    # of the last two: 0.17, silently, if only the first window was looked at
+    for sizes, window in ((many, split), (many, long), (one, long), (two, split)):
+        rows = [[(torch.randn(n, 4).double(), torch.randn(n, 4).double()) for n in of_batch] for of_batch in sizes]
         assert_window_equals_batch(Toy(mean_of_means), rows, window, collate=lambda rows: tuple(zip(*rows, strict=True)))
 
 
