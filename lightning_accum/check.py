@@ -65,6 +65,8 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     accumulation.may_count_first = checked.may_count_first
     if checked.sync.is_waited_for_in_forward and accumulation.position:
         return  # the engine has gradients of its own, until the window ends
+    if checked.sync.is_waited_for_in_forward and before is not None and before.looked_at > 1:
+        return _end(checked)  # later batches may have no loss on one rank, and the others would wait for it
     accumulation.checks_left -= 1
     try:
         _check(checked, batches)
@@ -98,6 +100,13 @@ def _check(checked: Checked, batches: Sequence[Any]) -> None:
             if may_be_misread(checked, rows, error):
                 return Check(checked, agree_on_rows(checked, batches, of_dataset=True)).run()
         raise
+
+
+def _end(checked: Checked) -> None:
+    """Enough was looked at. What is known now, and was not when training began, is said."""
+    if checked.accumulation.checks_left < MOST_BATCHES - 1:
+        checked.inform(f"loss of the first loader batches: {checked.accumulation.verdict}")
+    checked.accumulation.checks_left = 0
 
 
 class _Found(NamedTuple):
@@ -185,8 +194,8 @@ class Check:
         deviation = max(checked.largest(found.verdict.deviation or 0.0), 0.0 if before is None else before.deviation or 0.0)
         verdict = replace(found.verdict, looked_at=looked_at, deviation=None if is_open else deviation)
         if is_open:
-            is_own = found.verdict.deviation is None
-            verdict = before or (found.verdict if is_own else Verdict(None, seen="another rank could not be"))
+            of_other = Verdict(None, seen="another rank could not be")
+            verdict = before or (of_other if found.verdict.deviation is not None else found.verdict)
         accumulation.verdict = verdict
         if self._is_later:
             return
@@ -200,9 +209,7 @@ class Check:
         if not accumulation.checks_left or not checked.on_any(verdict.may_try_again):
             if verdict.deviation is None:
                 accumulation.warn_once(advice.of_unchecked(verdict, checked.is_manual))
-            if accumulation.checks_left < MOST_BATCHES - 1:
-                checked.inform(f"loss of the first loader batches: {accumulation.verdict}")  # was not known when training began
-            accumulation.checks_left = 0
+            _end(checked)
 
     # --- measuring ------------------------------------------------------------------------------------------------------
 
@@ -297,6 +304,7 @@ class Check:
         verdict = Verdict(max(size, 2 * tolerance) if wrong else size, tolerance, worst.deviation.seen, tuple(worst.deviation.rows))
         mend = self._weight_that_adds_up(looks, terms, trial) if wrong else None
         if not wrong and weight == "auto":
+            weigher.words.update({key: term.words for key, term in terms.items()})
             weigher.units = {key: self._units(looks, key, fit) for key, fit in chosen.items() if fit.mode is not None}
             (key, fit), *others = chosen.items()
             is_one_mean = not others and fit.mode != SUM and not checked.on_any(looks[0].whole.function is not None)

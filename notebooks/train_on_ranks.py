@@ -52,3 +52,4 @@ for name in names:
     whole = {key: p.full_tensor() if isinstance(p, DTensor) else p for key, p in module.named_parameters()}
     if module.global_rank == 0:
         torch.save({"parameters": whole, "reduced": reductions.numbers}, f"{folder}/{name}")
+torch.distributed.destroy_process_group()  # what is left to the end of the interpreter may abort it

@@ -26,6 +26,10 @@ OF_ANOTHER_MODE = (
     " divided by: GradientAccumulation(weight=...) with TokenCount(), SampleCount() or a function of the batch; or have the loader"
     " yield batches of 8 rows or more."
 )
+OF_COMPILED = (
+    "The terms of the loss have weights of their own, and torch.compile hides them. Compile the network alone, as in self.net ="
+    " torch.compile(self.net), and add up the terms outside of it."
+)
 OF_UNSEEN_TERMS = (
     "manual_backward got a loss that is computed in another way than in the batches that were checked: a term begins, all of its"
     " losses are masked, their weights differ, or a count is 1. It could not be checked that micro-batches add up to their batch."

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError, DoesNotAddUpError, UnreadableLossError, WrongTypeError
-from lightning_accum.weighing.advice import OF_ANOTHER_MODE, how_to_mend
+from lightning_accum.weighing.advice import OF_ANOTHER_MODE, OF_COMPILED, how_to_mend
 from lightning_accum.weighing.counts import Weight, count_by, count_by_all, count_samples, name_of
 from lightning_accum.weighing.functions import OfMean, function_of_mean
-from lightning_accum.weighing.nodes import CRITERIA, MEAN_REDUCTION, Node, kind_of
+from lightning_accum.weighing.nodes import CRITERIA, MEAN_REDUCTION, Node, is_compiled, kind_of
 from lightning_accum.weighing.safeguards import guard_against_zero
 from lightning_accum.weighing.shares import NOWHERE, terms_of
 from lightning_accum.weighing.terms import COUNT, MEAN, ONCE, SUM, TOTAL, Denominator, Mode, Term, alike, on_host
@@ -90,6 +90,7 @@ class Weigher:
         tells_heads: the losses of several heads are terms of their own.
         looped: see :func:`lightning_accum.weighing.terms.alike`.
         aliases: keys that are taken for others.
+        words: what each term that the check has seen is, by its key.
         units: of each term, by its key, the modes by which it adds up, as the check has found, and what they weigh for one of what
             it was weighed by first. It is weighed by the first of them, by a count of the batch as all of them say.
         of_samples: terms that weigh as many as there are rows, in all that was checked.
@@ -105,6 +106,7 @@ class Weigher:
         self.ratios: dict[int, float] = {}
         self.looped: frozenset[int] = frozenset()
         self.aliases: dict[int, int] = {}
+        self.words: dict[int, str] = {}
         self.units: dict[int, dict[Mode, float]] = {}
         self.of_samples: frozenset[int] = frozenset()
         self.seen: frozenset[tuple[int, str]] = frozenset()
@@ -192,7 +194,7 @@ class Weigher:
             self.units[key] = {one: unit * weight for one, weight in found.items()}
         self._plain = None  # whose terms may have been new
         self.seen |= other.seen
-        self.ratios |= other.ratios
+        self.ratios, self.words = self.ratios | other.ratios, self.words | other.words
         self.looped, self.aliases, self.of_samples = other.looped, other.aliases, other.of_samples
         self.hidden = {one: unit * weight for one, weight in other.hidden.items()}  # of the only term
         self.takes_functions = other.takes_functions
@@ -215,7 +217,20 @@ class Weigher:
         terms = alike(terms_of(loss, None if found is None else found.below, self._places), self.looped)
         if self.aliases:
             terms = [term._replace(key=self.aliases.get(term.key, term.key)) for term in terms]
+        if self.words and (new := [term for term in terms if term.key not in self.words and any(map(is_compiled, term.edges))]):
+            self._know_compiled(new, {term.key for term in terms})
+            terms = [term._replace(key=self.aliases.get(term.key, term.key)) for term in terms]
         return Reading(terms, found)
+
+    def _know_compiled(self, new: Sequence[Term], keys: set[int]) -> None:
+        """Terms of what is compiled look unlike those that the check has seen, for which it ran as it is written."""
+        for words in {term.words for term in new if not term.is_penalty}:
+            known = [key for key, own in self.words.items() if own == words and key not in keys]
+            own = [term.key for term in new if term.words == words]
+            if not words and self.counts_first:
+                raise UnreadableLossError(OF_COMPILED)
+            if len(own) == len(known):
+                self.aliases |= dict(zip(own, known, strict=True))
 
     def _read_plain(self, node: Node) -> Contribution:
         """A loss that is a mean criterion itself, as the first was."""

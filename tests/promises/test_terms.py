@@ -20,7 +20,15 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_accum import AccumulationWarning, DoesNotAddUpError, GradientAccumulation, SampleCount, TokenCount, Tokens
+from lightning_accum import (
+    AccumulationWarning,
+    DoesNotAddUpError,
+    GradientAccumulation,
+    SampleCount,
+    TokenCount,
+    Tokens,
+    UnreadableLossError,
+)
 from lightning_accum.testing import EXACT, Comparison, adamw, compare_window_with_batch, sgd
 
 SIZES = (3, 1, 5, 2, 2, 4, 1, 3, 1, 2, 6, 3)
@@ -256,6 +264,28 @@ def _two_terms(logits: Tensor, t: Tensor, values: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [chosen_or_nothing, compiled])
 def test_terms_of_strangers(loss: Function, policy: str) -> None:
     assert_exact(loss, POLICIES[policy], BATCHES if loss is chosen_or_nothing else ALL_SOME)
+
+
+class CompiledNetwork(OfTerms):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.net.compile(backend="aot_eager", dynamic=True)
+
+
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize("policy", ["windows", "split in 3"])
+@pytest.mark.parametrize("name", ["tokens and samples", "nodes and edges", ABSENT[0]])
+def test_terms_of_a_compiled_network(name: str, policy: str) -> None:  # refused before
+    torch._dynamo.reset()
+    of, own = partial(CompiledNetwork, LOSSES[name].of), windows_of([BATCHES], 4) if policy != "windows" else BATCHES
+    assert_one_window_one_batch(of, [own], GradientAccumulation(**POLICIES[policy]), collate=default_collate)
+
+
+def test_terms_that_are_compiled_away_are_an_error_that_says_so() -> None:
+    compiled_away = torch.compile(_two_terms, backend="aot_eager", dynamic=True)
+    module = OfTerms(lambda o, b, m: compiled_away(o.classes, b.t, o.values[b.some], b.y[b.some]))
+    with pytest.raises(UnreadableLossError, match="Compile the network alone"):
+        fit(module, [default_collate(batch) for batch in ALL_SOME], GradientAccumulation(4))
 
 
 def by_a_number_of_the_batch(o: Any, b: Any, m: Any) -> Tensor:

@@ -23,14 +23,14 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 14_208,
-    "lines of the package": 21_164,
+    "lines of code": 14_185,
+    "lines of the package": 21_135,
     "files of the package": 111,
     "width of the package": 152,
     "lines of its largest file": 422,
     "files outside trainer/ that import Lightning": 0,
     "assignments to an attribute of another object": 223,
-    "lines of tests": 26_760,
+    "lines of tests": 26_790,
     "lines of tests in files that import private modules": 573,
 }
 
