@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from time import monotonic
 from typing import Any, cast
 
 import torch
@@ -22,6 +25,7 @@ from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import call, pl, rank_zero_info
 from lightning_accum.trainer.results import collecting_logs
 from lightning_accum.trial_mode import is_narrow
+from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 from lightning_accum.whole.row_proof import prove_row_wise
@@ -60,8 +64,7 @@ def _silent(logger: Any) -> Any:
     dummy = pl.loggers.logger.DummyLogger()
     nothing, nowhere = dummy.log_metrics, dummy.experiment
     methods = {"log_metrics": nothing, "log_hyperparams": nothing, "experiment": property(lambda _: nowhere)}
-    kind = type(logger)
-    silent: Any = object.__new__(type(kind.__name__, (kind,), methods))
+    silent: Any = object.__new__(type(type(logger).__name__, (type(logger),), methods))
     vars(silent).update(vars(logger))
     return silent
 
@@ -82,20 +85,23 @@ class DatasetRows(FewRows):
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None or of_batch < 2:
             raise CannotCheckError("the loader makes no batches of samples that it draws by their places")
         self._samples = _samples_of(loader, max(MOST_ROWS, min(of_batch, _MOST_SAMPLES)))
-        self._collate, self.of_others = loader.collate_fn, list[int]()
+        vars(holder := type("Holder", (torch.nn.Module,), {})())["collate_fn"] = self._collate = loader.collate_fn
+        self._undo, self.of_others = Undo(holder, trainer.strategy.root_device), list[int]()
+        self._drawn = self._undo.take(watches_parameters=False)
         self.number = self.of_batch = self.at_once = len(self._samples)
         self.take([0, 1])
 
     @override
     def take(self, rows: Sequence[int]) -> Any:
-        before = RandomState(self._trainer.strategy.root_device)
-        try:
-            batch = transferred(self._trainer, self._collate([deepcopy(self._samples[row % self.number]) for row in rows]))
-        except Exception as error:
-            raise CannotCheckError(f"collate_fn raises {type(error).__name__} on other samples: {error}") from error
-        if before.torch_has_drawn() or before.others_have_drawn():
-            before.restore()
-            raise CannotCheckError("a batch of the loader is made with random numbers")
+        with self._undo.take(watches_parameters=False):  # batches that are trained on are as if there had been none of these
+            self._drawn.restore()
+            try:
+                batch = transferred(self._trainer, self._collate([deepcopy(self._samples[row % self.number]) for row in rows]))
+            except Exception as error:
+                raise CannotCheckError(f"collate_fn raises {type(error).__name__} on other samples: {error}") from error
+            if self._drawn.random_state.torch_has_drawn() or self._drawn.random_state.others_have_drawn():
+                raise CannotCheckError("a batch of the loader is made with random numbers")
+            self._drawn = self._undo.take(watches_parameters=False)  # what it draws by itself is seen as other losses
         return batch
 
     @override
@@ -103,26 +109,42 @@ class DatasetRows(FewRows):
         return None
 
 
-_MOST_SAMPLES = 256
+_MOST_SAMPLES, _SECONDS, _FILES = 256, 5.0, "/proc/self/fd"
 
 
 def _samples_of(loader: DataLoader[Any], number: int) -> list[Any]:
-    """So many from all over the dataset, drawn in a worker: what a dataset keeps of its draws is as it was."""
-    how: dict[str, Any] = {"worker_init_fn": loader.worker_init_fn, "multiprocessing_context": loader.multiprocessing_context}
-    how |= {"batch_size": None, "collate_fn": _as_it_is, "num_workers": 1, "timeout": 60}
-    before = RandomState(torch.device("cpu"))
+    """So many from all over the dataset, fewer if they take long, drawn in a worker: what it keeps of its draws is as it was."""
+    before, samples, own = RandomState(torch.device("cpu")), [], (loader.worker_init_fn, loader.multiprocessing_context, 60)
+    # a script without workers may not bear to be imported by another process; a lock that another thread held is held for good
+    init, context, timeout = own if loader.num_workers else (None, "fork" if os.path.isdir(_FILES) else "", 10)
+    how: dict[str, Any] = {"worker_init_fn": partial(_begin_worker, init), "multiprocessing_context": context, "num_workers": 1}
     try:
-        last = len(cast("Any", loader.dataset)) - 1
-        places = [place * last // (number - 1) for place in range(number)] if last >= number else range(last + 1)
-        return list(DataLoader(loader.dataset, sampler=places, **how))
+        number = min(number, size := len(cast("Any", loader.dataset)))
+        order = sorted(range(number), key=lambda place: place % (number // MOST_ROWS or 1))  # the first are from all over
+        places, began = [place * (size - 1) // (number - 1 or 1) for place in order], monotonic()
+        for sample in DataLoader(loader.dataset, None, sampler=places, collate_fn=pickle.dumps, timeout=timeout, **how):
+            samples.append(pickle.loads(sample))
+            if len(samples) >= MOST_ROWS and monotonic() - began > _SECONDS:
+                break
+        return samples
     except Exception as error:
         raise CannotCheckError(f"drawing samples raises {type(error).__name__}: {error}") from error
     finally:
         before.restore()
 
 
-def _as_it_is(sample: Any) -> Any:
-    return sample
+def _begin_worker(init: Callable[[int], Any] | None, worker: int) -> None:
+    """A fork shares connections, and the places in open files, with the process that trains: give it none, and its own."""
+    for name in os.listdir(_FILES) if os.path.isdir(_FILES) else ():
+        with suppress(OSError):
+            path, number = f"{_FILES}/{name}", int(name)
+            is_file, mode = os.path.isfile(path), os.lstat(path).st_mode  # that with which it was opened
+            if number > 2 and mode & 0o400 and (is_file or os.readlink(path).startswith("socket:")):
+                own = os.open(path if is_file else os.devnull, os.O_RDWR if mode & 0o200 else os.O_RDONLY)
+                os.lseek(own, os.lseek(number, 0, os.SEEK_CUR) if is_file else 0, os.SEEK_SET)
+                os.dup2(own, number)
+    if init is not None:
+        init(worker)
 
 
 def transferred(trainer: pl.Trainer, batch: Any) -> Any:
@@ -136,9 +158,7 @@ def _may_count_first(strategy: Engine, is_long: bool) -> bool:
     """The terms of a window can be counted before it runs."""
     if is_long and (strategy.accumulation is None or strategy.accumulation.rest_of_window is None):
         return False  # training_step draws its batches by itself
-    if strategy.snapshotter.iterators():
-        return False  # what it draws from one cannot be put back
-    return strategy.policy.may_count_first(is_long)
+    return not strategy.snapshotter.iterators() and strategy.policy.may_count_first(is_long)  # draws cannot be put back
 
 
 def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) -> None:
