@@ -231,13 +231,15 @@ class Check:
             is_first = not self._is_later and self._before is None
             leaves_something = is_first and not leaves_nothing(self._checked, trial, looks[0].whole)
             found = self._decide(looks, weigher, trial)._replace(leaves_something=leaves_something)
-            if found.adds_up:
+            if found.adds_up and not self._checked.on_any(any(key & 255 for key in found.terms)):  # one of two alike may be absent
                 return found
             if not self._checked.sync.is_waited_for_in_forward and not weigher.tells_heads:  # else others are in their place
                 of_heads = weigher.another()
                 of_heads.know(self._checked.module.parameters())
                 if (own := self._decide(looks_at(self._checked, trial, rows, of_heads), of_heads, trial)).adds_up:
-                    return own
+                    return own._replace(leaves_something=leaves_something)
+            if found.adds_up:
+                return found
             trial.keep_state(looks[0].whole.batch)  # as a first forward may initialise it, from its rows
             begun = weigher.another()
             begun.aliases = dict(self._accumulation.weigher.aliases)
@@ -270,9 +272,8 @@ class Check:
         """How each term is weighed; the same on all ranks."""
         eps, checked, weight = trial.eps, self._checked, self._weight
         self._name(looks, weigher)
-        own = keys_of(looks)
         terms: dict[int, Term] = {}
-        for of_rank in checked.of_all(own):
+        for of_rank in checked.of_all(keys_of(looks)):
             for key, term in of_rank.items():
                 terms.setdefault(key, term)
         if weight == "auto":

@@ -322,7 +322,8 @@ class Trial:
             if (dtype := self._dtype) is not None:
                 self.together(lambda: stack.enter_context(widened(self.module, dtype)))  # memory may run out
             self.backward.reshard()  # what runs forward alone leaves others, whose memory the engine frees
-            self.mode.watch(self.module.parameters())
+            # an engine whose ranks wait sets their data by itself
+            self.mode.watch(self.module.parameters(), may_be_set=not self.backward.is_waited_for_in_forward)
             self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             stack.callback(self.mode.watch, ())  # what is in another type is not kept
             stack.callback(self._trained.clear)

@@ -31,18 +31,23 @@ class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_
         self.has_waited = False
         self.watch(parameters)
 
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy these from now on, and no others."""
+    def watch(self, parameters: Iterable[nn.Parameter], may_be_set: bool = False) -> None:
+        """Copy these from now on, and no others; where they ``may_be_set``, ``parameter.data = ...`` is taken back, too."""
         self._parameters: dict[int, list[Tensor]] = {}
         self._written: list[tuple[Tensor, Tensor]] = []
+        self._data: list[tuple[nn.Parameter, Tensor]] = []
         for parameter in parameters:
             if parameter.device.type != "meta":
+                self._data += [(parameter, parameter.data)] * may_be_set
                 self._parameters.setdefault(_storage_of(parameter), []).append(parameter)
 
     def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
         """Put back what was written into, and draw the same random numbers again."""
         self.restart(rows, total)
         with torch.no_grad():
+            for own, data in self._data:
+                if own.data_ptr() != data.data_ptr():
+                    own.data = data
             for parameter, value in self._written:
                 parameter.data.copy_(value)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import Dealt, assert_one_window_one_batch, on, windows_of
 from lightning.pytorch.callbacks import Callback
-from losses_of_terms import COUNTS, LOSSES, OF_NOTHING, Function, OfTerms, rows, that_only_shows, windows_of_tokens
+from losses_of_terms import COUNTS, LOSSES, OF_NOTHING, Function, OfTerms, rows, that_only_shows, where_there_is, windows_of_tokens
 from resumed import Module as Resumed
 from resumed import assert_goes_on
 from support import Interrupted, SaveAfter, StatefulLoader, ddp, error_of_updates, fit, warned
@@ -286,6 +286,16 @@ def test_terms_that_are_compiled_away_are_an_error_that_says_so() -> None:
     module = OfTerms(lambda o, b, m: compiled_away(o.classes, b.t, o.values[b.some], b.y[b.some]))
     with pytest.raises(UnreadableLossError, match="Compile the network alone"):
         fit(module, [default_collate(batch) for batch in ALL_SOME], GradientAccumulation(4))
+
+
+@pytest.mark.parametrize("policy", ["windows", "split in 3"])
+def test_the_first_of_two_heads_may_be_absent_from_later_windows_only(policy: str) -> None:  # an error in that window before
+    def loss(o: Any, b: Any, m: Any) -> Tensor:
+        values, rebuilt = (o.values - b.y).square(), (o.rebuilt - b.x).square()
+        return where_there_is((values, b.has_box & b.some[:, None]), (rebuilt, torch.ones_like(rebuilt, dtype=torch.bool)))
+
+    begun = [[{**row, "some": torch.tensor(True)} for row in batch] for batch in BATCHES[:4]]
+    assert_exact(loss, POLICIES[policy], [*begun, *BATCHES[4:]], [sgd])
 
 
 def by_a_number_of_the_batch(o: Any, b: Any, m: Any) -> Tensor:
