@@ -23,13 +23,13 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 14_185,
-    "lines of the package": 21_135,
+    "lines of code": 14_205,
+    "lines of the package": 21_160,
     "files of the package": 111,
     "width of the package": 152,
-    "lines of its largest file": 422,
+    "lines of its largest file": 423,
     "files outside trainer/ that import Lightning": 0,
-    "assignments to an attribute of another object": 223,
+    "assignments to an attribute of another object": 224,
     "lines of tests": 26_790,
     "lines of tests in files that import private modules": 573,
 }
