@@ -6,7 +6,6 @@ So they are with losses of several terms: with ``loss_of=``, or with a weight fo
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -123,18 +122,16 @@ def assert_steps_of(
     found: Trained, optimizer: str, windows: Sequence[Any], task: Task = LANGUAGE, shown: slice = slice(None)
 ) -> None:
     """These are a loop's on one full batch a window, and so are the losses of windows in ``shown``."""
-    model, losses = task.make(), []
-    stepping = OPTIMIZERS[optimizer](model.parameters())
-    for window in windows:
-        stepping.zero_grad()
-        loss = task.loss(model, task.collate(window))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        stepping.step()
-        losses.append(float(loss.detach()))
-    assert error_of_updates(found[0], model, task.make()) < 1e-12
+    reference, losses = Toy(task.loss, optimizer, task.make), []
+
+    def noted(batch: Any) -> Tensor:
+        losses.append(task.loss(reference.net, batch))
+        return losses[-1]
+
+    train_by_hand(reference, [task.collate(window) for window in windows], 1, noted, norm=0.5)
+    assert error_of_updates(found[0], reference.net, task.make()) < 1e-12
     assert len(found[1]) == len(losses)
-    assert found[1][shown] == pytest.approx(losses[shown], rel=1e-12)
+    assert found[1][shown] == pytest.approx([loss.item() for loss in losses[shown]], rel=1e-12)
 
 
 def one_process() -> Fabric:
@@ -154,12 +151,8 @@ def cut(rows: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
 
 def by_tokens(size: int) -> list[int]:
     """Rows of windows that end with the loader batch of 2 rows in which they have so many tokens."""
-    sizes, tokens = [0], 0
-    for start in range(0, len(ROWS), 2):
-        tokens, sizes[-1] = tokens + sum(len(row) - 1 for row in ROWS[start : start + 2]), sizes[-1] + 2
-        if tokens >= size:
-            sizes, tokens = [*sizes, 0], 0
-    return [size for size in sizes if size]
+    pairs = [[{"labels": row[1:]} for row in ROWS[i : i + 2]] for i in range(0, len(ROWS), 2)]
+    return [len(window) for window in windows_of_tokens(pairs, size)]
 
 
 LOOPS: dict[str, tuple[int, dict[str, Any], list[int]]] = {
@@ -465,8 +458,13 @@ def of_towers(net: Any, batch: Any) -> Tensor:
     return clip(net.left(batch[0]), net.right(batch[1]), batch[0], torch.ones(()))
 
 
-def towers() -> Toy:
-    return Toy(of_towers, "adamw", lambda: nn.ModuleDict({"left": nn.Linear(6, 4), "right": nn.Linear(5, 4)}))
+class Towers(nn.ModuleDict):
+    forward = of_towers
+
+
+def towers() -> Towers:
+    torch.manual_seed(1)
+    return Towers({"left": nn.Linear(6, 4), "right": nn.Linear(5, 4)}).double()
 
 
 def views(*sizes: int) -> list[list[Tensor]]:
@@ -478,36 +476,26 @@ def views(*sizes: int) -> list[list[Tensor]]:
 @pytest.mark.parametrize("arguments", [{"check": False}, {"loss_of": of_towers}], ids=["unchecked", "loss_of"])
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 def test_row_wise_towers_have_the_contrastive_loss_of_the_whole_batch(fabric: Callable[[], Any], arguments: Any) -> None:
-    class Calling(nn.ModuleDict):
-        def forward(self, batch: Any) -> Tensor:
-            return of_towers(self, batch)
-
-    expected, module, seen = train_by_hand(towers(), views(8, 8, 5), 1), towers(), set()
-    net = wrapped = Calling(module.net)
-    chosen, optimizer = fabric(), module.configure_optimizers()
-    if chosen is not None:
-        wrapped, optimizer = chosen.setup(net, optimizer)
-    accumulator = Accumulator(chosen, wrapped, optimizer, micro_batch=3, row_wise=["left", "right"], log=False, **arguments)
+    task, batches, seen = Task(towers, call, lambda batch: batch, list), views(8, 8, 5), set()
+    net, model, _, accumulator = set_up(fabric(), "adamw", task, micro_batch=3, row_wise=["left", "right"], **arguments)
     net.left.register_forward_pre_hook(
         lambda layer, given: seen.add(len(given[0])) if not torch.is_inference_mode_enabled() else None
     )
-    for batch in accumulator(views(8, 8, 5)):
-        accumulator.backward(wrapped(batch))
-        assert accumulator.step()
-    assert error_of_updates(module, expected, towers()) < 1e-12
+    losses = list(steps(accumulator, model, accumulator(batches), task))
+    assert_steps_of((whole_parameters(net), losses), "adamw", batches, task)
     assert max(seen) < 8
 
 
 def test_row_wise_towers_that_cannot_be_tried_out_are_warned_of() -> None:
     with pytest.warns(AccumulationWarning, match=r"row_wise=\['left'\].*pass loss_of="):
-        accumulator_of(towers().net, micro_batch=3, row_wise="left")
+        accumulator_of(towers(), micro_batch=3, row_wise="left")
 
 
 def test_a_loss_that_does_not_add_up_is_an_error_before_the_first_step() -> None:
-    net = towers().net
+    net = towers()
     with pytest.raises(DoesNotAddUpError, match="row_wise="):
         next(iter(accumulator_of(net, window=2, loss_of=of_towers)(views(8, 8))))
-    assert all(map(torch.equal, net.parameters(), towers().net.parameters()))
+    assert all(map(torch.equal, net.parameters(), towers().parameters()))
     batches = views(8, 8)
     assert next(iter(accumulator_of(net, window=2, loss_of=of_towers, check=False)(batches))) is batches[0]
 
@@ -613,9 +601,9 @@ def test_hooks_of_parameters_that_see_each_micro_batch_are_warned_of(register: s
     getattr(model.weight, register)(lambda tensor: None)
     with pytest.warns(AccumulationWarning, match="weight"):
         accumulator_of(model, window=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AccumulationWarning)
+    with warned() as messages:
         accumulator_of(model, window=1)
+    assert messages == []
 
 
 class OneBuffer(IterableDataset):

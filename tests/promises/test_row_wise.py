@@ -362,10 +362,6 @@ def by_hook(register: Callable[[Any], Any]) -> Callable[[], nn.Module]:
 KEPT: list[Tensor] = []
 
 
-def keep(module: nn.Module, args: Any, output: Tensor) -> None:
-    KEPT[:] = [output.detach()]
-
-
 TRANSFORMER = partial(nn.TransformerEncoderLayer, 6, 2, 8, dropout=0.0, batch_first=True)
 CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]] = {
     "nested inputs and outputs, keyword arguments, a learned argument without rows": (with_nested, of(nested)),
@@ -481,8 +477,8 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module
     "a loss in an attribute": (of_attribute, keeps(lambda net, z: z.square().mean())),
     "a number in an attribute": (of_attribute, keeps(lambda net, z: z.detach().mean())),
     "what a hook keeps": (
-        lambda net, x: encoded(net, x) * KEPT[0].square().mean(),
-        by_hook(lambda m: m[1].register_forward_hook(keep)),
+        lambda net, x: encoded(net, x) * KEPT[-1].square().mean(),
+        by_hook(lambda m: m[1].register_forward_hook(lambda module, args, output: KEPT.append(output.detach()))),
     ),
     "gradients by frequency": (lambda net, x: spread(net.a(texts(x)[0])), lambda: embedding(scale_grad_by_freq=True)),
     "gradients that a hook of a module normalises": (
@@ -526,10 +522,7 @@ def uneven() -> list[list[Any]]:
     return rows
 
 
-OPTIONS = [{}, {"on_nonfinite": "raise"}, {"micro_batch": Tokens(15)}]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"on_nonfinite": "raise"}, {"micro_batch": Tokens(15)}], ids=str)
 def test_windows_of_several_loader_batches_are_exact(options: dict[str, Any]) -> None:
     assert_window_equals_batch(Toy(of_classes, net=encoder_and_scale), uneven(), row_wise(3, **options), epochs=2)
 
@@ -562,6 +555,8 @@ def test_the_networks_of_a_gan_in_manual_optimization() -> None:
 
 
 # --- ranks --------------------------------------------------------------------------------------------------------------
+
+WITH_RANKS: dict[str, Any] = {"collate": default_collate, "optimizers": (sgd, adamw)}
 
 
 class Gathering(Toy):
@@ -600,8 +595,7 @@ def test_a_loss_that_gathers_over_ranks_is_that_of_the_global_batch(loss: Loss, 
     ranks = 4 if engine == "ddp of 4" else 2
     steps = [batches(*[16 // ranks] * ranks, seed=seed) for seed in range(3)]
     policy = row_wise(micro_batch=3, weight="equal" if loss is barlow_twins else "auto")
-    make, arguments = partial(Gathering, loss, gathers), {"collate": default_collate, "optimizers": (sgd, adamw)}
-    assert_one_window_one_batch(make, list(zip(*steps, strict=True)), policy, engine, **arguments)
+    assert_one_window_one_batch(partial(Gathering, loss, gathers), list(zip(*steps, strict=True)), policy, engine, **WITH_RANKS)
 
 
 @pytest.mark.parametrize(
@@ -614,21 +608,11 @@ def test_over_ranks_a_loss_of_one_ranks_rows_is_refused_and_a_gathered_sum_asks_
         fit(Gathering(loss, gathers), collated(8, 8), row_wise(micro_batch=3), strategy=ddp(), devices=2)
 
 
-OF_DDP: list[dict[str, Any]] = [{"sync": "micro_batch"}, {"find_unused_parameters": True}, {}]
-
-
 @pytest.mark.some_cases(1)
-@pytest.mark.parametrize("options", OF_DDP, ids=str)
+@pytest.mark.parametrize("options", [{"sync": "micro_batch"}, {"find_unused_parameters": True}, {}], ids=str)
 def test_ranks_with_unequally_many_batches_take_the_step_of_all_rows(options: dict[str, Any]) -> None:
-    by_rank = [uneven()[:4], uneven()[4:]]
-    assert_window_equals_batch(
-        Toy(of_classes, net=encoder_and_scale),
-        by_rank,
-        row_wise(2, micro_batch=3),
-        by_rank=True,
-        strategy=lambda: ddp(**options),
-        devices=2,
-    )
+    make, by_rank = partial(Toy, of_classes, net=encoder_and_scale), [uneven()[:4], uneven()[4:]]
+    assert_one_window_one_batch(make, by_rank, row_wise(2, micro_batch=3), "ddp", options, **WITH_RANKS)
 
 
 # --- sharded modules ----------------------------------------------------------------------------------------------------
@@ -647,8 +631,8 @@ SHARDED: dict[str, tuple[Any, tuple[int, int], dict[str, Any]]] = {
 def test_sharded_submodules_take_the_step_of_the_global_batch(case: str) -> None:
     loss, sizes, policy = SHARDED[case]
     by_rank = list(zip(*(batches(*sizes, seed=seed) for seed in range(4)), strict=True))
-    make, arguments = partial(Gathering, loss, "torch", True), {"collate": default_collate, "optimizers": (sgd, adamw)}
-    assert_one_window_one_batch(make, by_rank, row_wise(**{"micro_batch": 3, **policy}), "fsdp2", **arguments)
+    make = partial(Gathering, loss, "torch", True)
+    assert_one_window_one_batch(make, by_rank, row_wise(**{"micro_batch": 3, **policy}), "fsdp2", **WITH_RANKS)
 
 
 # --- verify ---------------------------------------------------------------------------------------------------------------

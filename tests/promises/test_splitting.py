@@ -7,14 +7,14 @@ import operator
 import random
 from collections import OrderedDict, UserList, defaultdict, namedtuple
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import fields, make_dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from changing import Changes
-from support import Scalar, Toy, fit, labelled, relative_error, warned
+from support import Scalar, Toy, fit, labelled, loader, relative_error, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
@@ -36,12 +36,15 @@ class Gets(Scalar):
         return self.w * 1.0
 
 
+def as_it_is(data: Any) -> DataLoader:
+    """A loader of one batch, which Lightning and torch leave as it is; a loader stays one."""
+    return data if isinstance(data, DataLoader) else DataLoader([data], batch_size=None, collate_fn=lambda batch: batch)
+
+
 def pieces(data: Any, micro_batch: Any = 3, number: int | None = None, **policy: Any) -> list[Any]:
     """What training_step gets of one batch or of a loader, without what tries out first."""
     module = Gets()
-    if not isinstance(data, DataLoader):
-        data = DataLoader([data], batch_size=None, collate_fn=lambda batch: batch)
-    fit(module, data, GradientAccumulation(micro_batch=micro_batch, **{"weight": "equal", "check": False, **policy}))
+    fit(module, as_it_is(data), GradientAccumulation(micro_batch=micro_batch, **{"weight": "equal", "check": False, **policy}))
     return module.batches if number is None else module.batches[-number:]
 
 
@@ -68,26 +71,8 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
 Triple = namedtuple("Triple", "x y name")
-
-
-@dataclass
-class Record:
-    x: Any
-    name: Any = None
-
-
-@dataclass(slots=True)
-class Slotted:
-    x: Any
-    name: Any = None
-
-
+Record, Slotted = make_dataclass("Record", ["x", "name"]), make_dataclass("Slotted", ["x", "name"], slots=True)
 SMALL = (1, "8", None, True, torch.half, torch.Size([8]), torch.tensor(3.0), b"8", {"n": 8}, 1j)
 X, Y, NAMES = rows(8, 3), rows(8, start=100), list("abcdefgh")
 CONTAINERS: dict[str, Callable[[slice], Any]] = {
@@ -99,8 +84,7 @@ CONTAINERS: dict[str, Callable[[slice], Any]] = {
     "a defaultdict": lambda s: defaultdict(list, x=X[s]),
     "a BatchEncoding": lambda s: pytest.importorskip("transformers").BatchEncoding({"input_ids": X[s]}),
     "a ModelOutput": lambda s: pytest.importorskip("transformers.modeling_outputs").CausalLMOutput(logits=X[s]),
-    "a named tuple": lambda s: Pair(X[s], (Y[s], NAMES[s])),
-    "a collections.namedtuple": lambda s: Triple(X[s], Y[s], NAMES[s]),
+    "a named tuple": lambda s: Triple(X[s], (Y[s], NAMES[s]), NAMES[s]),
     "a dataclass": lambda s: Record(X[s], NAMES[s]),
     "a dataclass with slots": lambda s: Slotted(X[s], NAMES[s]),
     "texts": lambda s: {"x": X[s], "t": NAMES[s], "u": tuple(NAMES)[s]},
@@ -135,10 +119,9 @@ def test_a_list_of_as_many_entries_as_the_loader_puts_samples_into_a_batch_has_o
 
 def test_the_size_that_most_tensors_have_is_that_of_rows_and_a_table_stays_shared_in_a_last_batch_of_as_many() -> None:
     data = {size: {"x": rows(size), "y": rows(size, 2), "table": torch.ones(5, 2)} for size in (8, 5)}
-    module = Gets()
-    fit(module, [data[8], data[5]], GradientAccumulation(micro_batch=3, weight="equal", check=False))
-    assert [len(piece["x"]) for piece in module.batches] == [3, 3, 2, 3, 2]
-    assert all(torch.equal(piece["table"], torch.ones(5, 2)) for piece in module.batches)
+    found = pieces(loader([data[8], data[5]]))
+    assert [len(piece["x"]) for piece in found] == [3, 3, 2, 3, 2]
+    assert all(torch.equal(piece["table"], torch.ones(5, 2)) for piece in found)
 
 
 @pytest.mark.parametrize("part", ["a tensor", "a list"])
@@ -146,7 +129,7 @@ def test_what_had_an_entry_a_row_before_is_not_shared_by_all_rows(part: str) -> 
     boxes = [torch.ones(number, 4) for number in (1, 2, 3, 4)]
     data = [{"x": rows(4), "y": rows(4), "boxes": boxes[:n] if part == "a list" else rows(n, 4)} for n in (4, 3)]
     with pytest.raises(UnsplittableBatchError, match="boxes.*no entry for each of the 4 rows"):
-        fit(Gets(), data, GradientAccumulation(micro_batch=2, weight="equal", check=False))
+        pieces(loader(data), 2)
 
 
 @pytest.mark.parametrize("number", [4, 8])
@@ -178,13 +161,7 @@ def ragged() -> Tensor:
     return torch.nested.nested_tensor([torch.rand(2), torch.rand(3)], layout=torch.jagged)
 
 
-def graphs(*nodes: int) -> dict[str, Tensor]:
-    """Graphs packed end to end, as graph libraries collate them: nodes, the graph of each, and one label a graph."""
-    position = [torch.arange(3.0 * n).double().reshape(n, 3) / 10 for n in nodes]
-    owner = torch.arange(len(nodes)).repeat_interleave(torch.tensor(nodes))
-    return {"position": torch.cat(position), "batch": owner, "energy": torch.stack([p.cos().sum() for p in position])}
-
-
+OF_GRAPHS = torch.arange(4).repeat_interleave(torch.tensor([5, 9, 4, 7]))  # of which graph each node is
 UNSPLITTABLE: dict[str, tuple[Any, str]] = {
     "two sizes": ({"x": rows(8, 3), "y": rows(7)}, "x.*y"),
     "no rows": ({"n": 3, "t": torch.tensor(1.0)}, "t"),
@@ -195,11 +172,13 @@ UNSPLITTABLE: dict[str, tuple[Any, str]] = {
     "no size that most have": ({"x": rows(8), "y": rows(8), "u": rows(5), "v": rows(5)}, "5 or 8.*u is a Tensor of shape"),
     "samples or batches of two loaders": ([{"x": rows(3, 2)}, {"x": rows(3, 2)}], "2 entries"),
     "a class of its own": ({"x": X, "o": Opaque({"deep": [X]})}, "o is a Opaque"),
-    "graphs packed end to end": (graphs(5, 9, 4, 7), "batch"),
+    "graphs packed end to end": ({"position": torch.rand(25, 3), "batch": OF_GRAPHS, "energy": torch.rand(4)}, "batch"),
     "texts packed end to end": (
         {"input_ids": rows(18), "labels": rows(18), "cu_seqlens": torch.tensor([0, 5, 14, 18])},
         "cu_seqlens",
     ),
+    "an array of another library": ({"x": X, "a": np.arange(8)}, "a is a ndarray"),
+    "more rows than samples": (DataLoader(range(8), batch_size=4, collate_fn=lambda samples: {"x": rows(12, 2)}), "x"),
 }
 
 
@@ -208,49 +187,12 @@ def test_a_batch_that_cannot_be_split_is_named_with_the_way_out_before_anything_
     batch, named = UNSPLITTABLE[name]
     module = Gets()
     with pytest.raises(UnsplittableBatchError, match=named) as raised:
-        fit(module, [batch], GradientAccumulation(micro_batch=2))
+        fit(module, as_it_is(batch), GradientAccumulation(micro_batch=2))
     assert "split=" in str(raised.value)
     assert not module.batches
 
 
-def test_arrays_of_other_libraries_are_refused() -> None:
-    with pytest.raises(UnsplittableBatchError, match="a is a ndarray.*split="):
-        pieces({"x": X, "a": np.arange(8)})
-
-
-def test_more_rows_than_the_loader_puts_samples_into_a_batch_are_refused() -> None:
-    data = DataLoader(list(range(8)), batch_size=4, collate_fn=lambda samples: {"x": rows(3 * len(samples), 2)})
-    with pytest.raises(UnsplittableBatchError, match="x"):
-        pieces(data, 2)
-
-
 # --- a function that splits ----------------------------------------------------------------------------------------------
-
-
-def by_graph(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
-    each = [{"position": batch["position"][batch["batch"] == g], "energy": e} for g, e in enumerate(batch["energy"])]
-    parts = [each[i : i + size] for i in range(0, len(each), size)]
-    return [
-        {
-            "position": torch.cat([graph["position"] for graph in part]),
-            "batch": torch.arange(len(part)).repeat_interleave(torch.tensor([len(graph["position"]) for graph in part])),
-            "energy": torch.stack([graph["energy"] for graph in part]),
-        }
-        for part in parts
-    ]
-
-
-def test_a_function_splits_packed_graphs_exactly() -> None:
-    def loss(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        found = torch.zeros_like(batch["energy"]).index_add(0, batch["batch"], net(batch["position"])[:, 0])
-        return F.mse_loss(found, batch["energy"])
-
-    assert_window_equals_batch(
-        lambda: Toy(loss, net=lambda: nn.Linear(3, 1)),
-        [[2, 5, 3, 4], [6, 1]],
-        GradientAccumulation(micro_batch=2, split=by_graph),
-        collate=lambda nodes: graphs(*nodes),
-    )
 
 
 def test_a_function_that_loses_rows_is_warned_of() -> None:
@@ -494,8 +436,8 @@ def test_every_row_is_in_one_micro_batch_and_nothing_but_padding_is_missing(side
 def test_a_row_longer_than_allowed_is_a_micro_batch_of_its_own_and_is_warned_of_once() -> None:
     batch = {"ids": fill(ALL, 0), "target": torch.arange(6)}
     with warned() as told:
-        fit(module := Gets(), [batch] * 2, GradientAccumulation(micro_batch=Tokens(5), weight="equal", check=False))
-    assert [len(piece["ids"]) for piece in module.batches] == [1] * 12
+        found = pieces(loader([batch] * 2), Tokens(5))
+    assert [len(piece["ids"]) for piece in found] == [1] * 12
     assert [message for message in told if "5" in message] == told != []
     assert len(told) == 1
 
