@@ -194,8 +194,8 @@ class Check:
         deviation = max(checked.largest(found.verdict.deviation or 0.0), 0.0 if before is None else before.deviation or 0.0)
         verdict = replace(found.verdict, looked_at=looked_at, deviation=None if is_open else deviation)
         if is_open:
-            of_other = Verdict(None, seen="another rank could not be")
-            verdict = before or (of_other if found.verdict.deviation is not None else found.verdict)
+            is_own = found.verdict.deviation is None
+            verdict = before or (found.verdict if is_own else Verdict(None, seen="another rank could not be"))
         accumulation.verdict = verdict
         if self._is_later:
             return

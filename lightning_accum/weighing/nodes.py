@@ -92,18 +92,18 @@ def kinds_below(node: Node) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def is_compiled(edge: tuple[Node, int | None, Any]) -> bool:
-    """Something below it was made by ``torch.compile``."""
-    node, place, _ = edge
-    below = nodes_below(node if place is None else node.next_functions[place][0])
-    return any(kind_of(one) == "CompiledFunction" for one in below)
-
-
 _KINDS_BELOW = 4
 _SHOW_NOTHING = {*THROUGH, *SOMETIMES, "_DDPSink"}
 """One row has others of these, and autocast adds some."""
 _OF_A_CALL = "RowWiseOutputs"
 """The node of a call of a row-wise submodule: what is below it differs from call to call."""
+
+
+def is_compiled(edge: tuple[Node, int | None, Any]) -> bool:
+    """Something below it was made by ``torch.compile``."""
+    node, place, _ = edge
+    below = nodes_below(node if place is None else node.next_functions[place][0])
+    return any(kind_of(one) == "CompiledFunction" for one in below)
 
 
 def head_of(node: Node, places: Mapping[int, int]) -> tuple[int, ...]:
