@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
 
 
-DEMO = """Train a small language model on 101 docstrings of Python's standard library, shuffled in every epoch, with the same 32
+DEMO = """Train a small language model on 101 paragraphs of Python's own reference, shuffled in every epoch, with the same 32
 samples in every optimizer step: as one batch, with Lightning's own accumulation, and with lightning_accum in eight mixes of
 ranks (1, 2, 4; DDP and FSDP2), window and micro-batch. Needs no download and no GPU; takes about a minute. The exit status is 0
 if every run of lightning_accum has the losses and parameters of the full batch, to 1e-12; 1 if one has not, or if the demo

@@ -1,14 +1,10 @@
-"""What the demo trains: a small language model over bytes, on the docstrings of Python's own standard library."""
+"""What the demo trains: a small language model over bytes, on the reference that Python comes with for its ``help()``."""
 
 from __future__ import annotations
 
-import ast
 import random
-import sysconfig
-import warnings
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any, cast
 
 import torch
@@ -20,39 +16,17 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_accum import SameOrderSampler
-from lightning_accum.errors import UsageError
 from lightning_accum.trainer.from_lightning import pl
 
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
-"""Not the standard library, or not meant to be read by its users."""
-EDGE = 0  # the byte before and after a text: no docstring has it
+EDGE = 0  # the byte before and after a text: none has it
+SHORTEST = 20  # a paragraph of fewer bytes is a heading, or nothing
 IGNORED = -100  # the label of padding: cross_entropy's default
 
 
-def docstrings(folder: Path) -> list[str]:
-    """All docstrings below ``folder``, each once, in an order that depends on the files alone."""
-    texts: dict[str | None, None] = {}  # a set that keeps its order
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    paths = (path for path in sorted(folder.rglob("*.py")) if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old escape sequences in other people's strings
-        for path in paths:
-            with suppress(OSError, SyntaxError, ValueError):
-                nodes = ast.walk(ast.parse(path.read_bytes()))
-                texts |= {ast.get_docstring(node): None for node in nodes if isinstance(node, documented)}
-    return [text for text in texts if text]
-
-
-def sample_corpus(samples: int, longest: int, folder: Path | None = None) -> list[bytes]:
-    """Draw docstrings, the same ones at every call, each cut at ``longest`` bytes; by default those of the standard library."""
-    folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
-    found = docstrings(folder)
-    if len(found) < samples:
-        raise UsageError(
-            f"The demo trains on {samples} docstrings of Python's standard library, but {folder} has {len(found)}: this Python"
-            " comes without its source files. Run it with one that has them, for example from python.org or conda."
-        )
-    return [text.encode("utf-8", errors="replace")[:longest] for text in random.Random(0).sample(found, samples)]
+def sample_corpus(samples: int, longest: int) -> list[bytes]:
+    """Draw paragraphs of Python's own reference, the same ones at every call, each cut at ``longest`` bytes."""
+    paragraphs = {paragraph for topic in topics.values() for paragraph in topic.split("\n\n") if len(paragraph) > SHORTEST}
+    return [text.encode()[:longest] for text in random.Random(0).sample(sorted(paragraphs), samples)]
 
 
 def collate(texts: Sequence[bytes]) -> dict[str, Tensor]:

@@ -20,10 +20,9 @@ from typing_extensions import override
 
 from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
 from lightning_accum.demo.model import count_targets, loader_of, new_model, sample_corpus
-from lightning_accum.errors import UsageError
 from lightning_accum.testing import EXACT, QUIET, distance, whole_parameters
 from lightning_accum.trainer.from_lightning import fabric, pl
-from lightning_accum.verification.processes import RanksFailedError, run_on_ranks
+from lightning_accum.verification.over_ranks import RanksFailedError, run_on_ranks
 
 GLOBAL_BATCH = 32
 SAMPLES, LONGEST = 101, 256  # bytes
@@ -52,10 +51,11 @@ def run_demo(epochs: int, out: Path) -> int:
             results[mix] = found = train(mix, corpus, epochs)
             full = results[FULL_BATCH]
             moved = distance(full.parameters, new_model().state_dict())
-            apart[mix] = max(_differences(found.losses, full.losses)), distance(found.parameters, full.parameters) / moved
+            of_losses = max(abs(loss - other) / abs(other) for loss, other in zip(found.losses, full.losses, strict=True))
+            apart[mix] = of_losses, distance(found.parameters, full.parameters) / moved
             numbers = f"{found.losses[-1]:.6f}", *(f"{number:.1e}" for number in apart[mix])
             print(COLUMNS.format(f"{mix.engine} {mix.shape}", *numbers, f"{found.steps}, {found.scheduler_steps}"), flush=True)
-    except (UsageError, RanksFailedError) as error:
+    except RanksFailedError as error:
         print(f"{error} ({len(apart)} of {len(mixes)} runs are done.)", file=sys.stderr)
         return 1
     mine, theirs = ([apart[mix] for mix in mixes if mix.engine == engine] for engine in ("lightning_accum", "Lightning"))
@@ -65,11 +65,6 @@ def run_demo(epochs: int, out: Path) -> int:
     print(f"The losses: {out / 'loss_curves.png'}.", file=sys.stderr)
     print(f"\n{fill(CAPTION, 80)}\n\n{verdict}")
     return 0 if all(number < EXACT for found in mine for number in found) else 1
-
-
-def _differences(losses: Sequence[float], full: Sequence[float]) -> list[float]:
-    """Of each step's loss from the full batch's, relative to that."""
-    return [abs(loss - other) / abs(other) for loss, other in zip(losses, full, strict=True)]
 
 
 # --- one training -----------------------------------------------------------------------------------------------------
@@ -90,15 +85,11 @@ class Mix(NamedTuple):
     is_sharded: bool = False
 
     @property
-    def parallelism(self) -> str:
-        """What keeps the ranks at one model."""
-        return "FSDP2" if self.is_sharded else "DDP" if self.ranks > 1 else ""
-
-    @property
     def shape(self) -> str:
         """Ranks x window x batch, and what keeps the ranks at one model: ``"2 x 4 x 4 DDP"``, ``"1 x 1 x 32/4"``."""
         split = "" if self.micro_batch is None else f"/{self.micro_batch}"
-        return f"{self.ranks} x {self.window} x {self.batch}{split} {self.parallelism}".rstrip()
+        parallelism = " FSDP2" if self.is_sharded else " DDP" if self.ranks > 1 else ""
+        return f"{self.ranks} x {self.window} x {self.batch}{split}{parallelism}"
 
 
 FULL_BATCH = Mix("full batch", ranks=1, window=1, batch=GLOBAL_BATCH)
@@ -175,34 +166,15 @@ class _Record(pl.Callback):
 
 # --- the figure -------------------------------------------------------------------------------------------------------
 
-COLOURS = {"Lightning": ("#D55E00", "#E69F00"), "lightning_accum": ("#0072B2", "#009E73", "#CC79A7")}
-"""Okabe and Ito's, which the colour-blind can tell from each other: warm for Lightning, cool for this package."""
-MARKERS = "osD^v<P*"
-
 
 def _draw(curves: Mapping[Mix, Sequence[float]], verdict: str, path: Path) -> None:
-    """Two panels: the loss of every optimizer step of all runs, and its difference from the full batch."""
-    full, steps = curves[FULL_BATCH], range(1, len(curves[FULL_BATCH]) + 1)
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    figure.suptitle(f"The same {GLOBAL_BATCH} samples a step, accumulated on 1, 2 and 4 ranks:\n{verdict}", fontweight="bold")
-    losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
-    losses.plot(steps, full, color="0.8", linewidth=9, label=f"{FULL_BATCH.shape}, one batch")
-    for engine, colours in COLOURS.items():
-        runs = [mix for mix in curves if mix.engine == engine]
-        for place, mix in enumerate(runs):
-            # those of this package lie on each other: no line, and side by side
-            line, aside = ("-", 0.0) if engine == "Lightning" else ("none", 0.1 * (place - (len(runs) - 1) / 2))
-            style: dict[str, Any] = {"marker": MARKERS[place], "markerfacecolor": "none", "linestyle": line}
-            style["color"] = colours[("", "DDP", "FSDP2").index(mix.parallelism)]
-            losses.plot(steps, curves[mix], **style)
-            shifted, apart = [step + aside for step in steps], _differences(curves[mix], full)
-            differences.plot(shifted, apart, **style, label=f"{engine} {mix.shape}")
-    differences.set_yscale("symlog", linthresh=1e-17, linscale=0.3)
-    differences.set(ylim=(-2e-17, 10), yticks=[0, *(10.0**exponent for exponent in range(-15, 1, 3))], xlabel="optimizer step")
-    titles = "Loss of the step's batch, nats", "|loss - loss of one batch| / loss of one batch"
-    for axes, title in zip((losses, differences), titles, strict=True):
-        axes.set_title(title, loc="left")
-        axes.grid(axis="y", color="0.9")
-        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
-    losses.get_legend().set_title("ranks x batches in a window\nx samples in a batch;\n32/4: of 32, split into fours")
+    """The loss of every optimizer step of all runs: those of this package lie on the grey line of the full batch."""
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    axes = figure.subplots()
+    styles: dict[str, dict[str, Any]] = {"full batch": {"color": "0.8", "linewidth": 9}, "Lightning": {"marker": "x"}}
+    for mix, losses in curves.items():
+        axes.plot(range(1, len(losses) + 1), losses, label=f"{mix.engine} {mix.shape}", **styles.get(mix.engine, {}))
+    figure.suptitle(f"The same {GLOBAL_BATCH} samples a step; {verdict}")
+    axes.set(xlabel="optimizer step", ylabel="loss of its batch, nats")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), title="ranks x batches in a window\nx samples in a batch")
     figure.savefig(path, dpi=130)

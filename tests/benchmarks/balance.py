@@ -1,9 +1,10 @@
 """What even ranks are worth: the slowest rank of a window over the mean.
 
 A table of what is simulated: 16 samples a rank and window, on 8, 64 and 1,024 ranks, with lengths that are log-normal (median
-80, cut at 512) or those of the demo's docstrings (in bytes, cut at 512), where a sample costs its length or the square of it. The
-orders are Lightning's (a permutation, every R-th sample), Hugging Face's ``group_by_length`` (megabatches of 50 batches of the
-permutation, each sorted by length), and ``BalancedBatchSampler``. Beside it, how long the last takes to share out a window.
+80, cut at 512) or those of docstrings of Python's standard library (in bytes, cut at 512), where a sample costs its length or the
+square of it. The orders are Lightning's (a permutation, every R-th sample), Hugging Face's ``group_by_length`` (megabatches of 50
+batches of the permutation, each sorted by length), and ``BalancedBatchSampler``. Beside it, how long the last takes to share out
+a window.
 
     python tests/benchmarks/balance.py
 """
@@ -13,16 +14,13 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import sysconfig
 import time
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import torch
-from side_by_side import command_line, show
+from side_by_side import command_line, docstrings, show
 
-from lightning_accum.demo.model import docstrings
 from lightning_accum.samplers import share_evenly
 
 MEDIAN, LONGEST, SIGMA = 80, 512, 0.9
@@ -41,8 +39,7 @@ def of_docstrings(number: int, seed: int) -> list[int]:
 
 @cache
 def _lengths_of_docstrings() -> list[int]:
-    texts = docstrings(Path(sysconfig.get_paths()["stdlib"]))
-    return [min(LONGEST, len(text.encode("utf-8", errors="replace"))) for text in texts]
+    return [min(LONGEST, len(text)) for text in docstrings()]
 
 
 def grouped_by_length(lengths: Sequence[int], batch: int) -> list[int]:

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from compared_sides import GLOBAL_BATCH, REFERENCE, SIDES, Side, Texts, Training, docstrings, orders, rank, ranks, window
+from compared_sides import GLOBAL_BATCH, REFERENCE, SIDES, Side, Texts, Training, orders, rank, ranks, some_docstrings, window
 from processes import free_port
 from side_by_side import command_line, interleaved
 from torch.profiler import ProfilerActivity, profile
@@ -102,7 +102,7 @@ def seconds(side: Side, texts: Texts) -> float:
 def timed(sides: list[Side], rounds: int) -> dict[str, Figures]:
     """Tokens per second: medians."""
     samples = GLOBAL_BATCH * TIMED_WINDOWS
-    corpus = docstrings(samples)
+    corpus = some_docstrings(samples)
     (order,) = orders(samples, 1)
     tokens = sum(len(corpus[i]) + 1 for i in order[GLOBAL_BATCH:-GLOBAL_BATCH])
     taken = interleaved({side.name: lambda side=side: seconds(side, corpus) for side in sides}, rounds)
@@ -116,9 +116,9 @@ def work(rounds: int, kind: str, out: Path) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    full = REFERENCE.new_training(docstrings(SAMPLES), EPOCHS, torch.float64, kind)
+    full = REFERENCE.new_training(some_docstrings(SAMPLES), EPOCHS, torch.float64, kind)
     REFERENCE.train(full)
-    four_windows = docstrings(4 * GLOBAL_BATCH)
+    four_windows = some_docstrings(4 * GLOBAL_BATCH)
     sides = [side for side in SIDES if side.is_there]
     found = {side.name: examined(side, full, four_windows) for side in sides}
     for name, figures in timed(sides, rounds).items() if rounds else ():

@@ -7,6 +7,7 @@ its own documentation says to. What is recorded is recorded outside of it: by ho
 from __future__ import annotations
 
 import importlib.util
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from side_by_side import IGNORED
+from side_by_side import IGNORED, docstrings
 from support import trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_accum import GradientAccumulation, SameOrderSampler
-from lightning_accum.demo.model import ByteModel, collate, count_targets, sample_corpus
+from lightning_accum.demo.model import ByteModel, collate, count_targets
 
 GLOBAL_BATCH, MICRO_BATCH, SEED = 32, 4, 5
 
@@ -124,9 +125,9 @@ class Training:
         self.note(f"epoch {epoch + 1}")
 
 
-def docstrings(number: int) -> Texts:
+def some_docstrings(number: int) -> Texts:
     """So many of Python's standard library, the same ones at every call, of at most 256 bytes."""
-    return sample_corpus(number, 256)
+    return [text[:256] for text in random.Random(0).sample(docstrings(), number)]
 
 
 def orders(samples: int, epochs: int) -> Iterator[list[int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -55,11 +54,3 @@ def test_wrong_arguments_exit_with_2_and_name_the_argument(
 ) -> None:
     assert command(monkeypatch, *arguments) == 2
     assert named in capsys.readouterr().err
-
-
-def test_a_python_without_its_source_cannot_show_the_demo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert command(monkeypatch, "demo") == 1
-    assert "source files" in capsys.readouterr().err
