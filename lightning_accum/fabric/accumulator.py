@@ -17,8 +17,8 @@ from lightning_accum.check import MOST_BATCHES
 from lightning_accum.errors import ArgumentError
 from lightning_accum.exclusions import refuse
 from lightning_accum.fabric.loop import Loop
+from lightning_accum.fabric.passes import Words
 from lightning_accum.fabric.training import Fabric, Training
-from lightning_accum.fabric.words import Words
 from lightning_accum.nonfinite import Guard
 from lightning_accum.parameter_changes import KeptGradients
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize, checked_policy, row_wise_fields

@@ -7,11 +7,11 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError, UsageError, WrongTypeError
 from lightning_accum.fabric.passes import Passes
-from lightning_accum.fabric.words import warn_of_factors
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.parameter_changes import KeptGradients
 from lightning_accum.user_warnings import rank_zero_warn
@@ -119,7 +119,7 @@ class Loop(Passes):
             raise WrongTypeError(f"backward takes the loss of a micro-batch, a tensor, or None; found {type(loss).__name__}")
         elif self._may_be_divided:
             self._may_be_divided = False
-            warn_of_factors(loss, self._accumulation.boundary.size)
+            _warn_of_factors(loss, self._accumulation.boundary.size)
         try:
             with self._words:
                 self._session.end_micro_batch(self._session.add(self._training, loss, micro_batch))
@@ -250,3 +250,23 @@ class Loop(Passes):
                 "There are gradients that accumulator.backward did not make, and the next window clears them. To train on another"
                 " loss of the loop, add it to that of its micro-batch: accumulator.backward(loss_a + loss_b)."
             )
+
+
+def _warn_of_factors(loss: Tensor, size: float) -> None:
+    """Warn of a loss that is still divided by the size of the window, or multiplied by a GradScaler."""
+    node = loss.grad_fn
+    kind, saved = type(node).__name__, getattr(node, "_saved_other", None)
+    if not isinstance(saved, Tensor) or saved.numel() != 1 or kind not in ("DivBackward0", "MulBackward0"):
+        return
+    factor = float(saved)
+    divisor = factor if kind == "DivBackward0" or factor == 0 else 1 / factor
+    if size > 1 and math.isclose(size, divisor, rel_tol=1e-6):
+        rank_zero_warn(
+            f"The loss is divided by {size:g}, which is the size of the window. accumulator.backward(loss) divides by what the"
+            " window comes to; with this, gradients are that much smaller than the full batch's. Leave the division out."
+        )
+    elif kind == "MulBackward0" and saved.dtype == torch.float32 and factor >= 256 and math.frexp(factor)[0] == 0.5:
+        rank_zero_warn(
+            f"The loss is multiplied by {factor:g}, as by GradScaler.scale(loss), and nothing divides the gradients by that. Leave"
+            ' the GradScaler out; for float16 use Fabric(precision="16-mixed"), which does both by itself.'
+        )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from functools import partial
+from types import TracebackType
 from typing import Any, cast
 
 from torch import Tensor
@@ -13,9 +15,8 @@ from torch.utils.data import IterableDataset
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.check import check_first_batch
 from lightning_accum.counting import count_window
-from lightning_accum.errors import ArgumentError, UsageError
+from lightning_accum.errors import AccumulationError, ArgumentError, UsageError
 from lightning_accum.fabric.training import LossOfBatch, Training
-from lightning_accum.fabric.words import Words
 from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked
 from lightning_accum.micro_batch import MicroBatch, Weighed
@@ -26,6 +27,7 @@ from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.splitting.plan import Splitting
 from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
+from lightning_accum.user_warnings import rank_zero_warn, warn
 from lightning_accum.whole.row_proof import prove_row_wise
 
 Part = tuple[MicroBatch, bool]
@@ -189,3 +191,50 @@ def _length_of(loader: Iterable[Any]) -> float:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return math.inf
+
+
+# --- messages in the words of a loop ----------------------------------------------------------------------------------
+
+_AROUND = "torch.autograd.graph.save_on_cpu() around forward and backward"
+_NAMES = {  # the first that fits is taken
+    'GradientAccumulation(1, micro_batch="offload")': _AROUND,
+    'GradientAccumulation(micro_batch="offload")': _AROUND,
+    'micro_batch="offload"': _AROUND,
+    "delete checkpoint['callbacks']['GradientAccumulation'] from the file": "leave out accumulator.load_state_dict(...)",
+    "GradientAccumulation": "Accumulator",
+    "in the module's optimizer_step, after super().optimizer_step(...)": "where accumulator.step() returns True",
+    "in on_before_optimizer_step, which sees": "in optimizer.register_step_pre_hook(...), which sees",
+    "self.all_gather(..., sync_grads=True)": "torch.distributed.nn.functional.all_gather(...)",
+    "`window/skipped_micro_batches`": "`accumulator.skipped_micro_batches`",
+}
+
+
+class Words:
+    """Puts the names of a hand-written loop into messages that are written for fits. As a context, into errors raised in it.
+
+    Args:
+        loss: what computes the loss in a loop, where a fit has its ``training_step``.
+    """
+
+    def __init__(self, loss: str) -> None:
+        self._names = {**_NAMES, "training_step": loss}
+        self._pattern = re.compile("|".join(map(re.escape, self._names)))
+
+    def __call__(self, message: str) -> str:
+        """A message, with the names of a loop."""
+        return self._pattern.sub(lambda found: self._names[found[0]], message)
+
+    def warn(self, message: str) -> None:
+        """Warn, on any rank."""
+        warn(self(message))
+
+    def rank_zero_warn(self, message: str) -> None:
+        """Warn, on rank zero."""
+        rank_zero_warn(self(message))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, AccumulationError):  # errors of the user's code stay as they are
+            error.args = tuple(self(word) if isinstance(word, str) else word for word in error.args)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from lightning_accum.errors import AccumulationError, DoesNotAddUpError, Unsplit
 from lightning_accum.splitting.rows import Layout
 from lightning_accum.trainer.from_lightning import MisconfiguredError
 from lightning_accum.user_warnings import listed
-from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import Change, Step, StepRunner, Tensors
 
 _SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6
@@ -44,6 +43,19 @@ _MENDS = {
     "buffers": "No argument helps. Update them once a step, in on_train_batch_start or on_before_zero_grad.",
 }
 """By the name of a break, what mends it."""
+
+
+class Break(NamedTuple):
+    """Something that breaks equality, and the argument, or the change to the module, that mends it.
+
+    The relative error of the gradients is ``difference`` with it, and ``without`` it; None if it could not be taken out.
+    """
+
+    name: str
+    found: str
+    difference: float
+    without: float | None
+    mend: str
 
 
 class Comparison:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_accum import AccumulationError, DDPAccumulationStrategy, ModelParallelAccumulationStrategy, Tokens, verify
 
 ROWS = pad(sentences(16))
+OF_SEVERAL_SIZES = [pad(sentences(16)[start:stop]) for start, stop in ((0, 5), (5, 7), (7, 15), (15, 16))]
 
 
 def rank() -> int:
@@ -102,6 +103,7 @@ class Planted(Language):
     ("what", "arguments"),
     [
         ("", {"window": 2}),
+        ("", {"window": 2, "data": OF_SEVERAL_SIZES}),
         ("", {"micro_batch": 2, "gradient_clip_val": 0.1}),
         ("", {"devices": 4, "micro_batch": Tokens(30)}),
         ("dropout", {"window": 2}),
@@ -116,7 +118,7 @@ class Planted(Language):
 def test_a_correct_set_up_over_ranks_is_equal_and_the_module_stays_as_it_was(what: str, arguments: dict[str, Any]) -> None:
     module = Planted(what, "adamw")
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    report = verify(module, ROWS, **{"devices": 2, **arguments})
+    report = verify(module, **{"data": ROWS, "devices": 2, **arguments})
     assert report, str(report)
     assert (report.ranks, report.gradient <= 1e-12, report.breaks) == (arguments.get("devices", 2), True, [])
     torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
@@ -170,12 +172,6 @@ def test_a_planted_bug_is_named(what: str, strategy: Any, name: str, found: str)
     assert report.breaks[0].name == name, str(report)
     assert found in " ".join(f"{one.found} {one.mend}" for one in report.breaks)
     assert name in report.verdict
-
-
-def test_micro_batches_of_several_sizes_are_equal_over_ranks() -> None:
-    rows = sentences(16)
-    batches = [pad(rows[start:stop]) for start, stop in ((0, 5), (5, 7), (7, 15), (15, 16))]
-    assert verify(Planted(), batches, window=2, devices=2)
 
 
 def test_what_breaks_equality_in_one_process_is_named_before_any_rank_starts() -> None:

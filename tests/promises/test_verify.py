@@ -128,7 +128,7 @@ def test_a_loss_in_float32_is_held_to_what_float32_can_show() -> None:
     assert "float32" in report.tolerance_reason
 
 
-@pytest.mark.parametrize(("precision", "limit"), [("64-true", EXACT), ("32-true", 1e-6), ("bf16-mixed", 0.1)])
+@pytest.mark.parametrize(("precision", "limit"), [("32-true", 1e-6), ("bf16-mixed", 0.1)])
 def test_modules_are_equal_in_any_precision(precision: str, limit: float) -> None:
     report = verify(Classifier(), points(), micro_batch=2, precision=precision)
     assert report, str(report)
@@ -308,11 +308,6 @@ def test_what_breaks_equality_is_found_and_named(name: str, make: Any, how: dict
     assert name in str(report)
     if name in ("BatchNorm", "batch_idx"):  # can be taken out, and then the rest is equal
         assert report.breaks[0].without < EXACT < 1e-3 < report.breaks[0].difference
-
-
-def test_a_loss_whose_weight_cannot_be_read_is_an_error() -> None:
-    with pytest.raises(AccumulationError, match="weight"):
-        verify(Classifier(lambda m, y, b, i: F.cross_entropy(y, b[1]).sin()), points(), micro_batch=4, check=False)
 
 
 def test_several_breaks_are_told_apart_and_each_is_measured() -> None:
@@ -503,8 +498,15 @@ WRONG: dict[str, Any] = {
     ),
     "no module": (lambda: nn.Linear(2, 2), BATCH, IN_TWOS, "LightningModule"),
     "no data": (pl.LightningModule, None, {"window": 2}, "data="),
+    "an argument that does not exist": (BoringModel, BATCH, {**IN_TWOS, "wieght": "auto"}, "wieght"),
     "an argument of the policy": (BoringModel, BATCH, {**IN_TWOS, "weight": "auo"}, "weight"),
     "a gradient that is not finite": (BoringModel, BATCH / 0, IN_TWOS, "finite"),
+    "a weight that cannot be read": (
+        of(lambda m, y, b, i: F.cross_entropy(y, b[1]).sin()),
+        points(),
+        {**IN_TWOS, "check": False},
+        "weight",
+    ),
     "no loss": (of(lambda *_: None), points(), IN_TWOS, "training_step"),
 }
 
@@ -512,13 +514,8 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_verified_is_an_error_that_names_it(name: str) -> None:
     make, data, how, named = WRONG[name]
-    with pytest.raises(AccumulationError, match=named):
+    with pytest.raises(TypeError if "wieght" in how else AccumulationError, match=named):
         verify(make(), data, **how)
-
-
-def test_arguments_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(TypeError, match="wieght"):
-        verify(BoringModel(), BATCH, micro_batch=2, wieght="auto")
 
 
 # --- the command ---------------------------------------------------------------------------------------------------------
