@@ -63,7 +63,7 @@ class Accumulation(Windows):
         super().__init__(policy, ranks, warn)
         self.splitting, self.world_size = splitting, ranks.size
         self.weigher, self._values = Weigher(policy.weight), TermValues()
-        self.window = Window(ranks, self.weigher, sums, policy.on_nonfinite == "skip", weight_scale)
+        self.window = Window(ranks, self.weigher, sums, weight_scale)
         if isinstance(policy.weight, tuple):
             self.count_first()
         self.sums = sums if isinstance(sums, MainGradients) else None

@@ -1,7 +1,7 @@
 """What has been accumulated since the last optimizer step, and how it becomes the full batch's gradient.
 
 A micro-batch with mean loss ``l`` and weight ``n`` contributes the gradient of ``l * n``. At the boundary the weights are summed
-over the window and the ranks, in one all-reduce of 64 bytes, and the gradients are divided once by that sum. Nothing needs to
+over the window and the ranks, in one all-reduce of 104 bytes, and the gradients are divided once by that sum. Nothing needs to
 be known about the batches to come. fairseq, torchtune and Megatron-LM normalise this way.
 """
 
@@ -24,17 +24,7 @@ from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.functions import FunctionOfMean, OfMean
 from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import Contribution, Weigher
-from lightning_accum.window_totals import (
-    HAS_FUNCTION,
-    MOST_RANKS,
-    NUMBERS,
-    ClosedWindow,
-    Totals,
-    has_weight,
-    summed,
-    summed_on_host,
-    tensor_of,
-)
+from lightning_accum.window_totals import ClosedWindow, Totals, has_weight, summed, tensor_of
 
 
 class Window:
@@ -47,13 +37,10 @@ class Window:
         ranks: whose micro-batches are in it.
         weigher: finds the weights of its loss.
         sums: where gradients are added up, if not in ``parameter.grad``.
-        counts_left_out: whether micro-batches may be left out, and their number is summed over the ranks.
         weight_scale: of the first window; None to take it from the first weights, which all ranks have together.
     """
 
-    def __init__(
-        self, ranks: Ranks, weigher: Weigher, sums: GradientSums | None, counts_left_out: bool, weight_scale: float | None
-    ) -> None:
+    def __init__(self, ranks: Ranks, weigher: Weigher, sums: GradientSums | None, weight_scale: float | None) -> None:
         self.weigher, self.sums, self.device = weigher, sums, ranks.device
         self._world_size, self._group = ranks.size, ranks.group
         self.dtype = exact_dtype(self.device)
@@ -64,13 +51,11 @@ class Window:
         """This rank is to end, by a signal; all are to know of that, too."""
         self.counted: Counted | None = None
         """Weighs each term of the loss by itself; the same on all ranks."""
-        self._counts_left_out = counts_left_out
         self.constant: float | None = None
         """What each weight has in it beside what adds up, as in ``sum / (count + 1e-8)``: the full batch has it once. The same on
         all ranks; None where that is not known.
         """
         self._weight_scale = weight_scale
-        self._is_on_host = self.device.type == "cpu"  # where a tensor of one number is slower than a number
         self.discard()
 
     def discard(self) -> None:
@@ -82,7 +67,7 @@ class Window:
         """Micro-batches so far, on this rank, that were not finite, see :meth:`skip_nonfinite`."""
         self.has_doubts: Denominator = False
         """A micro-batch of this rank was read in a way that the check has not seen, or its weight may be none."""
-        self._totals: Tensor | list[float] | None = None
+        self._totals: Tensor | None = None
         self._reduction: dist.Work | None = None
         if self.counted is not None:
             self.counted.discard()
@@ -110,7 +95,7 @@ class Window:
         """
         shape = loss.shape
         if contribution.of_mean is None:
-            self._take_in(loss.item() if self._is_on_host else loss.detach().reshape(()), contribution)
+            self._take_in(loss.item() if loss.is_cpu else loss.detach().reshape(()), contribution)
         else:
             self._take_in(contribution.of_mean.mean, contribution)
         weight, weight_scale = contribution.weight, self._weight_scale
@@ -209,24 +194,13 @@ class Window:
 
         Called once the last weight is known, before its backward: so it does not wait in line behind the gradients.
         """
-        weights = [0.0 if c.weight is None else c.weight for c in self._contributions] if self.constant else []
-        more: list[Denominator] = [self._tensor_of(weights).count_nonzero()] if self.constant else []
+        has_function = self._world_size > 1 and self._function is not None
+        of_rank = [float(self.left_out), float(self.flag), float(self.is_last), self.has_doubts, float(has_function)]
         if self.counted is not None:
-            more += self.counted.compared(self._contributions)
-        if self._is_on_host:
-            numbers = [*summed_on_host(self._losses, self._contributions), *self._flags(), *more]
-            self._totals = [float(number) for number in numbers]
-        else:
-            totals = summed(self._losses, self._contributions, self._flags(), self._tensor_of)
-            self._totals = torch.cat((totals, self._tensor_of(more))) if more else totals
+            of_rank += self.counted.compared(self._contributions)
+        self._totals = summed(self._losses, self._contributions, of_rank, self._tensor_of)
         if self._world_size > 1:
-            self._totals = torch.as_tensor(self._totals, dtype=self.dtype)
             self._reduction = dist.all_reduce(self._totals, group=self._group, async_op=True)
-
-    def _total(self, totals: Sequence[float]) -> float:
-        """What the full batch divides by."""
-        place = NUMBERS + self._counts_left_out
-        return totals[0] - (totals[place] - 1) * self.constant if self.constant else totals[0]
 
     def close(self, gradients: Callable[[], Sequence[Tensor]]) -> ClosedWindow:
         """End the window: scale its gradients in place to those of the full batch.
@@ -243,11 +217,8 @@ class Window:
         assert self._totals is not None
         if self._reduction is not None:
             self._reduction.wait()
-        # the one copy to the host
-        numbers = self._totals if isinstance(self._totals, list) else self._totals.tolist()
-        totals = Totals(*numbers[:NUMBERS])
-        left_out = int(numbers[NUMBERS]) if self._counts_left_out else 0
-        counted = numbers[NUMBERS + self._counts_left_out + bool(self.constant) :]
+        numbers = self._totals.tolist()  # the one copy to the host
+        totals, counted = Totals(*numbers[: len(Totals._fields)]), numbers[len(Totals._fields) :]
         missed = counted[0] if counted else 0.0
         do_factors_differ = any(
             number * squares - total * total > 1e-6 * total * total
@@ -255,9 +226,10 @@ class Window:
         )
         of_terms = None if self.counted is None else self.counted.totals
         is_counted_empty = not any(of_terms or ()) and not any(None in (c.of_terms or {}).values() for c in self._contributions)
-        function, contributions, weight, is_sum = self._function, self._contributions, self._total(numbers), bool(totals.sums)
+        function, contributions, is_sum = self._function, self._contributions, bool(totals.sums)
+        weight = totals.weight - (totals.weighted - 1) * self.constant if self.constant else totals.weight
         self.discard()
-        is_function = function is not None if self._world_size == 1 else totals.has_flag(HAS_FUNCTION)
+        is_function = function is not None if self._world_size == 1 else totals.functions > 0
         totals.check()
         is_listed = self.counted is not None and self.counted.is_listed
         if missed > 1e-6 and not is_listed:
@@ -269,7 +241,7 @@ class Window:
             )
         disagree = totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
         if (totals.weight == 0 and not is_sum) or (of_terms is not None and is_sum and is_counted_empty):
-            return totals.closed(left_out=left_out)
+            return totals.closed()
         mean, slope = totals.loss if is_sum else totals.loss / weight, 1.0
         loss: Denominator = mean
         if is_function:
@@ -279,13 +251,13 @@ class Window:
             _scale(gradients, self._world_size * slope)
             shown = next((total for total in of_terms or () if total), 1.0)
             doubts = {"is_miscounted": is_listed and missed > 1e-6, "do_factors_differ": do_factors_differ}
-            return totals.closed(loss, shown, left_out=left_out, slope=slope, **doubts)
+            return totals.closed(loss, shown, slope=slope, **doubts)
         assert self._weight_scale is not None
         _scale(gradients, self._world_size * self._weight_scale / weight * slope)
         self._weight_scale = _power_of_two_near(weight / totals.micro_batches)
         has_others = disagree and any(c.others for c in contributions)
         doubts = {"do_terms_disagree": has_others, "do_factors_differ": disagree and not has_others}
-        return totals.closed(loss, weight, left_out=left_out, slope=slope, **doubts)
+        return totals.closed(loss, weight, slope=slope, **doubts)
 
     def warn_of(self, closed: ClosedWindow, warn: Callable[[str], None]) -> None:
         """Name what keeps a window that has ended from being its full batch."""
@@ -341,12 +313,6 @@ class Window:
                 " a single mean. Have training_step compute the same function on all ranks."
             )
         return value + sum(constant for *_, constant in numbers) / size, slope
-
-    def _flags(self) -> list[Denominator]:
-        has_function = self._world_size > 1 and self._function is not None
-        has_doubts = self.has_doubts.to(self.dtype) if isinstance(self.has_doubts, Tensor) else self.has_doubts
-        flags = self.flag + MOST_RANKS * self.is_last + MOST_RANKS**2 * has_doubts + MOST_RANKS**3 * has_function
-        return [flags, float(self.left_out)] if self._counts_left_out else [flags]
 
     def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:
         return tensor_of(values, self.device, self.dtype)

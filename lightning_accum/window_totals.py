@@ -1,8 +1,4 @@
-"""The numbers of a rank's micro-batches that are summed over the ranks at the end of a window, in 64 bytes of float64, and what
-they say of it.
-
-There are the eight of :class:`Totals`; and, where some may be, the micro-batches that were left out.
-"""
+"""The numbers of a rank's micro-batches that are summed over the ranks at the end of a window, and what they say of it."""
 
 from __future__ import annotations
 
@@ -62,7 +58,7 @@ class ClosedWindow(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """The numbers of a window, summed over its micro-batches and ranks.
+    """The numbers of a window, summed over its micro-batches and ranks; of ranks, those that say so.
 
     Attributes:
         weight: of n.
@@ -72,7 +68,12 @@ class Totals(NamedTuple):
         spread: of d^2 / n, where n is 1 for a sum.
         micro_batches: those with a loss.
         sums: those whose loss is a sum.
-        flags: those of ranks, each times a power of :data:`MOST_RANKS`.
+        weighted: those whose weight is not 0.
+        left_out: those that were not finite, and are in none of the above.
+        flagged: ranks with :attr:`Window.flag`.
+        last: with :attr:`Window.is_last`.
+        doubtful: with :attr:`Window.has_doubts`.
+        functions: whose losses are functions of a mean.
     """
 
     weight: float
@@ -82,17 +83,17 @@ class Totals(NamedTuple):
     spread: float
     micro_batches: float
     sums: float
-    flags: float
-
-    def has_flag(self, place: int) -> bool:
-        """Whether any rank has raised the flag with this place."""
-        return self.flags // MOST_RANKS**place % MOST_RANKS > 0
+    weighted: float
+    left_out: float
+    flagged: float
+    last: float
+    doubtful: float
+    functions: float
 
     def closed(self, loss: Denominator = math.nan, weight: float = 0.0, **others: Any) -> ClosedWindow:
         """What the window was, empty if it had no weight; the ``others`` are fields of it, too."""
-        window = ClosedWindow(loss, weight, int(self.micro_batches), is_empty=weight == 0, **others)
-        is_last, has_doubts = self.has_flag(IS_LAST), self.has_flag(HAS_NEWS)
-        return window._replace(is_flagged=self.has_flag(FLAG), is_last=is_last, has_doubts=has_doubts)
+        window = ClosedWindow(loss, weight, int(self.micro_batches), left_out=int(self.left_out), is_empty=weight == 0, **others)
+        return window._replace(is_flagged=self.flagged > 0, is_last=self.last > 0, has_doubts=self.doubtful > 0)
 
     def check(self) -> None:
         """Refuse what does not add up to a full batch.
@@ -137,15 +138,6 @@ class Totals(NamedTuple):
         return disagree
 
 
-MOST_RANKS = 2.0**13
-"""Four flags are in one number, and those of so many ranks do not run into each other."""
-FLAG, IS_LAST, HAS_NEWS, HAS_FUNCTION = range(4)
-"""Their places."""
-
-
-NUMBERS = len(Totals._fields)
-
-
 def has_weight(contribution: Contribution) -> bool:
     """As the host knows it: what a device holds may be 0."""
     return isinstance(contribution.weight, Tensor) or contribution.weight != 0
@@ -154,43 +146,22 @@ def has_weight(contribution: Contribution) -> bool:
 def summed(
     losses: Sequence[Denominator],
     contributions: Sequence[Contribution],
-    flags: Sequence[Denominator],
+    of_rank: Sequence[Denominator],
     tensor_of: Callable[[Sequence[Denominator]], Tensor],
 ) -> Tensor:
-    """The numbers of :class:`Totals` and flags, on the device of the micro-batches: it is not waited for."""
-    if not contributions:
-        return tensor_of([0.0] * 7 + [*flags])
-    values = tensor_of(losses)
-    sums = [float(contribution.weight is None) for contribution in contributions]
-    n = tensor_of([0.0 if contribution.weight is None else contribution.weight for contribution in contributions])
-    if contributions[0].is_read and not any(sums):
-        n = torch.where((n == 0) & values.isinf(), values.abs(), n)
-    times = n + tensor_of(sums) if any(sums) else n  # a sum counts as it is
-    d = spread = torch.zeros_like(n)
-    if any(c.others or isinstance(c.factors, Tensor) or c.factors != 0 for c in contributions):
-        d = times * tensor_of([c.factors for c in contributions])
-        if any(c.others for c in contributions):
-            d = d + torch.stack([tensor_of(_of_other_terms(c)).sum() for c in contributions])
-        spread = torch.where((times == 0) & (d == 0), 0.0, d**2 / times)
+    """The numbers of :class:`Totals`, and others ``of_rank``, on the device of the micro-batches: it is not waited for."""
+    values, sums = tensor_of(losses), tensor_of([float(c.weight is None) for c in contributions])
+    n = tensor_of([0.0 if c.weight is None else c.weight for c in contributions])
+    if contributions and contributions[0].is_read and all(c.weight is not None for c in contributions):
+        n = torch.where((n == 0) & values.isinf(), math.inf, n)
+    times = n + sums  # a sum counts as it is
+    d = times * tensor_of([c.factors for c in contributions])
+    if any(c.others for c in contributions):
+        d = d + torch.stack([tensor_of(_of_other_terms(c)).sum() for c in contributions])
+    spread = torch.where((times == 0) & (d == 0), 0.0, d**2 / times)
     loss = torch.where(times == 0, 0.0, values * times)
-    totals = torch.stack((n, loss, (n < 0).to(n.dtype), d, spread)).sum(1)
-    return torch.cat((totals, tensor_of([len(contributions), sum(sums), *flags])))
-
-
-def summed_on_host(losses: Sequence[Denominator], contributions: Sequence[Contribution]) -> list[float]:
-    """The same, but for the flags, where nothing is on a device: a few numbers of Python's take a tenth of the time."""
-    totals, sums = [0.0] * 5, sum(contribution.weight is None for contribution in contributions)
-    for loss, c in zip(losses, contributions, strict=True):
-        n = 0.0 if c.weight is None else float(c.weight)
-        if n == 0 and math.isinf(loss) and contributions[0].is_read and not sums:
-            n = math.inf
-        times = 1.0 if c.weight is None else n  # a sum counts as it is
-        d = times * float(c.factors)
-        d += sum(map(float, _of_other_terms(c)))
-        spread = d * d / times if times else abs(d) and math.inf
-        for place, number in enumerate((n, times and float(loss) * times, n < 0, d, spread)):
-            totals[place] += number
-    return [*totals, float(len(contributions)), float(sums)]
+    columns = (n, loss, n < 0, d, spread, torch.ones_like(n), sums, n != 0)
+    return torch.cat((torch.stack([column.to(n.dtype) for column in columns]).sum(1), tensor_of(of_rank)))
 
 
 def _of_other_terms(contribution: Contribution) -> list[Denominator]:
