@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +16,12 @@ from lightning_accum.main_gradients import GradientSums, MainGradients
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.auto import MicroBatchSizes
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan, Splitting
+from lightning_accum.step import BackwardObserver
 from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
-from lightning_accum.weighing.counted import Counted, TermValues
+from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.later import LaterLooks, is_time_to_look
 from lightning_accum.weighing.terms import Denominator, Term, keep_weight, scale_terms
 from lightning_accum.weighing.weight import Contribution, Reading, Weigher
@@ -32,22 +31,13 @@ from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 
 
-class BackwardObserver(Protocol):
-    """What is called around the backward of a micro-batch."""
-
-    def begin_backward(self, micro_batch: MicroBatch, weight: Denominator | None) -> None:
-        """It is next, and the micro-batch is in its window."""
-
-    def end_backward(self) -> None:
-        """It is over."""
-
-
 class Accumulation(Windows):
     """The windows of a fit whose Trainer optimizes.
 
     Args:
         splitting: how loader batches are split; None where each is a micro-batch.
         sums: where gradients are added up, if not in ``parameter.grad``.
+        row_wise: runs submodules in micro-batches.
         weight_scale: of the first window, see :class:`Window`.
     """
 
@@ -58,14 +48,18 @@ class Accumulation(Windows):
         warn: Callable[[str], None],
         splitting: Splitting | None = None,
         sums: GradientSums | None = None,
+        row_wise: RowWise | None = None,
         weight_scale: float | None = None,
     ) -> None:
         super().__init__(policy, ranks, warn)
-        self.splitting, self.world_size = splitting, ranks.size
-        self.weigher, self._values = Weigher(policy.weight), TermValues()
+        self.splitting, self.row_wise, self.world_size = splitting, row_wise, ranks.size
+        self.weigher = Weigher(policy.weight)
         self.window = Window(ranks, self.weigher, sums, weight_scale)
-        if isinstance(policy.weight, tuple):
+        self.of_losses = [self.window]
+        if policy.counts_ahead:
             self.count_first()
+        self._sizes = None if splitting is None or splitting.retry is None else splitting.retry.sizes
+        """With ``"auto"``, what was found to fit into memory."""
         self.sums = sums if isinstance(sums, MainGradients) else None
         """Where backward itself adds gradients up, in a wider type than that of their parameters."""
         self.closed: ClosedWindow | None = None
@@ -83,7 +77,6 @@ class Accumulation(Windows):
         """Called around the backward of every micro-batch that is added to the window."""
         self.checks_left = 0
         """At how many loader batches more the check may be tried: until enough rows were looked at on every rank."""
-        self.row_wise: RowWise | None = None
         self.has_joint_loss = False
         """The loss of a rank takes the rows of all ranks together."""
         self.verdict: Verdict | None = None
@@ -103,15 +96,9 @@ class Accumulation(Windows):
 
     def count_first(self, keys: Sequence[int] = ()) -> None:
         """From now on the terms of a window are counted before it runs, those with these keys and others."""
-        weights = self.policy.weight
-        self.weigher.counts_first, self.stops_counting = not isinstance(weights, tuple), False
-        keys = range(len(weights)) if isinstance(weights, tuple) else keys
-        self.window.counted = Counted(keys, self.ranks, isinstance(weights, tuple))
-
-    @property
-    @override
-    def of_losses(self) -> Sequence[Window]:
-        return (self.window,)
+        weights, is_listed = self.policy.weight, self.policy.counts_ahead
+        self.weigher.counts_first, self.stops_counting = not is_listed, False
+        self.window.counted = Counted(range(len(weights)) if isinstance(weights, tuple) else keys, self.ranks, is_listed)
 
     @override
     def begin_epoch(self, epoch: int) -> None:
@@ -121,7 +108,7 @@ class Accumulation(Windows):
 
     @override
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
-        if (keys := self.resumed_state.get("counted")) is not None and not isinstance(self.policy.weight, tuple):
+        if (keys := self.resumed_state.get("counted")) is not None and not self.policy.counts_ahead:
             self.count_first(keys)
         partial, state = super().restart(seen, into_window, steps, loader_batches, size), self.resumed_state
         self.is_zero_grad_due = partial is None
@@ -139,11 +126,6 @@ class Accumulation(Windows):
         return state
 
     # --- one loader batch -----------------------------------------------------------------------------------------
-
-    @property
-    def _sizes(self) -> MicroBatchSizes | None:
-        """With ``"auto"``, what was found to fit into memory."""
-        return None if self.splitting is None or self.splitting.retry is None else self.splitting.retry.sizes
 
     @property
     def plan(self) -> Plan | None:
@@ -208,23 +190,12 @@ class Accumulation(Windows):
             reading.function.leave_out(loss)
         return Weighed(weight, contribution.of_mean, self._begin_backward(micro_batch, weight, grad_output), is_weightless)
 
-    def noting_values(self) -> AbstractContextManager[Any]:
-        """Returns the context of a forward whose terms are counted in it: the window is this micro-batch alone."""
-        self._values, counted = TermValues(), self.window.counted
-        return self._values if counted is not None and not counted.is_agreed else nullcontext()
-
     def _add_terms(self, loss: Tensor, contribution: Contribution, terms: Sequence[Term], micro_batch: MicroBatch) -> Weighed:
         """Take in a micro-batch of which each term has its own weight."""
-        counted, window = self.window.counted, self.window
-        assert counted is not None
+        window = self.window
+        assert window.counted is not None
         assert contribution.of_terms is not None
-        if not counted.is_agreed:  # the window is this micro-batch, on each rank
-            counted.add(contribution.of_terms)
-            counted.values.append(self._values.of(loss, terms))
-        counted.agree()
-        factors = counted.factors(contribution.of_terms)
-        own = [factors[term.key] for term in terms]
-        shown = counted.shown(loss, factors)
+        own, shown = window.counted.weigh(loss, contribution.of_terms, terms)
         window.add(shown if self.sums is None else shown.to(window.dtype), contribution)
         is_weightless = not any(isinstance(factor, Tensor) or factor for factor in own)
         is_whole = len(terms) == 1 and all(edge.place is None for edge in terms[0].edges)
@@ -270,12 +241,6 @@ class Accumulation(Windows):
         if micro_batch.is_boundary:
             self.reduce()
 
-    @override
-    def end_loader_batch(self, seen: int) -> None:
-        if self.window.counted is not None and seen != self._done[0]:  # it may be said again
-            self.window.counted.loader_batches_left -= 1
-        self._done = (seen, self.window.micro_batches)
-
     def reduce(self) -> None:
         """Start to sum the weights over the ranks: on all of them before the last reduction of gradients."""
         if self._sizes is not None:
@@ -305,15 +270,14 @@ class Accumulation(Windows):
         self.closed = self.closed._replace(loss=math.nan, weight=0.0, is_empty=True)
         self.is_step = False
 
-    @property
-    def is_closed_empty(self) -> bool:
-        """The window that ended last had no weight, so there is no optimizer step for it."""
-        return self.closed is not None and self.closed.is_empty
-
     # --- the end of a window --------------------------------------------------------------------------------------
 
     def close(self, seen: int, parameters: Callable[[], Iterable[Tensor]]) -> ClosedWindow:
-        """End the window: its gradients become the full batch's."""
+        """End the window: its gradients become the full batch's. One that is left to Lightning is as it is."""
+        if self.closed is not None and self.is_passthrough():
+            self._begin_window(seen)
+            self._add_weight(self.closed)
+            return self.closed
         if self.changes.is_under_way:
             self.changes.end(self.window.micro_batches)
         sums = None if self.sums is None else self.sums.gradients()
@@ -358,12 +322,6 @@ class Accumulation(Windows):
         left_out = closed.left_out + closed.micro_batches
         return closed._replace(loss=math.nan, weight=0.0, micro_batches=0, is_empty=True, left_out=left_out)
 
-    def close_passthrough(self, seen: int) -> None:
-        """End a window that was left to Lightning."""
-        self._begin_window(seen)
-        if self.closed is not None:
-            self._add_weight(self.closed)
-
     def _add_weight(self, closed: ClosedWindow) -> None:
         if closed.is_empty and not self.is_step:
             self.warn_once(
@@ -377,14 +335,16 @@ class Accumulation(Windows):
     def _begin_window(self, seen: int) -> None:
         # a closure that runs again (LBFGS over ranks) ends the same window again
         self.closed_loader_batches = self.boundary.position(seen) or self.closed_loader_batches
-        self.boundary.close(seen)
+        super()._begin_window(seen)
         if self.sums is not None:
             self.sums.clear()
         if self.stops_counting and self.weigher.counts_first:
             self.weigher.counts_first = self.stops_counting = False
             self.window.counted = None
         self.is_zero_grad_due, self._unread = True, None
-        self.is_step = self.closed is not None and (not self.closed.is_empty or self._is_without_loss(self.closed))
+        closed, has_run = self.closed, self._has_run_without_loss or self.world_size > 1  # of which all ranks think alike
+        is_without_loss = has_run and closed is not None and closed.micro_batches == closed.left_out == 0
+        self.is_step = closed is not None and (not closed.is_empty or is_without_loss)
         self._has_run_without_loss = False
 
     @override
@@ -392,11 +352,6 @@ class Accumulation(Windows):
         self.closed = None
         self.later.doubted.clear()
         return super().discard(seen)
-
-    def _is_without_loss(self, closed: ClosedWindow) -> bool:
-        """training_step ran, and returned None in all of the window."""
-        has_run = self._has_run_without_loss or self.world_size > 1  # all ranks are to come to the same answer
-        return closed.is_empty and closed.micro_batches == closed.left_out == 0 and has_run
 
     def after_optimizer_step(self, has_stepped: bool) -> None:
         """Count the step for the schedulers."""

@@ -1,35 +1,25 @@
-"""One backward call of a module that optimizes by itself, and the loader batch that its ``training_step`` runs on."""
+"""What a ``training_step`` that optimizes by itself calls in a loader batch, beside what it calls in others and on other ranks."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 from torch import Tensor, nn
-from typing_extensions import override
 
-from lightning_accum.accumulation import Accumulation
-from lightning_accum.main_gradients import GradientSums
-from lightning_accum.whole.row_wise import RowWise
-from lightning_accum.windows import Windows
+from lightning_accum.errors import UsageError
+from lightning_accum.failures import have_all_left
+from lightning_accum.ranks import Ranks
+from lightning_accum.trial import PATIENCE
+from lightning_accum.user_warnings import users_line
 
-
-class Call(Accumulation):
-    """One of the backward calls in a ``training_step``: its windows, each with one loss, and what the check finds of that."""
-
-    def __init__(self, windows: Windows, weight_scale: float | None, checks: int, row_wise: RowWise | None) -> None:
-        self.given = GradientSums()
-        """What it has given to the gradients in this window."""
-        super().__init__(windows.policy, windows.ranks, windows.warn_once, sums=self.given, weight_scale=weight_scale)
-        self.boundary, self.checks_left, self.row_wise, self._windows = windows.boundary, checks, row_wise, windows
-        self.line = ""
-        """Of the user's code, which makes it."""
-
-    @property
-    @override
-    def position(self) -> int:
-        return self._windows.position
+_SAME_CALLS = (
+    "Over ranks, all of them make the same calls of manual_backward and step: a rank that has nothing to add takes part with a loss"
+    " of 0 that depends on the parameters. With automatic optimization a rank may return None."
+)
 
 
 @dataclass
@@ -57,3 +47,71 @@ class ManualMicroBatch:
     versions: list[int] = field(default_factory=list)
     before: dict[nn.Parameter, Tensor] | None = None
     begun: float = field(default_factory=time.monotonic)
+
+    def warn_of_others(self, stepped: list[str], calls: int, warn: Callable[[str], None]) -> None:
+        """Its ``training_step`` has run: does it call what the first of the window has ``stepped``, and as many backwards?"""
+        if self.stepped != stepped and self.next_call:
+            warn(
+                f"training_step stepped {', '.join(self.stepped) or 'nothing'} in a micro-batch of a window, and"
+                f" {', '.join(stepped) or 'nothing'} in the first. Only the steps of the last micro-batch are taken. Do they"
+                " depend on batch_idx or on the loss, or does the module accumulate by itself?"
+            )
+        if self.next_call != calls:
+            warn(
+                f"training_step called manual_backward {calls} times in the first micro-batch of a window, and"
+                f" {self.next_call} times in another: the first calls of all micro-batches belong together, and so do the"
+                " second ones. A window equals its full batch only if all micro-batches make the same calls. Does their number"
+                " depend on batch_idx, or does training_step return early?"
+            )
+
+    def compare_places(self, ranks: Ranks, is_end: bool) -> None:
+        """Compare where the ranks are in the ``training_step`` that ends a window, or whether all have ended it alike.
+
+        Raises:
+            RuntimeError: on all ranks, one is elsewhere.
+        """
+        if ranks.size == 1:
+            return
+        line, left = ("", ", and left training_step") if is_end else (f" ({users_line()})", "")
+        stepped = ", ".join(self.stepped) or "nothing"
+        where = f"has called manual_backward {self.next_call} times{line}, stepped {stepped}{left}"
+        code = crc32(f"{self.next_call} {self.stepped} {is_end}".encode()) & 0xFFFFFF  # exact in any type
+        most, fewest = ranks.largest(code, -code)
+        if most != -fewest:
+            places = [f"rank {rank} {ranks.share(where, rank)}" for rank in range(ranks.world_size)]
+            raise UsageError(
+                f"The ranks are at different places in the training_step that ends a window: {'; '.join(places)}. {_SAME_CALLS}"
+            )
+
+    def wait_for_others(self, ranks: Ranks, most_calls: int) -> None:
+        """Where each backward waits for the other ranks, leave ``training_step`` with them. Called on all, if all come to it.
+
+        Args:
+            ranks: that wait for each other.
+            most_calls: of backward, in any loader batch before.
+
+        Raises:
+            RuntimeError: this rank has called backward less often than before, and others are still in training_step.
+        """
+        may_be_early = self.next_call < most_calls or not most_calls
+        if not have_all_left(may_be_early, PATIENCE + 10 * (time.monotonic() - self.begun)):
+            raise UsageError(
+                f"Rank {ranks.rank} has called manual_backward {self.next_call} times and left training_step, and another rank is"
+                f" still in it, where it waits for this one. {_SAME_CALLS}"
+            )
+
+
+def check_batches(ranks: Ranks, has_batch: bool) -> None:
+    """A loader batch is next that reduces gradients. Called on all ranks.
+
+    Raises:
+        RuntimeError: on all ranks, some have a batch and others have None, and those that have one would wait for the others.
+    """
+    some_have, some_lack = ranks.largest(has_batch, not has_batch)
+    if some_have and some_lack:
+        has, others = ("", "another has None for it") if has_batch else ("None for ", "others have a batch")
+        raise UsageError(
+            f"Rank {ranks.rank} has {has}a loader batch that reduces gradients, and {others}. With"
+            " automatic_optimization=False the module's own training_step reduces gradients and steps, on all ranks or on none:"
+            " leave None out of the loaders, or use automatic optimization."
+        )

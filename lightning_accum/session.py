@@ -23,7 +23,6 @@ from lightning_accum.step import Backward, CountsAhead, Outcome, Step, Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import gradients_of_zero
-from lightning_accum.window_totals import ClosedWindow
 
 _NOTHING_AROUND = nullcontext()
 
@@ -53,7 +52,7 @@ class Session:
         self._parameters = trained.parameters
         self._row_wise = accumulation.row_wise
         self._snapshotter = trained.snapshotter
-        self._is_announced = self._has_doubts = False
+        self._is_announced = False
         self._has_ranks = accumulation.ranks.world_size > 1
         self._has_sync = type(sync) is not GradientSync  # engines for several ranks have one on a single rank, too
         policy = accumulation.policy
@@ -71,49 +70,35 @@ class Session:
             seen: its number, counted from 1 over all epochs.
             ends_window: its window ends with it.
         """
-        accumulation = self._accumulation
+        accumulation, splitting = self._accumulation, self._accumulation.splitting
         if accumulation.window.counted is not None:
             count_window(accumulation, step, batch, self.sync, self._snapshotter)
+        is_split, begun = splitting is not None and splitting.plan is not None, accumulation.window.micro_batches
+        has_boundary = ends_window and not self.finishes_after_backward
         with _NOTHING_AROUND if self._row_wise is None else self._row_wise.step(count_samples(batch)):
-            splitting = accumulation.splitting
-            run = self._run_whole if splitting is None or splitting.plan is None else self._run_in_micro_batches
             if accumulation.is_shadow_batch:
                 self.zero_grad(step)  # what it does to the module is to last
-            outcome = run(step, batch, seen, ends_window)
-        self.look_at_doubted()
-        return outcome
+            if splitting is not None and is_split:
+                outputs, order, log = splitting.run(partial(self._attempt, step, has_boundary), self._mark)
+                if log.entries:
+                    step.show_logs(log, all(output.is_left_out for output in outputs))
+            else:
+                loss, extra = self._run_whole(step, batch, has_boundary)
+        window_loss = self.end_window(seen, has_boundary) if ends_window else None
+        if is_split:
+            is_window = begun == 0 and accumulation.world_size == 1
+            return Outcome(window_loss, joined_loss(outputs, window_loss if is_window else None), joined_extra(outputs, order))
+        return Outcome(loss if ends_window and accumulation.is_passthrough() else window_loss, loss, extra)
 
-    def _run_whole(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
-        accumulation = self._accumulation
-        is_boundary = ends_window and not self.finishes_after_backward
-        micro_batch = MicroBatch(batch, is_boundary=is_boundary, is_shadow_batch=accumulation.is_shadow_batch)
+    def _run_whole(self, step: Step, batch: Any, is_boundary: bool) -> tuple[Tensor | None, dict[str, Any]]:
+        micro_batch = MicroBatch(batch, is_boundary=is_boundary, is_shadow_batch=self._accumulation.is_shadow_batch)
         if self.guard is None or not self.guard.leaves_out:
-            loss, extra, _ = self._run_micro_batch(step, micro_batch)
-        else:  # what may be left out is not shown before it was looked at
-            with step.collecting_logs() as log:
-                loss, extra, weighed = self._run_micro_batch(step, micro_batch)
-            if self.guard.has_left_out:
-                loss, extra = None, {}
-            log.weigh([(weighed, 1)])
-            step.show_logs(log, self.guard.has_left_out)
-        if not ends_window:
-            return Outcome(None, loss, extra)
-        window_loss = self.end_window(seen) if is_boundary else self.finish_window(seen)
-        return Outcome(loss if accumulation.is_passthrough() else window_loss, loss, extra)
-
-    def _run_in_micro_batches(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
-        accumulation, splitting = self._accumulation, self._accumulation.splitting
-        assert splitting is not None
-        begun = accumulation.window.micro_batches
-        has_boundary = ends_window and not self.finishes_after_backward
-        outputs, order, log, window_loss = splitting.run(partial(self._attempt, step, seen, has_boundary), self._mark)
-        if log.entries:
-            step.show_logs(log, all(output.is_left_out for output in outputs))
-        if ends_window and self.finishes_after_backward:
-            window_loss = self.finish_window(seen)
-        is_window = ends_window and begun == 0 and accumulation.world_size == 1
-        of_window = window_loss if is_window else None
-        return Outcome(window_loss, joined_loss(outputs, of_window), joined_extra(outputs, order))
+            return self._run_micro_batch(step, micro_batch)[:2]
+        with step.collecting_logs() as log:  # what may be left out is not shown before it was looked at
+            loss, extra, weighed = self._run_micro_batch(step, micro_batch)
+        log.weigh([(weighed, 1)])
+        step.show_logs(log, self.guard.has_left_out)
+        return (None, {}) if self.guard.has_left_out else (loss, extra)
 
     def _mark(self) -> Mark:
         """Where the window stands, before an attempt at a loader batch that may have to be undone."""
@@ -136,12 +121,10 @@ class Session:
 
         return Mark(undo, None if is_zero_grad_due else parameters)
 
-    def _attempt(
-        self, step: Step, seen: int, has_boundary: bool, plan: Plan
-    ) -> tuple[list[Output], list[int] | None, BatchLog, Tensor | None]:
+    def _attempt(self, step: Step, has_boundary: bool, plan: Plan) -> tuple[list[Output], list[int] | None, BatchLog]:
         guard, is_shadow_batch = self.guard, self._accumulation.is_shadow_batch
-        own, window_loss = len(plan.pieces), None
-        rounds, kept, outputs = self.rounds(own), 0, list[Output]()
+        own, kept, outputs = len(plan.pieces), 0, list[Output]()
+        rounds = self.rounds(own)
         with step.collecting_logs() as log:
             for index, batch in enumerate(plan):
                 is_boundary = has_boundary and index == rounds - 1
@@ -156,8 +139,6 @@ class Session:
                     raise UsageError(f"{found}, whose other micro-batches are in the window. Leave micro_batch out.") from error
                 if log.may_be_loss:
                     log.note_loss(loss)
-                if is_boundary:
-                    window_loss = self.end_window(seen)
                 if guard is not None and guard.has_left_out:
                     outputs.append(Output(None, {}, EMPTY, count, is_left_out=True))
                     if not (index == own - 1 and self._has_ranks and not kept):  # others may wait for what it logs
@@ -166,10 +147,9 @@ class Session:
                     outputs.append(_output_of(loss, extra, weighed, count))
                     kept += 1
                 del loss, extra, batch, micro_batch  # before the next forward
-        if rounds > own:
-            window_loss = self._run_shadow_batches(own, rounds, seen, has_boundary)
+        self._run_shadow_batches(own, rounds, has_boundary)
         log.weigh([(output.weighed, output.rows) for output in outputs if not output.is_left_out] or [(EMPTY, 1)])
-        return outputs, plan.order, log, window_loss
+        return outputs, plan.order, log
 
     # --- one micro-batch ------------------------------------------------------------------------------------------
 
@@ -178,7 +158,7 @@ class Session:
         # a shadow batch leaves the module as it was, and what a step of its window does to it is to last
         undone = self._snapshotter.take(watches_parameters=False) if micro_batch.is_shadow_batch else _NOTHING_AROUND
         with undone, self.begin_micro_batch(micro_batch):
-            with _NOTHING_AROUND if self._accumulation.window.counted is None else self._accumulation.noting_values():
+            with _NOTHING_AROUND if (counted := self._accumulation.window.counted) is None else counted.noting_values():
                 loss, extra = step.forward(micro_batch.batch)
             weighed = self.add(step, loss, micro_batch)
         return loss, extra, self.end_micro_batch(weighed)
@@ -262,33 +242,25 @@ class Session:
         has_boundary = ends_window and not self.finishes_after_backward
         if self._accumulation.window.counted is not None:
             count_window(self._accumulation, ahead, None, self.sync, self._snapshotter)
-        window_loss = self._run_shadow_batches(0, max(1, self.rounds(0)), seen, has_boundary)
-        if ends_window and self.finishes_after_backward:
-            window_loss = self.finish_window(seen)
-        self.look_at_doubted()
-        return Outcome(window_loss)
+        self._run_shadow_batches(0, max(1, self.rounds(0)), has_boundary)
+        return Outcome(self.end_window(seen, has_boundary) if ends_window else None)
 
-    def _run_shadow_batches(self, done: int, rounds: int, seen: int, has_boundary: bool) -> Tensor | None:
+    def _run_shadow_batches(self, done: int, rounds: int, has_boundary: bool) -> None:
         """Other ranks have more micro-batches in a loader batch: this one takes part in them, with weight 0.
 
         Args:
             done: micro-batches that this rank has run.
             rounds: those of the rank with the most.
-            seen: the number of the loader batch.
             has_boundary: the last of them ends the window.
         """
         for index in range(done, rounds):
             micro_batch = MicroBatch(None, None, index, rounds, has_boundary and index == rounds - 1)
             with _NOTHING_AROUND if micro_batch.is_boundary else self.sync.blocked(micro_batch):
-                self._run_shadow_batch(micro_batch)
-        return self.end_window(seen) if has_boundary else None
-
-    def _run_shadow_batch(self, micro_batch: MicroBatch) -> None:
-        self._accumulation.changes.gradients.forget()
-        self.sync.forward_without_batch()
-        self._accumulation.add_without_loss(micro_batch)
-        self.sync.backward_without_loss()
-        self.sync.complete_reduction(micro_batch)
+                self._accumulation.changes.gradients.forget()
+                self.sync.forward_without_batch()
+                self._accumulation.add_without_loss(micro_batch)
+                self.sync.backward_without_loss()
+                self.sync.complete_reduction(micro_batch)
 
     def rounds(self, own: int) -> int:
         """The micro-batches of a loader batch, after each of which this rank may have to wait for others. Called on all ranks."""
@@ -298,45 +270,28 @@ class Session:
 
     # --- the end of a window --------------------------------------------------------------------------------------
 
-    def finish_window(self, seen: int) -> Tensor | None:
-        """End the window after its last backward, which reduced nothing. On all ranks together.
+    def end_window(self, seen: int, is_reduced: bool) -> Tensor | None:
+        """End the window after its last backward. On all ranks together.
 
         Args:
             seen: the number of the loader batch that it ends with.
+            is_reduced: that backward has reduced the gradients.
 
         Returns:
             Its loss; None where it had no weight.
         """
-        self._accumulation.reduce()
-        self.sync.reduce_accumulated()
-        window_loss = self.end_window(seen)
-        self.look_at_doubted()
-        return window_loss
-
-    def end_window(self, seen: int) -> Tensor | None:
-        """As :meth:`finish_window`, where the last backward has reduced the gradients."""
-        closed = self.close_window(seen)
-        if closed is None or closed.is_empty:
-            return None
-        return torch.as_tensor(closed.loss, dtype=self._accumulation.window.dtype, device=self._accumulation.ranks.device)
-
-    def close_window(self, seen: int) -> ClosedWindow | None:
-        """As :meth:`end_window`. Returns what the window was; None where it was left to Lightning."""
         accumulation = self._accumulation
+        if not is_reduced:
+            accumulation.reduce()
+            self.sync.reduce_accumulated()
         if self._has_sync:
             self.sync.end_window()
-        if accumulation.is_passthrough():
-            accumulation.close_passthrough(seen)
+        if accumulation.close(seen, self._parameters).has_doubts:
+            accumulation.look_at_doubted()  # before its step
+        closed = accumulation.closed
+        if closed is None or closed.is_empty:
             return None
-        closed = accumulation.close(seen, self._parameters)
-        self._has_doubts |= closed.has_doubts
-        return closed
-
-    def look_at_doubted(self) -> None:
-        """Before the step of a window: look at its micro-batches that were read in another way than those that were checked."""
-        if self._has_doubts:
-            self._has_doubts = False
-            self._accumulation.look_at_doubted()
+        return torch.as_tensor(closed.loss, dtype=accumulation.window.dtype, device=accumulation.ranks.device)
 
 
 def _output_of(loss: Tensor | None, extra: dict[str, Any], weighed: Weighed, rows: int) -> Output:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from textwrap import fill
 from typing import Any
 
@@ -48,11 +49,7 @@ def start_line(
         window = window_in_words(loader_batches, accumulation.world_size // accumulation.ranks.same_rows, samples)
     if accumulation.splitting is not None:
         window += f" {accumulation.splitting.describe()}"
-    if policy.offload:
-        window += f", {offload_in_words(accumulation.ranks.device)}"
-    if accumulation.row_wise is not None:
-        window += f", {accumulation.row_wise.describe()}"
-    parts = [window]
+    parts = [window + _how_it_runs(accumulation)]
     if accumulation.weigher.criterion is not None:
         parts.append(f"loss: {accumulation.weigher.criterion}")
     if accumulation.verdict is not None:
@@ -60,6 +57,21 @@ def start_line(
     if accumulation.sums is not None:
         parts.append(f"gradients summed in {accumulation.sums.dtype}")
     return in_lines(parts)
+
+
+def manual_start_line(calls: Sequence[Accumulation], lines: Sequence[str], samples: int | None, loader_batches: int) -> str:
+    """The same, where the module optimizes by itself: for each of its backward calls the line of its code, and its loss."""
+    first = calls[0]
+    parts = [window_in_words(loader_batches, first.ranks.size, samples) + _how_it_runs(first), "manual optimization"]
+    for number, (call, line) in enumerate(zip(calls, lines, strict=True), 1):
+        name, verdict = f"window/loss_{number}" if number > 1 else "window/loss", f" ({call.verdict})" if call.verdict else ""
+        parts.append(f"{name} of {line}: {call.weigher.criterion}{verdict}")
+    return in_lines(parts)
+
+
+def _how_it_runs(accumulation: Accumulation) -> str:
+    offload = f", {offload_in_words(accumulation.ranks.device)}" if accumulation.policy.offload else ""
+    return offload if accumulation.row_wise is None else f"{offload}, {accumulation.row_wise.describe()}"
 
 
 def _unit(accumulation: Accumulation, micro_batch: MicroBatch, weighed: Weighed) -> str:

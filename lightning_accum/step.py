@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.undo import Undo
+from lightning_accum.weighing.terms import Denominator
 
 
 class Trained:
@@ -73,6 +75,16 @@ def named_parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> d
     known = set(named.values())
     left = [parameter for parameter in parameters_of(module, optimizers) if parameter not in known]
     return {**named, **{f"optimizer.{index}": parameter for index, parameter in enumerate(left)}}
+
+
+class BackwardObserver(Protocol):
+    """What is called around the backward of a micro-batch."""
+
+    def begin_backward(self, micro_batch: MicroBatch, weight: Denominator | None) -> None:
+        """It is next, and the micro-batch is in its window."""
+
+    def end_backward(self) -> None:
+        """It is over."""
 
 
 class Backward(Protocol):

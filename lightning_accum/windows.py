@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from lightning_accum.step import Trained
 from lightning_accum.window import Window
 
 
-class Windows(ABC):
+class Windows:
     """The windows of one ``fit``, whether the Trainer optimizes or the module does so by itself."""
 
     def __init__(self, policy: Policy, ranks: Ranks, warn: Callable[[str], None], once_a_window: str = IN_OPTIMIZER_STEP) -> None:
@@ -36,15 +35,12 @@ class Windows(ABC):
         """Micro-batches of all windows so far that were not finite, over all ranks."""
         self.epoch = 0
         """The epoch under way, from 0."""
+        self.of_losses: list[Window] = []
+        """The window under way of each loss of ``training_step``, in the order of their backward calls."""
         self.resumed_state: Mapping[str, Any] = {}
         """What the checkpoint that training goes on from says, as :meth:`state_dict` gave it."""
         self._warn = warn
         self._warned: set[str] = set()
-
-    @property
-    @abstractmethod
-    def of_losses(self) -> Sequence[Window]:
-        """The window under way of each loss of ``training_step``, in the order of their backward calls."""
 
     def in_words(self, size: int) -> str:
         """What ends a window, to be compared with the checkpoint's."""
@@ -61,9 +57,12 @@ class Windows(ABC):
         self.epoch = epoch
         self.changes.begin_epoch()
 
-    @abstractmethod
     def end_loader_batch(self, seen: int) -> None:
         """Loader batch number ``seen`` is done."""
+        for window in self.of_losses:
+            if window.counted is not None and seen != self._done[0]:  # it may be said again
+                window.counted.loader_batches_left -= 1
+        self._done = (seen, self._micro_batches())
 
     @property
     def position(self) -> int:
@@ -86,9 +85,9 @@ class Windows(ABC):
         self._begin_window(seen)
         return lost
 
-    @abstractmethod
     def _begin_window(self, seen: int) -> None:
         """The last has ended with loader batch number ``seen``: nothing is accumulated."""
+        self.boundary.close(seen)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

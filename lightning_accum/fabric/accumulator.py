@@ -131,8 +131,8 @@ class Accumulator(Loop):
             self._loss_of = None if loss_of is None else training.loss_without_wrapper(loss_of)
             splitting, sums = self._splitting(), training.main_gradients(accumulate_dtype)
             training.make_sync(policy.finishes_after_backward, sums, self._loss_of)
-            accumulation = Accumulation(policy, training.ranks, words.rank_zero_warn, splitting, sums)
-            accumulation.row_wise = row_wise_of(policy, training.module, training.ranks, training.is_sharded)
+            layers = row_wise_of(policy, training.module, training.ranks, training.is_sharded)
+            accumulation = Accumulation(policy, training.ranks, words.rank_zero_warn, splitting, sums, layers)
         if loss_of is None and accumulation.row_wise is not None and accumulation.row_wise.proofs_left:
             words.rank_zero_warn(unproven(accumulation.row_wise, "pass loss_of="))
         guard = None

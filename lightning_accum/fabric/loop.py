@@ -167,7 +167,8 @@ class Loop(Passes):
             if not self._end_window(micro_batch):
                 return False
         has_stepped, self.gradient_norm = False, None
-        if not self._accumulation.is_closed_empty:
+        closed = self._accumulation.closed
+        if closed is None or not closed.is_empty:
             if clip_norm is not None or clip_value is not None:
                 self.gradient_norm = self._training.clip(clip_norm, clip_value)
             has_stepped = self._training.step()
@@ -178,17 +179,12 @@ class Loop(Passes):
 
     def _end_window(self, micro_batch: MicroBatch) -> bool:
         """End the window, if it ends with this micro-batch. Returns whether it did."""
-        session, seen = self._session, self._seen
         if not (self._ends_window or (self._accumulation.policy.ends_by_tokens and micro_batch.ends_loader_batch)):
             return False
         self._refuse_changes()
         if not self._ends_window and not self._accumulation.is_full():
             return False
-        if micro_batch.is_boundary:
-            session.close_window(seen)
-            session.look_at_doubted()
-        else:
-            session.finish_window(seen)
+        self._session.end_window(self._seen, micro_batch.is_boundary)
         return True
 
     def discard(self) -> None:

@@ -9,42 +9,43 @@ on with that: clipping, ``step``, ``zero_grad``, in its order. Before the bounda
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_accum.accumulation import Accumulation
 from lightning_accum.checkpoint import PartialWindow
-from lightning_accum.errors import UsageError
-from lightning_accum.failures import have_all_left
-from lightning_accum.main_gradients import as_number
-from lightning_accum.manual_calls import Call, ManualMicroBatch
+from lightning_accum.main_gradients import GradientSums, as_number
+from lightning_accum.manual_calls import ManualMicroBatch, check_batches
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import samples_of
-from lightning_accum.start_line import in_lines, window_in_words
+from lightning_accum.start_line import manual_start_line
 from lightning_accum.step import Trained
 from lightning_accum.trainer.deferred_steps import DeferredSteps
 from lightning_accum.trainer.from_lightning import pl, rank_zero_info
-from lightning_accum.trial import PATIENCE
 from lightning_accum.user_warnings import users_line
 from lightning_accum.weighing.advice import OF_UNSEEN_TERMS
 from lightning_accum.weighing.safeguards import gradients_of_zero
-from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.whole.row_wise import RowWise
-from lightning_accum.window import Window
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 
-_SAME_CALLS = (
-    "Over ranks, all of them make the same calls of manual_backward and step: a rank that has nothing to add takes part with a loss"
-    " of 0 that depends on the parameters. With automatic optimization a rank may return None."
-)
+
+class Call(Accumulation):
+    """One of the backward calls in a ``training_step``: its windows, each with one loss, and what the check finds of that."""
+
+    def __init__(self, windows: ManualWindows, weight_scale: float | None) -> None:
+        self.given = GradientSums()
+        """What it has given to the gradients in this window."""
+        self.line = ""
+        """Of the user's code, which makes it."""
+        super().__init__(windows.policy, windows.ranks, windows.warn_once, None, self.given, windows.row_wise, weight_scale)
+        self.boundary, self.checks_left = windows.boundary, max(0, windows.checks)
 
 
 class ManualWindows(Windows):
@@ -85,8 +86,6 @@ class ManualWindows(Windows):
         self._parameters, self._loss_scale, self._reduces_by_itself = trained.parameters, trained.loss_scale, reduces_by_itself
         self.micro_batches_begun = 0
         """Those of the window."""
-        self._has_called = False
-        """A micro-batch of the window has called ``manual_backward``."""
         self._most_calls = 0
         """Of ``manual_backward``, in any ``training_step`` so far."""
         self._of_first: tuple[list[str], int] | None = None
@@ -96,11 +95,6 @@ class ManualWindows(Windows):
         # in what is tried out no scheduler steps, whatever it counts
         are_deferred = lambda: self.tried is not None or (counts_steps and self.current.defers_steps)  # noqa: E731
         self.steps = DeferredSteps(trained, schedulers, self.may_step, are_deferred)
-
-    @property
-    @override
-    def of_losses(self) -> list[Window]:
-        return [call.window for call in self.calls]
 
     # --- one loader batch -------------------------------------------------------------------------------------------
 
@@ -114,21 +108,9 @@ class ManualWindows(Windows):
         return self.checks >= 0
 
     def check_batch(self, has_batch: bool, is_boundary: bool) -> None:
-        """A loader batch is next. Called on all ranks.
-
-        Raises:
-            RuntimeError: on all ranks, some have a batch and others have None, and those that have one would wait for the others.
-        """
-        if self.ranks.size == 1 or not (is_boundary or self._reduces_by_itself):
-            return
-        some_have, some_lack = self.ranks.largest(has_batch, not has_batch)
-        if some_have and some_lack:
-            has, others = ("", "another has None for it") if has_batch else ("None for ", "others have a batch")
-            raise UsageError(
-                f"Rank {self.ranks.rank} has {has}a loader batch that reduces gradients, and {others}. With"
-                " automatic_optimization=False the module's own training_step reduces gradients and steps, on all ranks or on none:"
-                " leave None out of the loaders, or use automatic optimization."
-            )
+        """A loader batch is next: see :func:`check_batches`. Called on all ranks."""
+        if self.ranks.size > 1 and (is_boundary or self._reduces_by_itself):
+            check_batches(self.ranks, has_batch)
 
     def begin_training_step(self, batch: Any, is_boundary: bool) -> None:
         """Enter training_step."""
@@ -162,7 +144,6 @@ class ManualWindows(Windows):
             self._look_for_changes()
         call = self.call(current.next_call)
         current.next_call += 1
-        self._has_called = True
         call.line = call.line or users_line()
         contribution, reading = call.weigher(loss, current.batch)
         if reading.function is not None:
@@ -211,7 +192,7 @@ class ManualWindows(Windows):
     def _close(self, call: Call, scale: float) -> dict[nn.Parameter, Tensor]:
         """End the window of a call. Returns the gradients of the full batch."""
         if not self._reduces_by_itself:
-            self._compare_places(is_end=False)
+            self.current.compare_places(self.ranks, is_end=False)
         call.window.reduce()
         if self.ranks.size > 1 and not self._reduces_by_itself:
             call.given.reduce(self.ranks, [p for p in self._parameters() if p.requires_grad or p in call.given.of])
@@ -253,9 +234,11 @@ class ManualWindows(Windows):
         """
         current = self.current
         current.is_running, is_boundary = False, not current.defers_steps
-        self._wait_for_others()
+        if self.ranks.size > 1 and self._reduces_by_itself:
+            current.wait_for_others(self.ranks, self._most_calls)
+            self._most_calls = max(self._most_calls, current.next_call)
         if is_boundary:
-            self._compare_places(is_end=True)
+            current.compare_places(self.ranks, is_end=True)
         elif current.versions != [p._version for p in self._parameters()]:
             self.changes.stop()
             self.warn_once(
@@ -265,30 +248,13 @@ class ManualWindows(Windows):
             )
         if self._of_first is None:
             self._of_first = list(current.stepped), current.next_call
-        stepped, calls = self._of_first
-        if current.stepped != stepped and current.next_call:
-            self.warn_once(
-                f"training_step stepped {', '.join(current.stepped) or 'nothing'} in a micro-batch of a window, and"
-                f" {', '.join(stepped) or 'nothing'} in the first. Only the steps of the last micro-batch are taken. Do they"
-                " depend on batch_idx or on the loss, or does the module accumulate by itself?"
-            )
-        if current.next_call != calls:
-            self.warn_once(
-                f"training_step called manual_backward {calls} times in the first micro-batch of a window, and"
-                f" {current.next_call} times in another: the first calls of all micro-batches belong together, and so do the"
-                " second ones. A window equals its full batch only if all micro-batches make the same calls. Does their number"
-                " depend on batch_idx, or does training_step return early?"
-            )
+        current.warn_of_others(*self._of_first, self.warn_once)
         self.end_loader_batch(seen)
         if is_boundary:
             if self.closed and not self.closed[0].is_empty:
                 self.total_weight += float(self.closed[0].weight)
             self.clock.tick(self.position)
             self.discard(seen)
-
-    @override
-    def end_loader_batch(self, seen: int) -> None:
-        self._done = (seen, self._micro_batches())
 
     def leave_loader_batch(self) -> None:
         """Hooks after training_step have run: ``.grad`` is what it was before, unless a window has ended."""
@@ -299,8 +265,8 @@ class ManualWindows(Windows):
 
     @override
     def _begin_window(self, seen: int) -> None:
-        self.boundary.close(seen)
-        self.micro_batches_begun, self._of_first, self._has_called = 0, None, False
+        super()._begin_window(seen)
+        self.micro_batches_begun, self._of_first = 0, None
         for call in self.calls:
             call.given.clear()
 
@@ -309,7 +275,8 @@ class ManualWindows(Windows):
         if index == len(self.calls):
             # not from the first weights: other ranks may be at other calls, since they may have other numbers of micro-batches
             weight_scale = 1.0 if self.ranks.size > 1 and not self._reduces_by_itself else None
-            self.calls.append(Call(self, weight_scale, max(0, self.checks), self.row_wise))
+            self.calls.append(Call(self, weight_scale))
+            self.of_losses.append(self.calls[index].window)
         return self.calls[index]
 
     def announce(self, batch: Any, loader_batches: int, samples: frozenset[int]) -> None:
@@ -317,53 +284,9 @@ class ManualWindows(Windows):
         if self._is_announced or not self.calls:
             return
         self._is_announced = True
-        parts = [window_in_words(loader_batches, self.ranks.size, samples_of(batch, samples))]
-        if self.policy.offload:
-            parts[0] += f", {offload_in_words(self.ranks.device)}"
-        parts.append("manual optimization")
-        for number, call in enumerate(self.calls, 1):
-            name = "window/loss" if number == 1 else f"window/loss_{number}"
-            verdict = "" if call.verdict is None else f" ({call.verdict})"
-            parts.append(f"{name} of {call.line}: {call.weigher.criterion}{verdict}")
-        rank_zero_info(in_lines(parts))
-
-    # --- ranks ------------------------------------------------------------------------------------------------------
-
-    def _compare_places(self, is_end: bool) -> None:
-        """Compare where the ranks are in the ``training_step`` that ends a window, or whether all have ended it alike.
-
-        Raises:
-            RuntimeError: on all ranks, one is elsewhere.
-        """
-        if self.ranks.size == 1:
-            return
-        calls, stepped = self.current.next_call, self.current.stepped
-        line, left = ("", ", and left training_step") if is_end else (f" ({users_line()})", "")
-        where = f"has called manual_backward {calls} times{line}, stepped {', '.join(stepped) or 'nothing'}{left}"
-        code = crc32(f"{calls} {stepped} {is_end}".encode()) & 0xFFFFFF  # exact in any type
-        most, fewest = self.ranks.largest(code, -code)
-        if most != -fewest:
-            places = [f"rank {rank} {self.ranks.share(where, rank)}" for rank in range(self.ranks.world_size)]
-            raise UsageError(
-                f"The ranks are at different places in the training_step that ends a window: {'; '.join(places)}. {_SAME_CALLS}"
-            )
-
-    def _wait_for_others(self) -> None:
-        """Where each backward waits for the other ranks, leave ``training_step`` with them. Called on all, if all come to it.
-
-        Raises:
-            RuntimeError: this rank has called backward less often than before, and others are still in training_step.
-        """
-        if self.ranks.size == 1 or not self._reduces_by_itself:
-            return
-        calls = self.current.next_call
-        may_be_early = calls < self._most_calls or not self._most_calls
-        self._most_calls = max(self._most_calls, calls)
-        if not have_all_left(may_be_early, PATIENCE + 10 * (time.monotonic() - self.current.begun)):
-            raise UsageError(
-                f"Rank {self.ranks.rank} has called manual_backward {calls} times and left training_step, and another rank is still"
-                f" in it, where it waits for this one. {_SAME_CALLS}"
-            )
+        rank_zero_info(
+            manual_start_line(self.calls, [call.line for call in self.calls], samples_of(batch, samples), loader_batches)
+        )
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -375,7 +298,7 @@ class ManualWindows(Windows):
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
         partial = super().restart(seen, into_window, steps, loader_batches, size)
         if partial is not None:
-            self.micro_batches_begun, self._has_called = partial.position, bool(partial.losses)
+            self.micro_batches_begun = partial.position
             for index in range(len(partial.losses)):
                 self.call(index)
         return partial
@@ -407,7 +330,7 @@ class ManualWindows(Windows):
                         parameter.mul_(1.01).add_(0.01)
         if self.current.defers_steps:
             return False
-        if self.current.is_running and not self._has_called:
+        if self.current.is_running and not self.closed and not self._micro_batches():
             self.warn_once(
                 f"training_step steps {name}, and no micro-batch of the window has called self.manual_backward: the gradients, from"
                 " loss.backward() or the module's own code, are those of the last micro-batch of this rank alone. Call"

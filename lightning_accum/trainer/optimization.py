@@ -171,7 +171,7 @@ class WindowOptimization(_AutomaticOptimization):
 
     def step_without_batch(self) -> None:
         """End a window after its last loader batch, and make its step."""
-        self.step(Outcome(self.strategy.session.finish_window(self.epoch_loop.batch_progress.total.ready)), None)
+        self.step(Outcome(self.strategy.session.end_window(self.epoch_loop.batch_progress.total.ready, is_reduced=False)), None)
 
     # --- one micro-batch ----------------------------------------------------------------------------------------------
 

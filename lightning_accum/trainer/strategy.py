@@ -158,8 +158,7 @@ class AccumulationMixin(Engine):
         self.gradient_reads = None if is_one_backward else gradient_reads(trainer, rank_zero_warn)
         sums = None if self.policy.accumulate_dtype is None else self._main_gradients(self.policy.accumulate_dtype)
         self.snapshotter = Undo(module, self.root_device)
-        self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(), sums)
-        self.accumulation.row_wise = self.row_wise
+        self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(), sums, self.row_wise)
         assert self._fit is not None
         if sums is not None:
             self._fit.callback(sums.close)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -35,6 +36,7 @@ class Counted:
 
     def __init__(self, keys: Sequence[int], ranks: Ranks, is_listed: bool) -> None:
         self.keys, self.is_listed, self._ranks = [*keys], is_listed, ranks
+        self._noted = TermValues()
         self.constants: dict[int, float] = {}
         """What each weight of a term has in it beside what adds up, as in ``sum / (count + 1e-8)``."""
         self.discard()
@@ -89,14 +91,27 @@ class Counted:
         self.keys = [*dict.fromkeys(chain(self.keys, *map(sorted, of_ranks)))]  # and terms that some rank has not met
         self._totals = {key: sum(own.get(key, 0.0) for own in of_ranks) for key in self.keys}
 
-    def factors(self, weights: OfTerms) -> dict[int, Denominator]:
-        """What the gradient of each term of a micro-batch with these weights is multiplied by."""
+    def noting_values(self) -> AbstractContextManager[Any]:
+        """Returns the context of a forward. If it is all of a window, its terms are counted in it."""
+        self._noted = TermValues()
+        return nullcontext() if self.is_agreed else self._noted
+
+    def weigh(self, loss: Tensor, weights: OfTerms, terms: Sequence[Term]) -> tuple[list[Denominator], Tensor]:
+        """What the gradients of the terms of a micro-batch are multiplied by, and what it adds to the loss of its window."""
+        if not self.is_agreed:  # the window is this micro-batch, on each rank
+            self.add(weights)
+            self.values.append(self._noted.of(loss, terms))
+        self.agree()
+        factors = self._factors(weights)
+        return [factors[term.key] for term in terms], self._shown(loss, factors)
+
+    def _factors(self, weights: OfTerms) -> dict[int, Denominator]:
         assert self._totals is not None
         of_all = {key: self._totals.get(key, 0.0) + self.constants.get(key, 0.0) for key in weights}
         return {key: 1.0 if weight is None else quotient(weight, of_all[key]) for key, weight in weights.items()}
 
-    def shown(self, loss: Tensor, factors: Mapping[int, Denominator]) -> Tensor:
-        """What a micro-batch adds to the loss of its window: that of the first term's weight if the values are not known."""
+    def _shown(self, loss: Tensor, factors: Mapping[int, Denominator]) -> Tensor:
+        """Where the values of terms are not known, it is that of the first term's weight."""
         values = self.values.popleft() if self.values and factors else None  # what has no terms was not counted
         total = torch.zeros_like(loss)
         for key, value in (values or {next(iter(factors), 0): loss.detach()}).items():
