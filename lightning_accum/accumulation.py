@@ -141,8 +141,10 @@ class Accumulation(Windows):
 
     def add(self, loss: Tensor, micro_batch: MicroBatch) -> Weighed:
         """Take in the loss of a micro-batch, the module's own."""
+        # the micro-batch of a split batch, or of a longer window, never is: without asking further, in every one of them
+        is_left = micro_batch.number == 1 and self.boundary.size == 1 and self.is_passthrough()
         if self.sums is not None:
-            self.sums.begin_backward(is_adding=not self.is_passthrough())
+            self.sums.begin_backward(is_adding=not is_left)
         if micro_batch.is_shadow_batch:
             if self.has_joint_loss:
                 raise UsageError(
@@ -151,11 +153,7 @@ class Accumulation(Windows):
                 )
             self._add_empty(micro_batch)
             return EMPTY
-        # the micro-batch of a split batch, or of a longer window, never is: without asking further, in every one of them
-        if micro_batch.number == 1 and self.boundary.size == 1 and self.is_passthrough():
-            self.closed = self._passthrough_window(loss, micro_batch)
-            return Weighed(self.closed.weight, is_weightless=False)
-        is_new_graph = self.later.is_new_graph(is_first_window=self.closed is None)
+        is_new_graph = not is_left and self.later.is_new_graph(is_first_window=self.closed is None)
         try:
             contribution, reading = self.weigher(loss, micro_batch.batch, micro_batch.rows)
         except UnreadableLossError as error:
@@ -163,8 +161,12 @@ class Accumulation(Windows):
             if (self.world_size == 1 or self.policy.on_nonfinite != "propagate") and not self._is_one_micro_batch():
                 raise
             contribution, reading = Contribution(math.nan if self.world_size > 1 else None), Reading()  # one alone needs no weight
-            if self.window.counted is not None:
+            if self.window.counted is not None and not is_left:
                 self.window.counted.agree()  # as the others do
+        if is_left:
+            value = loss.item() if loss.is_cpu else loss.detach()  # Lightning steps, and waits for no device
+            self.closed = ClosedWindow(value, 1.0 if contribution.weight is None else contribution.weight, 1)
+            return Weighed(self.closed.weight, is_weightless=False)
         if not self.checks_left:
             is_checked = self.verdict is not None and self.verdict.deviation is not None
             is_time = not self.window.micro_batches and is_time_to_look(self.clock.optimizer_steps + 1)
@@ -215,15 +217,6 @@ class Accumulation(Windows):
             self.sums.weigh(grad_output)
             return None
         return grad_output
-
-    def _passthrough_window(self, loss: Tensor, micro_batch: MicroBatch) -> ClosedWindow:
-        """A window that is one micro-batch with this loss, and left to Lightning."""
-        try:
-            weight = self.weigher(loss, micro_batch.batch, micro_batch.rows)[0].weight
-        except UnreadableLossError:  # whatever the loss, nothing depends on its weight here
-            weight = None
-        value = loss.item() if loss.is_cpu else loss.detach()  # Lightning steps, and waits for no device
-        return ClosedWindow(value, 1.0 if weight is None else weight, 1)
 
     def add_without_loss(self, micro_batch: MicroBatch) -> None:
         """Take in a micro-batch that training_step returned None for."""
