@@ -190,7 +190,7 @@ class Accumulator(Loop):
         self._refuse_unfinished()
         self._refuse_changes()
         own = self._accumulation.state_dict()
-        window = self._accumulation.partial_window(self._training, self._window_size)
+        window = self._accumulation.partial_window(self._training, int(self._size(1)))
         if window is not None:
             own["window"] = window.state_dict()
         return {"passes": self.passes, "loader_batches": self.loader_batches, "accumulation": own}
@@ -215,7 +215,7 @@ class Accumulator(Loop):
         accumulation.epoch = self.passes
         with self._words:
             accumulation.resume(state_dict["accumulation"])
-            window = accumulation.restart(seen, 0, 0, 0, self._window_size)
+            window = accumulation.restart(seen, 0, 0, 0, int(self._size(1)))
             self._training.zero_grad()
             if window is not None and any(loss.weighed and not loss.gradients for loss in window.losses):
                 raise ArgumentError(

@@ -161,21 +161,15 @@ class Passes:
 
     # --- what is said of them ---------------------------------------------------------------------------------------
 
-    @property
-    def _window_size(self) -> int:
-        """Loader batches in a window that begins now; 1 if it ends by its tokens."""
-        size = self._size()
-        return 1 if size == math.inf else int(size)
-
-    def _size(self) -> float:
-        size = self.policy.size_at(self._accumulation.epoch, self._accumulation.clock.optimizer_steps)
-        return math.inf if size is None else size
+    def _size(self, of_tokens: float = math.inf) -> float:
+        """Loader batches in a window that begins now; ``of_tokens`` if it ends by its tokens."""
+        return self.policy.size_at(self._accumulation.epoch, self._accumulation.clock.optimizer_steps) or of_tokens
 
     def _announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
         """Print what was understood of the first loss."""
         accumulation = self._accumulation
         batch = micro_batch.batch if accumulation.plan is None else accumulation.plan.batch
-        self._say(start_line(accumulation, micro_batch, weighed, samples_of(batch, self._samples), self._window_size))
+        self._say(start_line(accumulation, micro_batch, weighed, samples_of(batch, self._samples), int(self._size(1))))
         warn_of_windows_never_full(accumulation, micro_batch, weighed, batch, self._length)
 
     def _say(self, line: str) -> None:

@@ -534,30 +534,34 @@ def made():
 batch = torch.randn(8, 32)
 """
 COMMANDS: list[tuple[str, int, str]] = [
-    ("project:Good --data project:batch --micro-batch 4", 0, "Equal"),
-    ("project:Good --window 4", 0, "Equal"),
-    ("project:made --data project:batch --micro-batch 4 --precision 32-true", 0, "float32"),
-    ("project:Bad --data project:batch --window 2", 1, "batch_idx"),
-    ("project:Good --data project:batch", 1, "micro_batch"),
-    ("project:Good --micro-batch 0", 2, "--micro-batch"),
-    ("project:Gone --window 2", 2, "Gone"),
-    ("projekt:Good --window 2", 2, "projekt"),
-    ("project --window 2", 2, "module:name"),
-    ("", 2, "MODULE"),
+    ("verify project:Good --data project:batch --micro-batch 4", 0, "Equal"),
+    ("verify project:Good --window 4", 0, "Equal"),
+    ("verify project:made --data project:batch --micro-batch 4 --precision 32-true", 0, "float32"),
+    ("verify project:Bad --data project:batch --window 2", 1, "batch_idx"),
+    ("verify project:Good --data project:batch", 1, "micro_batch"),
+    ("verify project:Good --micro-batch 0", 2, "--micro-batch"),
+    ("verify project:Gone --window 2", 2, "Gone"),
+    ("verify projekt:Good --window 2", 2, "projekt"),
+    ("verify project --window 2", 2, "module:name"),
+    ("verify", 2, "MODULE"),
+    ("demo --epochs 0", 2, "--epochs"),
+    ("demo --epochs two", 2, "--epochs"),
+    ("demo --nonsense", 2, "--nonsense"),
+    ("demo --help", 0, "demo"),
+    ("--help", 0, "demo"),
+    ("--version", 0, version("lightning-accum")),
+    ("", 2, "COMMAND"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "status", "text"), COMMANDS)
-def test_exit_status_is_0_only_where_equality_holds(arguments: str, status: int, text: str, capsys: Any, monkeypatch: Any) -> None:
+def test_the_exit_status_of_the_command_says_what_came_of_it(
+    arguments: str, status: int, text: str, capsys: Any, monkeypatch: Any
+) -> None:
     Path("project.py").write_text(PROJECT)
     monkeypatch.syspath_prepend(str(Path.cwd()))
     monkeypatch.delitem(sys.modules, "project", raising=False)
-    assert command(monkeypatch, "verify", *arguments.split()) == status
+    assert command(monkeypatch, *arguments.split()) == status
     captured = capsys.readouterr()
     assert text in captured.out + captured.err
     monkeypatch.delitem(sys.modules, "project", raising=False)
-
-
-def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert command(monkeypatch, "--version") == 0
-    assert version("lightning-accum") in capsys.readouterr().out

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import command
 from torch.torch_version import TorchVersion
 
 
@@ -32,25 +31,3 @@ def test_every_mix_ends_at_the_full_batch_and_lightnings_own_accumulation_elsewh
         assert is_other if row.startswith("Lightning") else max(losses, parameters) < 1e-12
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert done.stdout.splitlines()[-1].startswith("this package: ")
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])
-def test_help_exits_with_0(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(monkeypatch, *arguments) == 0
-    assert "demo" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ([], "COMMAND"),
-        (["demo", "--epochs", "0"], "--epochs"),
-        (["demo", "--epochs", "two"], "--epochs"),
-        (["demo", "--nonsense"], "--nonsense"),
-    ],
-)
-def test_wrong_arguments_exit_with_2_and_name_the_argument(
-    arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(monkeypatch, *arguments) == 2
-    assert named in capsys.readouterr().err
