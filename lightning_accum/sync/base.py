@@ -134,6 +134,30 @@ class WrappedSync(GradientSync):
         self.forward(lambda: None)
 
 
+def gradients_in_place(
+    loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
+) -> Sequence[Tensor | None]:
+    """What the backward of ``share`` times a loss leaves in the gradients of these parameters, which are as before after it.
+
+    Hooks after the accumulation of a gradient do not run: they step, or add it to the sums of a window.
+    """
+    before = [parameter.grad for parameter in parameters]
+    hooks = [own for parameter in parameters if (own := getattr(parameter, "_post_accumulate_grad_hooks", None))]
+    kept = [dict(own) for own in hooks]
+    for own in hooks:
+        own.clear()
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        torch.autograd.backward(loss, torch.full_like(loss, share), retain_graph=keeps_graph)
+        return [parameter.grad for parameter in parameters]
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+        for own, of_own in zip(hooks, kept, strict=True):
+            own.update(of_own)
+
+
 @contextmanager
 def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """Have the next call of ``module`` run ``function``, which may itself call ``module.forward``."""

@@ -129,17 +129,12 @@ class DDPSync(WrappedSync):
 
         It leaves zeros where no rank has a gradient: there the None comes back, since weight decay would move the parameter.
         """
+        self._forget_used()  # also by a micro-batch that was skipped
         self._forward_or_stand_in(lambda: None)
         if self._stand_in is None:
             return
-        lacking = [parameter for parameter in self._trainable if parameter.grad is None]
-        if self._ddp.find_unused_parameters:
-            # torch remembers a parameter that was used since the last reduction, and raises an error if the gradient of it is gone,
-            # as that of a micro-batch that was skipped
-            for parameter in lacking:
-                parameter.grad = torch.zeros_like(parameter)
-        absent = set(lacking)
-        is_used = torch.tensor([p not in absent for p in self._trainable], dtype=torch.uint8, device=self._trainable[0].device)
+        has_gradient = [parameter.grad is not None for parameter in self._trainable]
+        is_used = torch.tensor(has_gradient, dtype=torch.uint8, device=self._trainable[0].device)
         told = dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self._ddp.process_group, async_op=True)
         self.backward_without_loss()
         told.wait()
@@ -149,10 +144,12 @@ class DDPSync(WrappedSync):
 
     @override
     def drop_accumulated(self) -> None:
-        # with `find_unused_parameters`, torch remembers until the next reduction which parameters were used
+        self._forget_used()
+
+    def _forget_used(self) -> None:
+        # else torch remembers until the next reduction which parameters were used, and raises an error without their gradients
         if self._ddp.find_unused_parameters:
-            self.reduce_accumulated()
-            self._settle()
+            self._ddp.reducer._reset_state()
 
     @override
     def note_gradients(self) -> None:
@@ -160,14 +157,6 @@ class DDPSync(WrappedSync):
         if self._ddp.find_unused_parameters:
             with self._ddp.no_sync():
                 _backward_without_gradients(zero_loss_of(self._trainable, self._sparse))
-
-    def _settle(self) -> None:
-        # In the forward after a reduction DistributedDataParallel sends buffers to all ranks, and after the first also the order in
-        # which gradients came. That is done here, on all ranks together: their next forwards are of micro-batches, and one rank may
-        # have one when another has none left in its loader batch.
-        sync_buffers(self._ddp)
-        self._ddp.require_forward_param_sync = False
-        self._ddp.reducer._rebuild_buckets()
 
     @override
     def end_window(self) -> None:
@@ -179,7 +168,12 @@ class DDPSync(WrappedSync):
         self._refuse_unreduced()
         if not self._used and self._ddp.static_graph:
             self._used = [parameter for parameter in self._trainable if parameter.grad is not None]
-        self._settle()
+        # In the forward after a reduction DistributedDataParallel sends buffers to all ranks, and after the first also the order in
+        # which gradients came. That is done here, on all ranks together: their next forwards are of micro-batches, and one rank may
+        # have one when another has none left in its loader batch.
+        sync_buffers(self._ddp)
+        self._ddp.require_forward_param_sync = False
+        self._ddp.reducer._rebuild_buckets()
 
     def _refuse_unreduced(self) -> None:
         if self._ddp.process_group.size() == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,6 +23,10 @@ from lightning_accum.sync.sharded import NO_WAY_BACK, ShardedEngine, ShardedSync
 class FSDP2Sync(ShardedSync):
     """Reduce-scatter of modules that :func:`torch.distributed.fsdp.fully_shard` was applied to, also beside tensor parallelism.
 
+    ``fully_shard`` reduces a group of parameters as one flat tensor, of those that have a gradient on this rank. Where another rank
+    has a gradient of others that are as large, these are added up with them; where they are of another size, it hangs or dies. So
+    all parameters of a group get one, of zeros if they have none. Those that no rank has reached have None again after a window.
+
     Args:
         module: what they are in.
         policy: reduce once a window, at every micro-batch, or of replicas of shards within the shards at every micro-batch and
@@ -34,7 +38,17 @@ class FSDP2Sync(ShardedSync):
     def __init__(self, module: nn.Module, policy: ShardedSyncPolicy, engine: ShardedEngine, ranks: Ranks) -> None:
         super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine)
         self._groups = [group for unit in self.units for group in groups_of(unit)]
-        self.reached = ReachedParameters(self._groups, ranks)
+        self._trained, self._ranks = [sharded for group in self._groups for sharded in _trained_of(group)], ranks
+        self._reached: set[Any] = set()
+        """Parameters that had a gradient when this window began, or that one of its micro-batches has given one to."""
+        self._is_begun = False
+        """This window has run a backward."""
+        self._is_of_window = False
+        """The backward under way is that of a micro-batch of the window, and none that only takes part."""
+        self._is_called = False
+        """``fully_shard`` reduces gradients where it is expected to."""
+        for group in self._groups:
+            group.post_backward = partial(self._reduce, group, group.post_backward)
         self.can_forget_forward = hasattr(FSDPModule, "reset_iter_state")  # not in torch 2.9
 
     @override
@@ -68,18 +82,48 @@ class FSDP2Sync(ShardedSync):
     def begin_backward(self, micro_batch: MicroBatch, loss: Tensor) -> None:
         super().begin_backward(micro_batch, loss)
         self._set_reduced(micro_batch.is_boundary)  # a hand-written loop may have switched it
-        self.reached.begin_backward(is_of_window=not micro_batch.is_shadow_batch)
+        self._begin(is_of_window=not micro_batch.is_shadow_batch)
 
     @override
     def backward_without_loss(self) -> None:
-        self.reached.begin_backward(is_of_window=False)
+        self._begin(is_of_window=False)
         super().backward_without_loss()
+
+    def _begin(self, is_of_window: bool) -> None:
+        if not self._is_begun:  # a checkpoint inside the window has left gradients, or a zero_grad zeros
+            self._reached = {sharded for sharded in self._trained if sharded.sharded_param.grad is not None}
+        self._is_of_window, self._is_begun = is_of_window, True
+
+    def _reduce(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+        """In place of ``post_backward`` of a group."""
+        self._is_called = True
+        trained = _trained_of(group)
+        lacking = [sharded for sharded in trained if _whole_gradient(sharded) is None]
+        if self._is_of_window:
+            self._reached.update(set(trained).difference(lacking))
+        holds_sum = group.all_reduce_grads and _has_partial_sum(group)
+        if lacking and group.reduce_grads and (holds_sum or len(lacking) < len(trained)):
+            for sharded in lacking:
+                if (whole := _whole_parameter(sharded)) is not None:  # else torch passes over it
+                    whole.grad = torch.zeros_like(whole)
+        post_backward(*args)
 
     @override
     def complete_reduction(self, micro_batch: MicroBatch) -> None:
-        self.reached.end_backward()
-        if micro_batch.is_boundary and self.reached.are_any_left():  # of modules that this backward has not come to
+        """Reduce what was accumulated in modules that the last backward has not come to.
+
+        Raises:
+            RuntimeError: fully_shard reduces in another way than the versions of torch that were read.
+        """
+        if self._is_of_window and not self._is_called and any(map(_has_gradient, self._trained)):
+            raise SeamError(f"torch {torch.__version__} does not call FSDPParamGroup.post_backward to reduce gradients.")
+        self._is_of_window = False
+        if micro_batch.is_boundary and self._are_any_left():
             self.reduce_accumulated()
+
+    def _are_any_left(self) -> bool:
+        """Something was accumulated, and not reduced over all ranks."""
+        return any(map(_has_partial_sum, self._groups)) or any(_whole_gradient(sharded) is not None for sharded in self._trained)
 
     @override
     def reduce_accumulated(self) -> None:
@@ -90,35 +134,36 @@ class FSDP2Sync(ShardedSync):
 
     @override
     def reduce_for_checkpoint(self) -> None:
-        super().reduce_for_checkpoint()
-        self.reached.leave_out_others()
+        self.reduce_accumulated()
+        self._leave_out_others()
 
     @override
     def drop_accumulated(self) -> None:
         super().drop_accumulated()
-        self.reached.forget()
+        self._is_begun = False
 
     @override
     def end_window(self) -> None:
         super().end_window()
-        if self.reached.are_any_left():
+        if self._are_any_left():
             raise UsageError('A window has ended, and fully_shard has not reduced all of its gradients: use sync="micro_batch".')
-        self.reached.leave_out_others()
-        self.reached.forget()
+        self._leave_out_others()
+        self._is_begun = False
 
-    @override
-    def gradients_of(
-        self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
-    ) -> Sequence[Tensor | None]:
-        try:
-            return super().gradients_of(loss, share, parameters, keeps_graph)
-        finally:
-            self.reached.forget()  # it is in no window
+    def _leave_out_others(self) -> None:
+        """Have no gradient of what no rank has reached so far. Called on all ranks."""
+        if not self._trained:
+            return
+        is_reached = self._ranks.largest(*(float(sharded in self._reached) for sharded in self._trained))
+        for sharded, is_one in zip(self._trained, is_reached, strict=True):
+            if not is_one:
+                sharded.sharded_param.grad = None
 
     @override
     def close(self) -> None:
         super().close()
-        self.reached.close()
+        for group in self._groups:
+            del group.post_backward
 
     @override
     def reshard(self) -> None:
@@ -165,12 +210,8 @@ class FSDP2Sync(ShardedSync):
 
     def sums_narrower_than(self, dtype: torch.dtype) -> torch.dtype | None:
         """A type that gradients are added up in without reduction, if it is narrower; None for no such."""
-        for group in self._groups:
-            for sharded in _trained_of(group):
-                summed = _type_of_sum(group, sharded)
-                if is_narrower(summed, dtype):
-                    return summed
-        return None
+        types = (_type_of_sum(group, sharded) for group in self._groups for sharded in _trained_of(group))
+        return next((summed for summed in types if is_narrower(summed, dtype)), None)
 
     def averaged_ranks(self) -> list[set[int]]:
         """The ranks that gradients are averaged over, those of each group of parameters."""
@@ -180,86 +221,6 @@ class FSDP2Sync(ShardedSync):
         """What gradients are divided by, where somebody has set it."""
         factors = {getattr(group, "gradient_divide_factor", None) for group in self._groups}
         return {factor for factor in factors if factor is not None}
-
-
-class ReachedParameters:
-    """Has each rank reduce all parameters of a group, where it has a gradient of any, and knows which of them no rank has reached.
-
-    ``fully_shard`` reduces a group of parameters as one flat tensor, of those that have a gradient on this rank. Where another rank
-    has a gradient of others that are as large, these are added up with them; where they are of another size, it hangs or dies. So
-    all parameters of the group get one, of zeros if they have none. Those that no rank has reached have None again after it.
-
-    Args:
-        groups: of parameters.
-        ranks: whose gradients are averaged.
-    """
-
-    def __init__(self, groups: Sequence[Any], ranks: Ranks) -> None:
-        self._groups = groups
-        self._ranks = ranks
-        self._trained = [sharded for group in groups for sharded in _trained_of(group)]
-        self._reached: set[Any] = set()
-        """Parameters that had a gradient when this window began, or that one of its micro-batches has given one to."""
-        self._is_begun = False
-        """This window has run a backward."""
-        self._is_of_window = False
-        """The backward under way is that of a micro-batch of the window, and none that only takes part."""
-        self._is_called = False
-        """``fully_shard`` reduces gradients where it is expected to."""
-        for group in groups:
-            group.post_backward = partial(self._reduce, group, group.post_backward)
-
-    def _reduce(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
-        self._is_called = True
-        trained = _trained_of(group)
-        lacking = [sharded for sharded in trained if _whole_gradient(sharded) is None]
-        if self._is_of_window:
-            self._reached.update(set(trained).difference(lacking))
-        holds_sum = group.all_reduce_grads and _has_partial_sum(group)
-        if lacking and group.reduce_grads and (holds_sum or len(lacking) < len(trained)):
-            for sharded in lacking:
-                if (whole := _whole_parameter(sharded)) is not None:  # else torch passes over it
-                    whole.grad = torch.zeros_like(whole)
-        post_backward(*args)
-
-    def begin_backward(self, is_of_window: bool) -> None:
-        """A backward is next."""
-        if not self._is_begun:  # a checkpoint inside the window has left gradients, or a zero_grad zeros
-            self._reached = {sharded for sharded in self._trained if sharded.sharded_param.grad is not None}
-        self._is_of_window, self._is_begun = is_of_window, True
-
-    def end_backward(self) -> None:
-        """It is done.
-
-        Raises:
-            RuntimeError: fully_shard reduces in another way than the versions of torch that were read.
-        """
-        if self._is_of_window and not self._is_called and any(map(_has_gradient, self._trained)):
-            raise SeamError(f"torch {torch.__version__} does not call FSDPParamGroup.post_backward to reduce gradients.")
-        self._is_of_window = False
-
-    def are_any_left(self) -> bool:
-        """Whether something was accumulated, and not reduced over all ranks."""
-        return any(map(_has_partial_sum, self._groups)) or any(_whole_gradient(sharded) is not None for sharded in self._trained)
-
-    def leave_out_others(self) -> None:
-        """Have no gradient of what no rank has reached so far. Called on all ranks."""
-        if not self._trained:
-            return
-        is_reached = self._ranks.largest(*(float(sharded in self._reached) for sharded in self._trained))
-        for sharded, is_one in zip(self._trained, is_reached, strict=True):
-            if not is_one:
-                sharded.sharded_param.grad = None
-
-    def forget(self) -> None:
-        """The window has ended, or what was reached is of none."""
-        self._reached.clear()
-        self._is_begun = False
-
-    def close(self) -> None:
-        """Let go of the groups."""
-        for group in self._groups:
-            del group.post_backward
 
 
 # --- what fully_shard keeps to itself: see the table of seams ----------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
-from lightning_accum.sync.base import ShardedSyncPolicy, SyncPolicy, WrappedSync
+from lightning_accum.sync.base import ShardedSyncPolicy, SyncPolicy, WrappedSync, gradients_in_place
 from lightning_accum.undo import Snapshot, Undo
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
@@ -172,8 +172,8 @@ class ShardedSync(WrappedSync):
         self._outputs.clear()  # logits are large, and a backward does not need them
         self._note(has_loss=not micro_batch.is_shadow_batch)
         if self._last is None or not micro_batch.is_shadow_batch:
-            # a part of a batch is on the device, a whole one stays on the host
-            is_part = micro_batch.number > 1
+            # a part of a batch is on the device, a whole one stays on the host, where there is one
+            is_part = micro_batch.number > 1 or self.batch_on_host is None
             self._last = (micro_batch.batch if is_part else self.batch_on_host, is_part)
 
     @override
@@ -181,10 +181,6 @@ class ShardedSync(WrappedSync):
         if self.policy != "micro_batch":
             self.forward_without_batch()
             self.backward_without_loss()
-
-    @override
-    def reduce_for_checkpoint(self) -> None:
-        self.reduce_accumulated()
 
     def _note(self, has_loss: bool) -> None:
         if self.shared_rows is not None:
@@ -211,17 +207,11 @@ class ShardedSync(WrappedSync):
     def gradients_of(
         self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
     ) -> Sequence[Tensor | None]:
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
         try:
             with nullcontext() if share or self.shared_rows is not None else gradients_of_zero(loss):
-                torch.autograd.backward(loss, torch.full_like(loss, share))
-            return [parameter.grad for parameter in parameters]
+                return gradients_in_place(loss, share, parameters)
         finally:
             self._outputs.clear()
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
 
     def close(self) -> None:
         """Let go of the modules."""

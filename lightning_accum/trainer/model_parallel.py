@@ -76,8 +76,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         if unknown := [name for name in mesh if name not in (*OWN_ROWS, *SAME_ROWS, SAME_LOSS)]:
             raise MisconfiguredError(
                 f"mesh={dict(mesh)}: whether ranks along {unknown[0]!r} have rows of their own cannot be known. Name it"
-                f" {_any_of(OWN_ROWS)} if they have, {_any_of(SAME_ROWS)} if each has a part of the same rows and the loss of that,"
-                f" or {SAME_LOSS!r} if all have the same loss."
+                f" {' or '.join(map(repr, OWN_ROWS))} if they have, {' or '.join(map(repr, SAME_ROWS))} if each has a part of the"
+                f" same rows and the loss of that, or {SAME_LOSS!r} if all have the same loss."
             )
         if SAME_LOSS in self._sizes and list(self._sizes)[-1] != SAME_LOSS:
             raise MisconfiguredError(f"mesh={dict(mesh)}: {SAME_LOSS!r} has to be its last dimension.")
@@ -208,8 +208,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         expected = set(dist.get_process_group_ranks(self.ranks.group))
         if others := [ranks for ranks in sync.averaged_ranks() if ranks != expected]:
             raise MisconfiguredError(
-                f"fully_shard averages gradients over ranks {_ranks_in_words(others[0])}, but the data-parallel ranks are"
-                f" {_ranks_in_words(expected)}, whose weights are summed. Have the mesh that"
+                f"fully_shard averages gradients over the ranks {sorted(others[0])}, but the data-parallel ranks are"
+                f" {sorted(expected)}, whose weights are summed. Have the mesh that"
                 f" {type(self.module).__name__}.configure_model passes to it hold these."
             )
         if factors := sync.divide_factors() - {float(size)}:
@@ -223,11 +223,3 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         if self.policy.accumulate_dtype is not None:
             self._check_accumulate_dtype(sync, self.policy.accumulate_dtype)
         return sync
-
-
-def _ranks_in_words(ranks: set[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
-
-
-def _any_of(names: tuple[str, ...]) -> str:
-    return f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"

@@ -80,13 +80,8 @@ def read(value: Any, layer: Layer) -> Tree:
 
 def _is_list_of_rows(value: Any) -> bool:
     """Whether it is a list that may have one text or number a row; a tuple of numbers is a shape."""
-    is_texts = isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(entry, str) for entry in value)
-    return is_texts or is_list_of_numbers(value)
-
-
-def is_list_of_numbers(value: Any) -> bool:
-    """Whether it is a list that may have one number a row."""
-    return type(value) is list and len(value) > 0 and all(isinstance(entry, (int, float)) for entry in value)
+    kinds = (str, int, float) if type(value) is list else (str,)
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(entry, kinds) for entry in value)
 
 
 def is_same(found: Any, expected: Any) -> bool:
@@ -132,7 +127,7 @@ def number_of_rows(layer: Layer, arguments: Tree, of_batch: int | None) -> int:
 
     Of several sizes it is that of the batch, or a multiple of it, as of two views that were joined; else that of the first tensor.
     """
-    sizes = [leaf.size for leaf in arguments.leaves if leaf.size is not None and not is_list_of_numbers(leaf.value)]
+    sizes = [leaf.size for leaf in arguments.leaves if leaf.size is not None and (leaf.is_tensor or type(leaf.value[0]) is str)]
     if not sizes:
         raise RowWiseError.of(layer.name, f"{layer.name!r} is called without a tensor whose dimension 0 could be the rows.")
     if of_batch:

@@ -125,9 +125,7 @@ class RowWise:
         if self._is_inside or self._is_over or not torch.is_grad_enabled():
             return layer.run(*args, **kwargs)
         self._called.add(layer.name)
-        return self._run(layer, read((args, kwargs), layer))
-
-    def _run(self, layer: Layer, arguments: Tree) -> Any:
+        arguments = read((args, kwargs), layer)
         rows = number_of_rows(layer, arguments, self._rows)
         self._number += 1
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
-from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUpError, GradientAccumulation, verify
+from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, verify
 
 
 @pytest.fixture
@@ -305,11 +305,6 @@ def test_the_peak_is_a_few_layers_and_not_all_of_them(memory: OtherMemory) -> No
 def test_batch_norm_in_micro_batches_is_warned_of_and_offload_named(policy: dict[str, Any]) -> None:
     with pytest.warns(AccumulationWarning, match=r'BatchNorm.*net.1.*micro_batch="offload"'):
         fit(Images(classes), images(), GradientAccumulation(**policy))
-
-
-def test_windows_of_several_are_checked() -> None:
-    with pytest.raises(DoesNotAddUpError):
-        fit(Images(contrastive), images(), offloaded(2))
 
 
 def test_verify_compares_windows_of_several_and_has_nothing_to_compare_in_one() -> None:
