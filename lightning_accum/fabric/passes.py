@@ -122,7 +122,8 @@ class Passes:
                 self.plan_ahead(batch)
         row_wise, batches = accumulation.row_wise, [] if batch is None else [batch]
         if row_wise is not None and row_wise.proofs_left and self._loss_of is not None:
-            prove_row_wise(training, row_wise, self._loss_of, batches, self._samples, self._words.rank_zero_warn)
+            warn, position = self._words.rank_zero_warn, accumulation.position
+            prove_row_wise(training, row_wise, self._loss_of, batches, self._samples, warn, position)
         if accumulation.checks_left and self._loss_of is not None:
             is_long = self.policy.may_be_longer_than_one(1)
             may_count = self.policy.may_count_first(is_long)

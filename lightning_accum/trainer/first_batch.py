@@ -171,9 +171,10 @@ def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) ->
     accumulation, row_wise, samples = strategy.accumulation, strategy.row_wise, strategy.samples_of_loader()
     batches, others = [*kwargs.values()][:1], [*kwargs.values()][1:]
     step = unlogged_step(trainer, others)
+    assert accumulation is not None
     if row_wise is not None and row_wise.proofs_left:
-        prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn)
-    if accumulation is None or not accumulation.checks_left:
+        prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn, accumulation.position)
+    if not accumulation.checks_left:
         return
     is_long = accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
     may_count = _may_count_first(strategy, is_long)

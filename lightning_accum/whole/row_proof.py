@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from typing_extensions import override
 
 from lightning_accum.errors import RowWiseError
 from lightning_accum.exact import rounding_of_gradients
@@ -28,13 +27,13 @@ from lightning_accum.prove import ALL, Deviation, Look, Measured, fit_of
 from lightning_accum.randomness import RandomState
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.step import Trained
-from lightning_accum.sync.base import GradientSync
+from lightning_accum.sync.base import GradientSync, gradients_in_place
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.terms import ONCE
 from lightning_accum.whole.forms import INSTEAD
-from lightning_accum.whole.row_wise import RowWise
+from lightning_accum.whole.row_wise import Draws, RowWise
 
 _MOVED = 0.1
 """How far parameters are moved, as part of their size."""
@@ -47,15 +46,18 @@ def prove_row_wise(
     batches: Sequence[Any],
     samples: Any,
     warn: Callable[[str], None],
+    position: int = 0,
 ) -> None:
     """Try whether the step is the same in micro-batches. Called on all ranks at each loader batch, until that was seen.
 
     ``batches`` is the loader batch, or empty where this rank has none; ``samples`` are how many of them the loader puts into a
-    batch, if it says so. ``step`` runs the module on a batch, and logs nothing.
+    batch, if it says so. ``step`` runs the module on a batch, and logs nothing. The window has ``position`` of them behind it.
 
     Raises:
         RowWiseError: it is another. On all ranks.
     """
+    if trained.sync.is_waited_for_in_forward and position:
+        return  # the engine has gradients of its own, until the window ends
     row_wise.begin_proof()
     engine = trained.sync if trained.sync.is_waited_for_in_forward else _InPlace()
     take_snapshot = partial(trained.snapshotter.take, watches_parameters=False)
@@ -101,15 +103,7 @@ def _rows_of(trained: Trained, batches: Sequence[Any], samples: Any) -> tuple[Ca
 class _InPlace(GradientSync):
     """Gives out gradients as a backward leaves them: also those behind a reentrant checkpoint, or a call that runs again."""
 
-    @override
-    def gradients_of(
-        self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
-    ) -> Sequence[Tensor | None]:
-        torch.autograd.backward(loss, torch.full_like(loss, share), retain_graph=keeps_graph)
-        found = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        return found
+    gradients_of = staticmethod(gradients_in_place)
 
 
 @dataclass
@@ -171,7 +165,7 @@ class _Proof:
 
     def _compare(self, trial: Trial, names: Sequence[str], number: int, size: int | None = None) -> Deviation:
         """How far the step in micro-batches of some rows is from that of the rows together."""
-        draws = _Draws(trial)
+        draws = _draws_of_rows(trial)
         whole = self._measure(trial, names, None, number, draws)
         try:
             part = self._measure(trial, names, size or min(2, number - 1), number, draws)
@@ -182,7 +176,7 @@ class _Proof:
         of_loss = Deviation(apart if norm and math.isfinite(apart) else 0.0, True, "the loss")
         return max(self._deviation(trial, whole, part), of_loss, key=lambda found: found.size)
 
-    def _measure(self, trial: Trial, names: Sequence[str], size: int | None, number: int, draws: _Draws) -> Measured:
+    def _measure(self, trial: Trial, names: Sequence[str], size: int | None, number: int, draws: Draws) -> Measured:
         row_wise = replace(self.row_wise, size=size, names=names, draws=draws, proofs_left=0)
         with ExitStack() as stack:
 
@@ -209,7 +203,7 @@ class _Proof:
         if trial.largest(float(trial.draws_unlike_numbers)):
             raise CannotCheckError("training_step draws random numbers that differ from micro-batch to micro-batch")
         names = self.row_wise.names
-        one, other = (self._measure(trial, names, None, number, _Draws(trial)) for _ in range(2))
+        one, other = (self._measure(trial, names, None, number, _draws_of_rows(trial)) for _ in range(2))
         if self._is_wrong(trial, self._deviation(trial, one, other)):
             raise CannotCheckError("training_step gives the same rows another gradient each time")
         first = next((name for name in names if self._is_wrong(trial, self._compare(trial, [name], number))), names[0])
@@ -232,18 +226,15 @@ class _Proof:
         return name
 
 
-class _Draws:
+def _draws_of_rows(trial: Trial) -> Draws:
     """Has each call of a submodule draw for its rows, in micro-batches, what it has drawn for them in the whole."""
+    states: dict[int, RandomState] = {}
 
-    def __init__(self, trial: Trial) -> None:
-        self._trial = trial
-        self._states: dict[int, RandomState] = {}
+    def drawing(call: int, rows: Sequence[int], total: int) -> AbstractContextManager[None]:
+        states.setdefault(call, RandomState(trial.device)).restore()
+        return trial.mode.of_call(call, rows, total)
 
-    @contextmanager
-    def __call__(self, call: int, rows: Sequence[int], total: int) -> Iterator[None]:
-        self._states.setdefault(call, RandomState(self._trial.device)).restore()
-        with self._trial.mode.of_call(call, rows, total):
-            yield
+    return drawing
 
 
 @contextmanager

@@ -255,7 +255,6 @@ def in_a_checkpoint(net: Any, x: Tensor, use_reentrant: bool = False) -> Tensor:
 
 # --- as others write them
 
-
 LENGTH, CLASSES = 6, 31
 
 
@@ -360,8 +359,6 @@ def by_hook(register: Callable[[Any], Any]) -> Callable[[], nn.Module]:
 
 
 KEPT: list[Tensor] = []
-
-
 TRANSFORMER = partial(nn.TransformerEncoderLayer, 6, 2, 8, dropout=0.0, batch_first=True)
 CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]] = {
     "nested inputs and outputs, keyword arguments, a learned argument without rows": (with_nested, of(nested)),
@@ -527,6 +524,16 @@ def test_windows_of_several_loader_batches_are_exact(options: dict[str, Any]) ->
     assert_window_equals_batch(Toy(of_classes, net=encoder_and_scale), uneven(), row_wise(3, **options), epochs=2)
 
 
+def test_sums_in_a_wider_type_have_nothing_of_a_proof_inside_of_their_window() -> None:
+    data = collated(*[ROWS] * 4)
+    data[0][1].fill_(-100)  # it shows nothing
+    loss = lambda net, batch: F.cross_entropy(net(batch[0].float()), batch[1])  # noqa: E731  # and never in double precision
+    found, expected = (Toy(loss, net=lambda: nn.Linear(5, 3)).float() for _ in range(2))
+    fit(found, data, row_wise(4, "net", accumulate_dtype=torch.float64))
+    fit(expected, [[torch.cat(part) for part in zip(*data, strict=True)]], strategy="auto")
+    assert relative_error(found.parameters(), expected.parameters()) < 1e-5
+
+
 def test_windows_of_several_loader_batches_are_proven_once() -> None:
     sizes: list[int] = []
     fit(Toy(lambda net, x: sizes.append(len(x[0])) or of_classes(net, x), net=encoder_and_scale), collated(9, 8, 7, 3), row_wise(2))
@@ -622,6 +629,7 @@ SHARDED: dict[str, tuple[Any, tuple[int, int], dict[str, Any]]] = {
     "both": (barlow_twins, (8, 8), {"weight": "equal", "names": ["net.encoder", "head"]}),
     "ranks of unequally many rows": (F.cross_entropy, (11, 5), {"window": 2}),
     "tokens": (F.cross_entropy, (11, 5), {"window": 2, "micro_batch": Tokens(20)}),
+    "a first batch that shows nothing": (F.cross_entropy, (8, 8), {"window": 2}),
 }
 
 
@@ -631,6 +639,8 @@ SHARDED: dict[str, tuple[Any, tuple[int, int], dict[str, Any]]] = {
 def test_sharded_submodules_take_the_step_of_the_global_batch(case: str) -> None:
     loss, sizes, policy = SHARDED[case]
     by_rank = list(zip(*(batches(*sizes, seed=seed) for seed in range(4)), strict=True))
+    for first, *_ in by_rank if "nothing" in case else ():
+        first[:-1] = [(x, -100) for x, _ in first[:-1]]
     make = partial(Gathering, loss, "torch", True)
     assert_one_window_one_batch(make, by_rank, row_wise(**{"micro_batch": 3, **policy}), "fsdp2", **WITH_RANKS)
 
