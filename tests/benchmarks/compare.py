@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from compared_sides import GLOBAL_BATCH, REFERENCE, SIDES, Side, Texts, Training, orders, rank, ranks, some_docstrings, window
 from processes import free_port
-from side_by_side import command_line, interleaved
+from side_by_side import command_line, figure, interleaved
 from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).parents[2]
@@ -174,27 +174,22 @@ def conditions() -> str:
 
 def draw(found: Mapping[int, Mapping[str, Figures]], path: Path | str) -> None:
     """Write the figure: one bar a side, as long as its largest deviation after the last epoch, of all numbers of processes."""
-    from matplotlib.figure import Figure
-
     floor, names = 1e-16, list(next(iter(found.values())))
     ours = {side.name for side in SIDES if side.is_ours}
     largest = [max(floor, *(figures[name]["deviations"][MOMENTS[-1]] for figures in found.values())) for name in names]
-    figure = Figure(figsize=(9, 3.9), layout="constrained")
-    axes = figure.subplots()
     colours = ["#009E73" if name in ours else "#D55E00" for name in names]
-    axes.barh(range(len(names)), [value - floor for value in largest], left=floor, height=0.66, color=colours)
-    for row, value in enumerate(largest):
-        axes.text(value * 1.6, row, _short(value), va="center", fontsize=10)
-    axes.set_xscale("log")
-    axes.set_xlim(floor, 30)
-    axes.set_xticks([1e-16, 1e-12, 1e-8, 1e-4, 1], ["1e-16", "1e-12", "1e-8", "1e-4", "1"])
-    axes.set_yticks(range(len(names)), [name.replace("**", "").replace("`", "") for name in names])
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_xlabel(f"distance of the parameters from one large batch after {EPOCHS} epochs, relative")
-    figure.suptitle(f"Equal to one large batch: {_exact(found)}", fontsize=14, fontweight="bold", x=0.01, ha="left")
-    figure.savefig(path, dpi=130)
+    below = f"distance of the parameters from one large batch after {EPOCHS} epochs, relative"
+    with figure(path, f"Equal to one large batch: {_exact(found)}", size=(9, 3.9), xlabel=below) as axes:
+        axes.barh(range(len(names)), [value - floor for value in largest], left=floor, height=0.66, color=colours)
+        for row, value in enumerate(largest):
+            axes.text(value * 1.6, row, _short(value), va="center", fontsize=10)
+        axes.set_xscale("log")
+        axes.set_xlim(floor, 30)
+        axes.set_xticks([1e-16, 1e-12, 1e-8, 1e-4, 1], ["1e-16", "1e-12", "1e-8", "1e-4", "1"])
+        axes.set_yticks(range(len(names)), [name.replace("**", "").replace("`", "") for name in names])
+        axes.invert_yaxis()
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
 
 
 def _exact(found: Mapping[int, Mapping[str, Figures]]) -> str:
@@ -216,7 +211,7 @@ def into_page(text: str) -> None:
 
 def main(
     rounds: int = 7, processes: tuple[int, ...] = (1, 2), optimizer: str = "adamw", write: bool = False,
-    figure: str | None = None, worker: str | None = None,
+    out: str | None = None, worker: str | None = None,
 ) -> None:  # fmt: skip
     """Measure, print, draw; with ``--rounds 0`` nothing is timed, and ``--optimizer sgd`` is for the deviations."""
     if worker is not None:
@@ -227,8 +222,8 @@ def main(
     print(text)
     if write:
         into_page(text)
-    if write or figure:
-        draw(found, figure or ROOT / FIGURE)
+    if write or out:
+        draw(found, out or ROOT / FIGURE)
 
 
 if __name__ == "__main__":

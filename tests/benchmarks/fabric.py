@@ -15,39 +15,26 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from side_by_side import CLOCKS, GPT, TimedBatches, command_line, compare, interleaved, labelled, timed
-from torch import nn
+from side_by_side import CLOCKS, GPT, Module, TimedBatches, by_hand, command_line, compare, interleaved, labelled, timed
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_accum.fabric import Accumulator
 
 
-def with_optimizer(model: nn.Module, fabric: Fabric | None) -> Any:
-    """What a loop trains, and what steps it."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return (model, optimizer) if fabric is None else fabric.setup(model, optimizer)
+def of_rows(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross entropy of labels, or of tokens one after the other."""
+    return cross_entropy(net(batch[0]).flatten(0, -2), batch[1])
 
 
-def by_hand(model: nn.Module, batches: TimedBatches, fabric: Fabric | None, window: int) -> None:
-    """The loop of the tutorials."""
-    model, optimizer = with_optimizer(model, fabric)
-    for number, (inputs, target) in enumerate(batches, 1):
-        loss = cross_entropy(model(inputs).flatten(0, -2), target) / window
-        if fabric is None:
-            loss.backward()
-        else:
-            fabric.backward(loss)
-        if number % window == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def with_accumulator(model: nn.Module, batches: TimedBatches, fabric: Fabric | None, window: int) -> None:
-    """The same, with the Accumulator."""
-    model, optimizer = with_optimizer(model, fabric)
-    accumulator = Accumulator(fabric, model, optimizer, window=window, log=False)
-    for inputs, target in accumulator(batches):
-        accumulator.backward(cross_entropy(model(inputs).flatten(0, -2), target))
+def with_accumulator(module: Module, batches: TimedBatches, fabric: Fabric | None, window: int) -> None:
+    """The loop by hand, with the Accumulator."""
+    net, optimizer = module.net, module.configure_optimizers()
+    if fabric is not None:
+        net, optimizer = fabric.setup(net, optimizer)
+    accumulator = Accumulator(fabric, net, optimizer, window=window, log=False)
+    for batch in accumulator(batches):
+        accumulator.backward(of_rows(net, batch))
         accumulator.step()
 
 
@@ -64,7 +51,8 @@ def main(rounds: int = 20, window: int = 8, clock: str = "wall") -> None:
         batches = TimedBatches(distinct, 6 * window, micro_batches // window * window, CLOCKS[clock])
         for where, fabric in (("plain torch", None), ("Fabric", Fabric(accelerator="cpu", devices=1))):
             loops = {"by hand": by_hand, "Accumulator": with_accumulator}
-            sides = {side: partial(timed, loop, make, batches, fabric=fabric, window=window) for side, loop in loops.items()}
+            new, how = (lambda make=make: Module(make(), of_rows)), {"fabric": fabric, "window": window}
+            sides = {side: partial(timed, loop, new, batches, **how) for side, loop in loops.items()}
             measured[f"{name}, {where}"] = interleaved(sides, rounds)
     compare(measured, "us per micro-batch", "by hand")
 

@@ -31,13 +31,14 @@ package makes once, fall into a first window of few tokens that is not timed.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import side_by_side as shared
 import torch
-from side_by_side import CLOCKS, GPT, IGNORED, Module, TimedBatches, command_line, fit, quartiles, show
+from side_by_side import GPT, IGNORED, Module, TimedBatches, command_line, fit, show
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -80,16 +81,7 @@ def tag(net: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
 
-def by_hand(module: pl.LightningModule, batches: Iterable[Batch], cut: Callable[[Batch], Iterable[Batch]]) -> None:
-    """Split, weigh, accumulate, step."""
-    optimizer = module.configure_optimizers()
-    for batch in batches:
-        optimizer.zero_grad()
-        total = batch["attention_mask"].sum().item()
-        for micro_batch in cut(batch):
-            loss = module.training_step(micro_batch, 0)
-            (loss * (micro_batch["attention_mask"].sum().item() / total)).backward()
-        optimizer.step()
+by_hand = partial(shared.split_by_hand, count=lambda batch: batch["attention_mask"].sum().item())
 
 
 class Side(NamedTuple):
@@ -159,25 +151,20 @@ def run(
     return tokens / (end - start), (after - before) / tokens
 
 
-def figure(sides: dict[str, Side], speeds: dict[str, list[float]], path: str) -> None:
+def draw_speeds(sides: dict[str, Side], speeds: dict[str, list[float]], path: str) -> None:
     """A bar for each side: the median of its rounds, with the slowest and the quickest."""
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(7.5, 3.6), layout="constrained")
-    axes = drawn.subplots()
-    for place, (key, found) in enumerate(speeds.items()):
-        middle = statistics.median(found)
-        color = "tab:blue" if key in (*OURS, "c") else "tab:gray"
-        spread = [[middle - min(found)], [max(found) - middle]]
-        axes.barh(place, middle, xerr=spread, color=color, ecolor="0.3", capsize=2)
-        axes.text(max(found), place, f"  {middle:.0f}", va="center", fontsize=9)
-    axes.set_yticks(range(len(sides)), [side.name for side in sides.values()])
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("tokens a second, padding not counted (one CPU core; range of the rounds)")
-    axes.set_title(f"Batches of {ROWS} sequences of very different lengths; blue: this package", fontsize=10, loc="left")
-    drawn.savefig(path, dpi=150)
+    title = f"Batches of {ROWS} sequences of very different lengths"
+    below = "tokens a second, padding not counted (one CPU core; range of the rounds)"
+    with shared.figure(path, title, "blue: this package", (7.5, 3.6), xlabel=below) as axes:
+        for place, (key, found) in enumerate(speeds.items()):
+            middle = statistics.median(found)
+            color = "tab:blue" if key in (*OURS, "c") else "tab:gray"
+            spread = [[middle - min(found)], [max(found) - middle]]
+            axes.barh(place, middle, xerr=spread, color=color, ecolor="0.3", capsize=2)
+            axes.text(max(found), place, f"  {middle:.0f}", va="center", fontsize=9)
+        axes.set_yticks(range(len(sides)), [side.name for side in sides.values()])
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
 
 
 def main(
@@ -195,13 +182,10 @@ def main(
     few = [*draw(ROWS - 1, 4, 8, sigma, generator), torch.zeros(longest // 16 + 1, dtype=torch.long)]
     drawn = draw(rounds * windows * ROWS, median, longest, sigma, generator)
     batches = [drawn[start : start + ROWS] for start in range(0, len(drawn), ROWS)]
-    found: dict[str, list[tuple[float, float]]] = {key: [] for key in sides}
-    for round_ in range(-1, rounds):  # the first is a warm-up
-        own = batches[max(round_, 0) * windows : (max(round_, 0) + 1) * windows]
-        for key in sides if round_ % 2 else reversed(sides):
-            result = run(sides[key], own, few, longest, CLOCKS[clock])
-            if round_ >= 0:
-                found[key].append(result)
+    of_rounds = [batches[start : start + windows] for start in range(0, len(batches), windows)]
+    own = {key: iter([of_rounds[0], *of_rounds]) for key in sides}  # the first is a warm-up
+    take = {key: lambda key=key: run(sides[key], next(own[key]), few, longest, shared.CLOCKS[clock]) for key in sides}
+    found = shared.interleaved(take, rounds)
     longests = [max(len(tokens) for tokens in batch) for batch in batches]
     number = f"{longests.count(longest)} of {len(longests)} times {longest}"
     print(f"The longest of a batch: {min(longests)} to {max(longests)}, {number}")
@@ -211,10 +195,10 @@ def main(
     for key, side in sides.items():
         ratios = [[own / other for own, other in zip(speeds[ours], speeds[key], strict=True)] for ours in OURS]
         positions = statistics.mean(positions for _, positions in found[key])
-        table.append([key, side.name, f"{medians[key]:.0f}", f"{positions:.2f}", *map(quartiles, ratios)])
+        table.append([key, side.name, f"{medians[key]:.0f}", f"{positions:.2f}", *map(shared.quartiles, ratios)])
     show(["", "", "tokens/s", "positions", *(f"{ours} over it, round by round" for ours in OURS)], table)
     if out is not None:
-        figure(sides, speeds, out)
+        draw_speeds(sides, speeds, out)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from functools import partial
 
 import lightning.pytorch as pl
 import torch
-from side_by_side import Module, SavedBytes, TimedBatches, classify, command_line, fit, show
+from side_by_side import Module, SavedBytes, TimedBatches, classify, command_line, fit, show, split_by_hand
 from torch import Tensor, nn
 
 ROWS, MICRO_BATCH, BATCHES, CLASSES, LAYERS, HEADS = (4, 8, 16, 64), 4, 4, 10, 4, 4
@@ -49,14 +49,7 @@ class Logging(Module):
         return loss
 
 
-def by_hand(module: pl.LightningModule, batches: TimedBatches) -> None:
-    """Split, weigh, accumulate, step."""
-    optimizer = module.configure_optimizers()
-    for inputs, target in batches:
-        optimizer.zero_grad()
-        for part in zip(inputs.split(MICRO_BATCH), target.split(MICRO_BATCH), strict=True):
-            (classify(module.net, part) * (len(part[0]) / len(inputs))).backward()
-        optimizer.step()
+by_hand = partial(split_by_hand, cut=lambda batch: zip(*(tensor.split(MICRO_BATCH) for tensor in batch), strict=True))
 
 
 SIDES: dict[str, tuple[Callable[..., None], int | None]] = {

@@ -30,7 +30,7 @@ import lightning.pytorch as pl
 import torch
 from alive import Alive
 from other_memory import other_memory
-from side_by_side import Module, command_line, fit, interleaved, show
+from side_by_side import Module, command_line, figure, fit, interleaved, show
 from support import loader, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -144,37 +144,27 @@ def accuracy(seeds: int, epochs: int, size: int, stride: int) -> dict[str, list[
 
 def draw(found: dict[str, list[list[float]]], size: int, stride: int, path: str) -> None:
     """Write the figure: the mean over seeds, and a band from the lowest to the highest."""
-    from matplotlib.figure import Figure
-
     styles: dict[str, dict[str, Any]] = {
         WHOLE: {"color": "0.75", "linewidth": 9, "label": f"one batch of {BATCH}"},
         SPLIT: {"color": "#D55E00", "marker": "o", "label": f"micro-batches of {size}, each with its own statistics"},
         OFFLOAD: {"color": "#0072B2", "marker": "s", "label": 'micro_batch="offload"'},
     }
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
     means = {name: [100 * statistics.mean(epoch) for epoch in zip(*runs, strict=True)] for name, runs in found.items()}
-    for name, runs in found.items():
-        epochs = range(1, len(runs[0]) + 1)
-        lowest, highest = ([100 * pick(epoch) for epoch in zip(*runs, strict=True)] for pick in (min, max))
-        if name != WHOLE:
-            axes.fill_between(epochs, lowest, highest, color=styles[name]["color"], alpha=0.15, linewidth=0)
-        axes.plot(epochs, means[name], **styles[name])
-    last, other = means[OFFLOAD][-1], means[SPLIT][-1]
-    figure.suptitle(
-        f"BatchNorm over the whole batch: {last:.1f}% instead of {other:.1f}% after {len(means[OFFLOAD])} epochs",
-        fontsize=13, fontweight="bold", x=0.01, horizontalalignment="left",
-    )  # fmt: skip
-    axes.set_xlabel(f"epoch ({len(found[WHOLE])} seeds: their mean, and their range)")
-    axes.set_ylabel("validation accuracy, %")
+    last, other, number = means[OFFLOAD][-1], means[SPLIT][-1], len(means[OFFLOAD])
+    title = f"BatchNorm over the whole batch: {last:.1f}% instead of {other:.1f}% after {number} epochs"
     values = size * (2 // stride) ** 2  # of images of 8 x 8, after two more strides of 2
     told = f"ResNet on scikit-learn's digits, SGD. Its last BatchNorm layers see {values} values a channel in a micro-batch"
-    axes.set_title(told, loc="left", fontsize=9.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="0.9")
-    axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.55))
-    axes.set_xlim(0.8, len(means[OFFLOAD]) + 0.2)
-    figure.savefig(path, dpi=130)
+    below = f"epoch ({len(found[WHOLE])} seeds: their mean, and their range)"
+    with figure(path, title, told, xlabel=below, ylabel="validation accuracy, %") as axes:
+        for name, runs in found.items():
+            epochs = range(1, number + 1)
+            lowest, highest = ([100 * pick(epoch) for epoch in zip(*runs, strict=True)] for pick in (min, max))
+            if name != WHOLE:
+                axes.fill_between(epochs, lowest, highest, color=styles[name]["color"], alpha=0.15, linewidth=0)
+            axes.plot(epochs, means[name], **styles[name])
+        axes.grid(axis="y", color="0.9")
+        axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.55))
+        axes.set_xlim(0.8, number + 0.2)
 
 
 class Measured(Module):

@@ -1,24 +1,31 @@
-"""What a micro-batch costs on a model of one layer, where all of it is overhead.
+"""What a micro-batch costs on a model of one layer, where all of it is overhead: in windows, and of batches that are split.
 
-Sides, interleaved in one process: a loop written by hand, Lightning's own accumulation, this package, and Accelerate's
-``accumulate()`` where it is installed. Every side trains the same layer on the same batches and is timed in the same way, by its
-loader: from the batch after the warm-up to the last one, so set-up is left out and only whole windows count. The machine may be
-shared and noisy, so what is reported is the ratio of the medians over many short rounds.
+Sides, interleaved in one process. In windows: a loop written by hand, Lightning's own accumulation, this package, and Accelerate's
+``accumulate()`` where it is installed. Split, sixteen micro-batches a batch: a loop that splits it by hand, this package with
+``micro_batch=``, a module in Lightning's manual optimization that splits and weighs by itself, and, from a loader of micro-batches,
+Lightning's own accumulation and Accelerate.
+
+Every side trains the same layer on the same batches and is timed in the same way, by its loader: from the batch after the warm-up
+to the last one, so set-up is left out and only whole windows count. The machine may be shared and noisy, so what is reported is
+the ratio of the medians over many short rounds.
 
     python tests/benchmarks/overhead.py --rounds 20 --micro-batches 1000 --window 8
+    python tests/benchmarks/overhead.py --rounds 20 --split-windows 40 --split-features 4096
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-import torch
-from side_by_side import CLOCKS, Module, TimedBatches, accelerated, classify, command_line, compare, fit, interleaved, labelled
+import side_by_side as shared
+from side_by_side import Module, TimedBatches, fit, labelled
 from torch import Tensor, nn
 
 FEATURES, CLASSES, ROWS = 64, 10, 4
+SPLIT, SPLIT_ROWS, SPLIT_WARM_UP = 16, 16, 3
 
 
 class Logging(Module):
@@ -30,40 +37,75 @@ class Logging(Module):
         return loss
 
 
-def by_hand(net: nn.Module, batches: TimedBatches, window: int) -> None:
-    """The loop of the tutorials."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    for index, batch in enumerate(batches, 1):
-        (classify(net, batch) / window).backward()
-        if index % window == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+def parts(batch: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The micro-batches of a batch."""
+    return zip(batch[0].split(SPLIT_ROWS), batch[1].split(SPLIT_ROWS), strict=True)
 
 
-def main(rounds: int = 20, micro_batches: int = 1000, window: int = 8, clock: str = "wall") -> None:
-    """Measure and print."""
+class ByItself(Module):
+    """Manual optimization: the module splits its batch, weighs and steps."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for part in parts(batch):
+            self.manual_backward(self.loss(self.net, part) * (len(part[0]) / len(batch[0])))
+        optimizer.step()
+
+
+def side(train: Callable[..., None], batches: TimedBatches, features: int, kind: type[Module] = Module, **how: Any) -> Any:
+    return partial(shared.timed, train, lambda: kind(nn.Linear(features, CLASSES), shared.classify), batches, **how)
+
+
+def in_windows(rounds: int, micro_batches: int, window: int, read: Callable[[], float]) -> None:
+    """Print the table of micro-batches that a loader yields."""
     counted = max(1, micro_batches // window) * window
-    batches = TimedBatches(labelled(ROWS, FEATURES, CLASSES, 32), 8 * window, counted, CLOCKS[clock])
-
-    def side(train: Callable[..., None], module: type[Module] | None = Module, **arguments: Any) -> Callable[[], float]:
-        def run() -> float:
-            layer = nn.Linear(FEATURES, CLASSES)
-            train(layer if module is None else module(layer, classify), batches, **arguments)
-            return batches.microseconds
-
-        return run
-
+    batches = TimedBatches(labelled(ROWS, FEATURES, CLASSES, 32), 8 * window, counted, read)
     sides = {
-        "hand-written loop": side(by_hand, None, window=window),
-        "Lightning": side(fit, n=window),
-        "accum, log=False": side(fit, window=window, log=False),
-        "Lightning, self.log(loss)": side(fit, Logging, n=window),
-        "accum, log=True": side(fit, window=window, log=True),
+        "hand-written loop": side(shared.by_hand, batches, FEATURES, window=window),
+        "Lightning": side(fit, batches, FEATURES, n=window),
+        "accum, log=False": side(fit, batches, FEATURES, window=window, log=False),
+        "Lightning, self.log(loss)": side(fit, batches, FEATURES, Logging, n=window),
+        "accum, log=True": side(fit, batches, FEATURES, window=window, log=True),
     }
     if importlib.util.find_spec("accelerate") is not None:
-        sides["Accelerate"] = side(accelerated, None, window=window)
-    compare({"one layer": interleaved(sides, rounds)}, "us per micro-batch", "hand-written loop", "Lightning")
+        sides["Accelerate"] = side(shared.accelerated, batches, FEATURES, window=window)
+    compared = {"one layer": shared.interleaved(sides, rounds)}
+    shared.compare(compared, "us per micro-batch", "hand-written loop", "Lightning")
+
+
+def in_split_batches(rounds: int, windows: int, features: int, read: Callable[[], float]) -> None:
+    """Print the table of batches that are split, or come as so many micro-batches."""
+    whole = labelled(SPLIT * SPLIT_ROWS, features, CLASSES, 8)
+    large = TimedBatches(whole, SPLIT_WARM_UP, windows, read)
+    small = TimedBatches([part for batch in whole for part in parts(batch)], SPLIT_WARM_UP * SPLIT, windows * SPLIT, read)
+    sides = {
+        "hand-written split": side(shared.split_by_hand, large, features, cut=parts),
+        "micro_batch=, log=False": side(fit, large, features, micro_batch=SPLIT_ROWS, log=False),
+        "micro_batch=, log=True": side(fit, large, features, micro_batch=SPLIT_ROWS, log=True),
+        "manual optimization": side(fit, large, features, ByItself),
+        "Lightning": side(fit, small, features, n=SPLIT),
+    }
+    if importlib.util.find_spec("accelerate") is not None:
+        sides["Accelerate"] = side(shared.accelerated, small, features, window=SPLIT)
+    found = shared.interleaved(sides, rounds)
+    for name in ("Lightning", "Accelerate"):
+        found[name] = [SPLIT * micro_batch for micro_batch in found.get(name, [])]
+    shared.compare({"split": {name: times for name, times in found.items() if times}}, "us per batch", "hand-written split")
+
+
+def main(
+    rounds: int = 20, micro_batches: int = 1000, window: int = 8, split_windows: int = 40, split_features: int = 4096,
+    clock: str = "wall",
+) -> None:  # fmt: skip
+    """Measure and print both tables."""
+    in_windows(rounds, micro_batches, window, shared.CLOCKS[clock])
+    in_split_batches(rounds, split_windows, split_features, shared.CLOCKS[clock])
 
 
 if __name__ == "__main__":
-    command_line(main)
+    shared.command_line(main)

@@ -19,7 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from memory import held
-from side_by_side import CLOCKS, Module, TimedBatches, command_line, compare, fit, interleaved, show
+from side_by_side import CLOCKS, Module, TimedBatches, command_line, compare, figure, fit, interleaved, show
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -119,31 +119,23 @@ def largest_batch(train: Train, budget: float) -> int:
 
 def draw(found: dict[str, list[int]], budgets: tuple[float, ...], size: int, path: str) -> None:
     """A line for each side."""
-    from matplotlib.figure import Figure
-
     styles = {"whole": ("0.6", "o", "whole batch"), "row_wise": ("#0072B2", "s", f'micro_batch={size}, row_wise=["image", "text"]')}
     styles["offload"] = ("#D55E00", "^", 'micro_batch="offload"')
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, rows in found.items():
-        colour, marker, label = styles[name]
-        axes.plot(budgets, rows, color=colour, marker=marker, label=label)
-        axes.annotate(f"{rows[-1]}", (budgets[-1], rows[-1]), xytext=(6, 0), textcoords="offset points", color=colour, va="center")
-    axes.set_xscale("log", base=2, subs=[])
-    axes.set_yscale("log", base=2, subs=[])
-    axes.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("memory of a step above parameters, gradients and the batch, MiB")
-    axes.set_ylabel("rows")
-    gain = found["row_wise"][-1] / found["whole"][-1]
-    title = f"In {budgets[-1]:g} MiB the batch of a contrastive loss is {gain:.1f} times as large"
-    figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, horizontalalignment="left")
+    gain, end = found["row_wise"][-1] / found["whole"][-1], budgets[-1]
+    title = f"In {end:g} MiB the batch of a contrastive loss is {gain:.1f} times as large"
     told = f"Largest batch whose step fits: two towers of {DEEP} blocks, {WIDTH} features wide, and the loss of CLIP"
-    axes.set_title(told, loc="left", fontsize=9.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="0.9")
-    axes.legend(frameon=False, loc="upper left")
-    figure.savefig(path, dpi=130)
+    below = "memory of a step above parameters, gradients and the batch, MiB"
+    with figure(path, title, told, xlabel=below, ylabel="rows") as axes:
+        for name, rows in found.items():
+            colour, marker, label = styles[name]
+            axes.plot(budgets, rows, color=colour, marker=marker, label=label)
+            axes.annotate(f"{rows[-1]}", (end, rows[-1]), xytext=(6, 0), textcoords="offset points", color=colour, va="center")
+        axes.set_xscale("log", base=2, subs=[])
+        axes.set_yscale("log", base=2, subs=[])
+        axes.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.grid(axis="y", color="0.9")
+        axes.legend(frameon=False, loc="upper left")
 
 
 def main(

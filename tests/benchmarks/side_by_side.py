@@ -1,4 +1,4 @@
-"""What the benchmarks share: sides that take turns in one process, a loader that reads the clock, small models, a table."""
+"""What the benchmarks share: sides that take turns in one process, a loader that reads the clock, models, tables, figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,21 @@ def compare(measured: Mapping[str, Mapping[str, Sequence[float]]], unit: str, *o
     show(["model", "side", unit, *(f"/ {other}" for other in others), "round by round"], rows)
 
 
+@contextmanager
+def figure(path: str | Path, title: str, told: str = "", size: tuple[float, float] = (8, 4.5), **labels: str) -> Iterator[Any]:
+    """Axes to draw into, which are written to a file."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=size, layout="constrained")
+    axes = drawn.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    yield axes
+    axes.set(**labels)
+    axes.set_title(told, loc="left", fontsize=9.5)
+    drawn.suptitle(title, fontsize=13, fontweight="bold", x=0.01, horizontalalignment="left")
+    drawn.savefig(path, dpi=130)
+
+
 def quartiles(numbers: Sequence[float]) -> str:
     """The median, and the quartiles around it."""
     low, middle, high = statistics.quantiles(numbers, n=4) if len(numbers) > 1 else [*numbers] * 3
@@ -227,14 +242,39 @@ def fit(module: pl.LightningModule, batches: Any, n: int = 1, callbacks: Sequenc
     run.fit(module, batches)
 
 
-def accelerated(net: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], window: int) -> None:
+def by_hand(module: Module, batches: Iterable[Any], window: int, fabric: Any = None) -> None:
+    """The loop of the tutorials, in plain torch or on Fabric."""
+    net, optimizer, backward = module.net, module.configure_optimizers(), Tensor.backward
+    if fabric is not None:
+        (net, optimizer), backward = fabric.setup(net, optimizer), fabric.backward
+    for index, batch in enumerate(batches, 1):
+        backward(module.loss(net, batch) / window)
+        if index % window == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def split_by_hand(
+    module: Module, batches: Iterable[Any], cut: Callable[[Any], Iterable[Any]], count: Callable[[Any], float] = lambda b: len(b[0])
+) -> None:
+    """Split, weigh, accumulate, step."""
+    optimizer = module.configure_optimizers()
+    for batch in batches:
+        optimizer.zero_grad()
+        total = count(batch)
+        for part in cut(batch):
+            (module.loss(module.net, part) * (count(part) / total)).backward()
+        optimizer.step()
+
+
+def accelerated(module: Module, batches: Iterable[Any], window: int) -> None:
     """Accelerate's ``accumulate()``."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window)
-    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-3))
+    net, optimizer = accelerator.prepare(module.net, module.configure_optimizers())
     for batch in batches:
         with accelerator.accumulate(net):
-            accelerator.backward(classify(net, batch))
+            accelerator.backward(module.loss(net, batch))
             optimizer.step()
             optimizer.zero_grad()
