@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,8 +33,22 @@ def pytest_report_header(config: Any) -> str:
     return "lightning_accum: the tests take about 6 minutes on 2 quiet cores"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+SECONDS = {"test_demo": 60, "test_both_packages": 30, "test_ray": 20, "test_examples": 15, "test_wheel": 10, "test_resume": 5}
+"""What a test of these files takes. They start interpreters, or train several times; of others about 1."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Leave the cases of a test that are asked for, and begin with files that take long: a worker's last is short."""
+    mark_some_cases(items)
+    yield
+    taken: Counter[Any] = Counter()
+    for item in items:
+        taken[item.path] += SECONDS.get(item.path.stem, 1)
+    items.sort(key=lambda item: -taken[item.path])
+
+
+def mark_some_cases(items: list[pytest.Item]) -> None:
     """Of a test with the mark ``some_cases(n)``, n cases that are spread over all of them are run; the others are exhaustive.
 
     With ``some_cases(n, m)`` m of the others are, and the rest is slow.

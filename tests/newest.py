@@ -35,7 +35,7 @@ TEST_TOOLS = [
     "pytest>=8.3",
     "pytest-rerunfailures>=15",
     "pytest-timeout>=2.3",
-    "pytest-xdist>=3.6",
+    "pytest-xdist>=3.8",
     "rich>=13.7",
     "tensorboard>=2.18",
 ]
