@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from support import Toy
+from support import Toy, classified
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchmetrics import CatMetric, MeanMetric
 
 
@@ -65,7 +64,7 @@ class Changes(Toy):
     """Has state of every kind, which each call of training_step changes; has room for so many rows."""
 
     def __init__(self, room: int) -> None:
-        super().__init__(lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]))
+        super().__init__(classified)
         self.room, self.seen, self.deleted = room, [], True
         self.generators, self.dropout, self.captured = (torch.Generator(), np.random.default_rng(2)), nn.Dropout(0.5), counter()
         self.buffers_inside, self.mean, self.cat, self.shown = Buffers(), MeanMetric(), CatMetric(), MeanMetric()

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from real_modules.table import Exact, Refused, Warned, happens
-from support import Toy, labelled, loader
-from torch import Tensor, nn
-from torch.nn import functional as F
+from support import Toy, classified, labelled, loader
 
 from lightning_accum import GradientAccumulation
 from lightning_accum.testing import EXACT, sgd
@@ -60,10 +58,6 @@ def split_exact_or_refused(
 def rows_of(*sizes: int, ignored: float = 0.0) -> list[list[Any]]:
     """The rows of loader batches of so many."""
     return [list(zip(*batch, strict=True)) for batch in labelled(*sizes, ignored=ignored)]
-
-
-def classified(net: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
-    return F.cross_entropy(net(batch[0]), batch[1], reduction=reduction)
 
 
 def scheduled(make: Callable[[Toy, torch.optim.Optimizer], Any], **how: Any) -> Toy:

@@ -1,4 +1,4 @@
-"""A training in new processes that is interrupted and goes on, against one that is not."""
+"""A training in new processes that goes on from checkpoints, against one without any."""
 
 from __future__ import annotations
 
@@ -60,36 +60,32 @@ class Record(Callback):
 
 
 def train(
-    make: Callable[[], Any], ranks: int, after: int | None = None, ends: bool = False, resumes: bool = False, **policy: Any
-) -> dict[str, Any] | None:
-    """Train for an epoch in new processes: in single precision on one rank, in double over several. None if it was interrupted."""
+    make: Callable[[], Any], ranks: int, saves: Sequence[int] = (), goes_on_after: int | None = None, **policy: Any
+) -> dict[str, Any]:
+    """Train for an epoch in new processes: in single precision on one rank, in double over several."""
     Path("record.pt").unlink(missing_ok=True)
     module = policy.pop("module", Module)().to(torch.float32 if ranks == 1 else torch.float64)
 
     def fit() -> None:
-        run = trainer(make(), devices=ranks, callbacks=[GradientAccumulation(**policy), SaveAfter(after, ends=ends), Record()])
-        run.fit(module, ckpt_path="inside.ckpt" if resumes else None)
+        callbacks = [GradientAccumulation(**policy), SaveAfter(*saves, path="after{}.ckpt"), Record()]
+        path = None if goes_on_after is None else f"after{goes_on_after}.ckpt"
+        trainer(make(), devices=ranks, callbacks=callbacks).fit(module, ckpt_path=path)
 
     if ranks > 1:  # forks by itself
-        try:
-            fit()
-        except Exception as error:
-            if "Interrupted" not in str(error) or not ends:
-                raise
+        fit()
     else:
         process = multiprocessing.get_context("fork").Process(target=fit)
         process.start()
         process.join(120)
-        assert (process.exitcode != 0) == ends
-    return None if ends else torch.load("record.pt", weights_only=False)
+        assert process.exitcode == 0
+    return torch.load("record.pt", weights_only=False)
 
 
 def assert_goes_on(make: Callable[[], Any], ranks: int, stops: Sequence[int], **policy: Any) -> None:
-    """A training that ends after a loader batch and goes on is one without a stop: to the bit on one rank, else to rounding."""
+    """What saves checkpoints, or goes on from one, is a training without any: to the bit on one rank, else to rounding."""
     expected = train(make, ranks, **policy)
-    for after in stops:
-        train(make, ranks, after, ends=True, **policy)
-        found = train(make, ranks, resumes=True, **policy)
+    for after in (None, *stops):
+        found = train(make, ranks, () if after else stops, after, **policy)
         begun = min(found["losses"])
         losses = {step: loss for step, loss in expected["losses"].items() if step >= begun}
         wanted = {**expected, "losses": losses}

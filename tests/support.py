@@ -255,6 +255,19 @@ class Toy(pl.LightningModule):
         return OPTIMIZERS[self.optimizer](self.parameters())
 
 
+def classified(net: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
+    """The cross entropy of :func:`labelled` batches."""
+    return F.cross_entropy(net(batch[0]), batch[1], reduction=reduction)
+
+
+class Asking(pl.LightningModule):
+    """Before another module: its optimizer asks for the number of steps, as for a OneCycleLR; loaders are there before windows."""
+
+    def configure_optimizers(self) -> Any:
+        self.estimate = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
 class Manually(pl.LightningModule):
     """Before another module: takes that one's steps in manual optimization."""
 
@@ -368,6 +381,11 @@ class TinyGPT(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask)
         return self.head(hidden)
+
+
+def predictions(batch: dict[str, Tensor]) -> int:
+    """So many tokens of a batch are predicted: all that have a label, but the first of each row."""
+    return int((batch["labels"][:, 1:] != -100).sum())
 
 
 def language_loss(logits: Tensor, labels: Tensor) -> Tensor:

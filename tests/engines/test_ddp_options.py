@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import Dealt, dealt, windows_of
 from lightning.pytorch.strategies import DDPStrategy
-from support import Language, OnCPU, Profiled, fit, pad, sentences
+from support import Language, OnCPU, Profiled, fit, pad, predictions, sentences
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -80,10 +80,6 @@ def norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
 
 
-def tokens(batch: Any) -> int:
-    return int((batch["labels"][:, 1:] != -100).sum())
-
-
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("hook", "options", "unit", "smallest"),
@@ -103,7 +99,7 @@ def test_compressed_gradients_are_those_of_the_full_batch_but_for_rounding(
     by less than 1, and rounds it in float64."""
     first, buckets = hooked(hook, **options)
     exact, of_ranks = gradients(FULL[0]), [pad([row for rows in own[:WINDOW] for row in rows]) for own in BY_RANK]
-    norms = [norm(gradients(batch)) * tokens(batch) / tokens(FULL[0]) for batch in of_ranks]
+    norms = [norm(gradients(batch)) * predictions(batch) / predictions(FULL[0]) for batch in of_ranks]
     bound = unit * (1 + unit) * (sum(norms) + norm(exact)) + 2 * smallest * math.sqrt(sum(map(Tensor.numel, exact)))
     assert 1e-3 * bound < norm([a - b for a, b in zip(first, exact, strict=True)]) < bound
     of_a_step, steps = len(set(buckets)), len(FULL) * EPOCHS

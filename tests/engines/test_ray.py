@@ -17,8 +17,7 @@ ray = pytest.importorskip("ray")
 train = pytest.importorskip("ray.train")
 from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer  # noqa: E402
 from ray.train.torch import TorchTrainer  # noqa: E402
-from support import StatefulLoader, Toy, error_of_updates, joined, labelled, python_path, train_by_hand, trainer  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
+from support import StatefulLoader, Toy, classified, error_of_updates, joined, labelled, python_path, train_by_hand, trainer  # noqa: E402
 
 from lightning_accum import GradientAccumulation  # noqa: E402
 
@@ -36,7 +35,7 @@ SAVED_AFTER = 3
 
 
 def module(optimizer: str) -> Toy:
-    return Toy(lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]), optimizer)
+    return Toy(classified, optimizer)
 
 
 class ReportInsideAWindow(pl.Callback):

@@ -24,7 +24,19 @@ from sharded import (
     needs_sharding_on_cpu,
     wrap_for_fsdp1,
 )
-from support import Language, Profiled, SaveAfter, ddp, error_of_updates, language_loss, loader, pad, sentences, train_by_hand
+from support import (
+    Language,
+    Profiled,
+    SaveAfter,
+    ddp,
+    error_of_updates,
+    language_loss,
+    loader,
+    pad,
+    predictions,
+    sentences,
+    train_by_hand,
+)
 from torch import Tensor
 from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.checkpoint import checkpoint
@@ -162,10 +174,6 @@ def test_checkpoint_inside_a_window_changes_nothing(sync: str, reshard: bool | N
 # --- precision ----------------------------------------------------------------------------------------------------------
 
 
-def tokens(batch: dict[str, Tensor]) -> int:
-    return int((batch["labels"][:, 1:] != -100).sum())
-
-
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("engine", "precision", "clip"),
@@ -200,8 +208,8 @@ def test_low_precision_is_as_near_to_the_full_batch_in_double_as_a_hand_written_
             total = torch.tensor(0.0)
             for batch in micro_batches:
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):  # casts parameters anew for each
-                    total = total + scale * low.training_step(batch, 0) * tokens(batch)
-            return total / sum(map(tokens, micro_batches))
+                    total = total + scale * low.training_step(batch, 0) * predictions(batch)
+            return total / sum(map(predictions, micro_batches))
 
         return error(train_by_hand(low, parts, EPOCHS, loss, **clip).named_parameters())
 

@@ -159,7 +159,7 @@ PLANTED: list[tuple[str, Any, str, str]] = [
     ("a rank without a loss", "accum_ddp", "loss of a rank", "Rank 1 has 0 micro-batches"),
     ("another learning rate", "accum_ddp", "optimizer step of rank 1", "Rank 1"),
     ("a division after the reduction", "accum_ddp", "optimizer step of rank 0", "Rank 1"),
-    ("loss times the world size", SHARDS, "loss of a rank", ""),
+    ("loss times the world size", SHARDS, "loss of a rank", "2 times"),
 ]
 
 

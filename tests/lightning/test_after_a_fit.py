@@ -16,9 +16,22 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
-from support import Manually, ManualToy, Scalar, Toy, fit, joined, labelled, loader, relative_error, train_by_hand, trainer, x
+from support import (
+    Manually,
+    ManualToy,
+    Scalar,
+    Toy,
+    classified,
+    fit,
+    joined,
+    labelled,
+    loader,
+    relative_error,
+    train_by_hand,
+    trainer,
+    x,
+)
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_accum import AccumulationStrategy, GradientAccumulation, GradientNoiseScale, Tokens
@@ -248,13 +261,10 @@ class Copying(pl.Callback):
 @pytest.mark.parametrize("kind", [Toy, ManualToy])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_copy_trains_and_so_does_the_trainer_that_was_copied(optimizer: str, kind: type[Toy], hook: str) -> None:
-    def loss(net: nn.Module, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(net(batch[0]), batch[1])
-
     batches, copying = labelled(1, 4, 2, 3), Copying(hook)
-    found, of_the_copy = kind(loss, optimizer), kind(loss, optimizer)
+    found, of_the_copy = kind(classified, optimizer), kind(classified, optimizer)
     fit(found, batches, GradientAccumulation(2), copying, max_epochs=2)
     copying.copy.fit(of_the_copy, loader(batches))
-    expected = train_by_hand(Toy(loss, optimizer), [joined(batches[:2]), joined(batches[2:])], 2)
+    expected = train_by_hand(Toy(classified, optimizer), [joined(batches[:2]), joined(batches[2:])], 2)
     for module in (found, of_the_copy):
         assert relative_error(module.parameters(), expected.parameters()) <= 1e-12

@@ -17,6 +17,7 @@ from support import (
     Scalar,
     Toy,
     WrapsAnother,
+    classified,
     ddp,
     fit,
     fp16_on_cpu,
@@ -29,7 +30,6 @@ from support import (
     x,
 )
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation
 from lightning_accum.testing import assert_window_equals_batch
@@ -69,7 +69,7 @@ def test_every_precision_is_as_near_to_the_full_batch_as_the_full_batch_itself(p
 def test_float16_gradients_of_heavy_micro_batches_keep_their_headroom() -> None:
     """Weights of thousands, with the default scale of 65536: unscaled weights would overflow float16 in the first window."""
     windows, data = list[Any](), [[torch.randn(8192, 4), torch.zeros(8192, dtype=torch.long)] for _ in range(6)]
-    module = Toy(lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])).float()
+    module = Toy(classified).float()
     module.on_window_end = windows.append
     fit(module, data, GradientAccumulation(2), plugins=fp16_on_cpu(init_scale=65536.0))
     assert [window.has_stepped for window in windows] == [True] * 3  # the scaler found no inf

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import Dealt
 from sharded import fsdp2, needs_sharding_on_cpu
-from support import OPTIMIZERS, Language, Scalar, Toy, ddp, fit, language_loss, pad, relative_error, sentences
+from support import OPTIMIZERS, Language, Scalar, Toy, ddp, fit, language_loss, pad, predictions, relative_error, sentences
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -49,11 +49,11 @@ def sums_in_double(optimizer: str, windows: Sequence[Sequence[Any]], clip: float
     for window in windows:
         sums, weight = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters], 0
         for batch in map(pad, window):
-            predictions = int((batch["labels"][:, 1:] != -100).sum())
+            number = predictions(batch)
             gradients = torch.autograd.grad(language_loss(module.net(batch["input_ids"]), batch["labels"]), parameters)
             for total, gradient in zip(sums, gradients, strict=True):
-                total += predictions * gradient.double()
-            weight += predictions
+                total += number * gradient.double()
+            weight += number
         for parameter, total in zip(parameters, sums, strict=True):
             parameter.grad = (total / weight).float()
         if clip is not None:

@@ -176,7 +176,7 @@ class InPlace(Scalar):
     ("module", "data", "policy", "error", "match"),
     [
         (lambda: Limited(0), batches(), {}, torch.OutOfMemoryError, "sample"),
-        (lambda: Limited(4), batches(), {"micro_batch": 8}, torch.OutOfMemoryError, ""),
+        (lambda: Limited(4), batches(), {"micro_batch": 8}, torch.OutOfMemoryError, "Tried to allocate"),
         (Teacher, batches(), {"trim_padding": False}, AccumulationError, r"net\.position"),
         (lambda: InPlace([x(1, 2, 3, 4)]), None, {}, AccumulationError, "in place"),
     ],

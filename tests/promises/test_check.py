@@ -18,7 +18,7 @@ import torch
 from changing import Changes
 from lightning.pytorch.callbacks import LambdaCallback
 from sharded import DoublePrecision, ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
-from support import Hide, Toy, ddp, fit, labelled, loader, pad, sentences, trainer, warned
+from support import Hide, Toy, classified, ddp, fit, labelled, loader, pad, sentences, trainer, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, default_collate
@@ -28,16 +28,10 @@ from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUp
 from lightning_accum.fabric import Accumulator
 from lightning_accum.testing import adamw, assert_window_equals_batch
 
-WAYS = pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}], ids=["windows", "split"])
-
-
-def adds_up(net: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(net(batch[0]), batch[1])
-
 
 def breaks(net: nn.Module, batch: Any) -> Tensor:
     """Only rows tell: its graph is that of a mean."""
-    return F.cross_entropy(net(batch[0]), batch[1]) * (1 + 0.1 * len(batch[1]))
+    return classified(net, batch) * (1 + 0.1 * len(batch[1]))
 
 
 # --- before the first step --------------------------------------------------------------------------------------------
@@ -187,7 +181,7 @@ def test_training_is_as_without_the_samples_that_are_drawn_for_the_check(
 def test_data_that_a_step_gives_a_parameter_is_taken_back() -> None:  # a momentum encoder began elsewhere, silently
     def moves(net: nn.Module, batch: Any) -> Tensor:
         net.bias.data = net.bias.data / 2 + 1
-        return adds_up(net, batch)
+        return classified(net, batch)
 
     found = []
     for check in (True, False):
@@ -216,7 +210,7 @@ def test_batches_of_few_rows_are_checked_before_the_first_step_until_there_were_
     data = labelled(*[2] * 8)
     for index, (_, labels) in enumerate(data):
         labels[:] = 3 if index >= bad_batch else torch.tensor([0, 1])
-    module = Toy(lambda net, b: adds_up(net, b) * (1.0 + len(b[1]) * int((b[1] == 3).any())))
+    module = Toy(lambda net, b: classified(net, b) * (1.0 + len(b[1]) * int((b[1] == 3).any())))
     with pytest.raises(DoesNotAddUpError):
         fit(module, data, GradientAccumulation(4))
     assert module.trainer.global_step == 0
@@ -249,7 +243,7 @@ def test_a_window_of_one_batch_on_one_rank_is_plain_lightning_to_the_bit() -> No
 @pytest.mark.parametrize(("arguments", "is_checked"), [({}, True), ({"check": False}, False), ({"weight": "equal"}, False)])
 def test_the_line_at_the_start_says_whether_a_fit_was_checked(arguments: dict[str, Any], is_checked: bool, caplog: Any) -> None:
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
-        fit(Toy(adds_up), labelled(8, 8), GradientAccumulation(2, **arguments))
+        fit(Toy(classified), labelled(8, 8), GradientAccumulation(2, **arguments))
     (line,) = [record.message for record in caplog.records if record.message.startswith("accumulating ")]
     assert ("checked" in line and "not checked" not in line) == is_checked
 
@@ -258,7 +252,7 @@ def test_the_line_at_the_start_says_whether_a_fit_was_checked(arguments: dict[st
     ("before", "rows"), [({"check": False}, 8), ({"weight": "equal"}, 8), ({"weight": SampleCount()}, 8), ({}, 3)]
 )
 def test_a_fit_that_goes_on_from_one_that_was_not_checked_is(before: dict[str, Any], rows: int) -> None:
-    fit(Toy(adds_up), labelled(rows, rows), GradientAccumulation(2, **before)).save_checkpoint("one.ckpt")
+    fit(Toy(classified), labelled(rows, rows), GradientAccumulation(2, **before)).save_checkpoint("one.ckpt")
     with pytest.raises(DoesNotAddUpError):
         fit(Toy(breaks), labelled(rows, rows), GradientAccumulation(2), max_epochs=2, ckpt_path="one.ckpt")
 
@@ -362,11 +356,11 @@ LATER: dict[str, Callable[..., Tensor]] = {
     "all rows by the number of some": lambda n, b: (_each(n, b).sum() + (_squares(n, b) * b[2]).sum()) / b[2].sum().clamp(min=1),
     "another loss where no row is chosen": _other_where_empty(lambda n, b: _each(n, b).mean(), lambda n, b: _squares(n, b).mean()),
     "a sum that is not 0 by a count of 0": lambda n, b: _each(n, b).sum() / b[2].sum(),
-    "another factor": _other_where_empty(adds_up, lambda n, b: 2.0 * adds_up(n, b)),
-    "another term": _other_where_empty(adds_up, lambda n, b: adds_up(n, b) + n(b[0]).square().mean()),
-    "another function of a mean": _other_where_empty(adds_up, lambda n, b: adds_up(n, b).sqrt()),
+    "another factor": _other_where_empty(classified, lambda n, b: 2.0 * classified(n, b)),
+    "another term": _other_where_empty(classified, lambda n, b: classified(n, b) + n(b[0]).square().mean()),
+    "another function of a mean": _other_where_empty(classified, lambda n, b: classified(n, b).sqrt()),
     "a choice": lambda n, b: torch.where(b[2].any(), _each(n, b).mean(), _squares(n, b).mean()),
-    "the largest of the batch": _other_where_empty(adds_up, lambda n, b: ((d := _squares(n, b)) / d.detach().max()).mean()),
+    "the largest of the batch": _other_where_empty(classified, lambda n, b: ((d := _squares(n, b)) / d.detach().max()).mean()),
 }  # fmt: skip
 
 
@@ -524,17 +518,17 @@ def _weights_later_on_rank_1() -> list[Any]:
 
 WINDOW, UNCHECKED = {"window": 2}, {"window": 1, "check": False}
 ON_RANKS: dict[str, tuple[Any, list[Any], dict[str, Any], bool]] = {
-    "a break": (_on_rank_1(adds_up, breaks), _labelled_by_rank(2), WINDOW, True),
+    "a break": (_on_rank_1(classified, breaks), _labelled_by_rank(2), WINDOW, True),
     "a later break": (LATER["the mean of all where the mask is empty"], [masks(None), masks(4)], {"window": 3}, True),
     "a later zero": (EXACT["zero where the mask is empty"], [masks(None), masks(4)], {"window": 3}, False),
     "hidden": (lambda *nb: Hide.apply(EXACT["a masked sum by the number of some"](*nb)), [masks(None), masks(0)], WINDOW, True),
-    "elements": (_on_rank_1(adds_up, lambda n, b: F.mse_loss(n(b[0]), b[0])), _labelled_by_rank(4, 2), WINDOW, True),
+    "elements": (_on_rank_1(classified, lambda n, b: F.mse_loss(n(b[0]), b[0])), _labelled_by_rank(4, 2), WINDOW, True),
     "weights that begin": (ALIKE["by weights over the largest"], _weights_later_on_rank_1(), WINDOW, True),
-    "rows": (_on_rank_1(adds_up, lambda n, b: _each(n, b).mean()), _labelled_by_rank(4, 2), WINDOW, False),
-    "a factor": (_on_rank_1(adds_up, lambda n, b: 0.25 * adds_up(n, b)), _labelled_by_rank(1), UNCHECKED, True),
-    "nothing": (_on_rank_1(adds_up, lambda n, b: 0.0 * n(b[0]).sum()), _labelled_by_rank(1), UNCHECKED, False),
+    "rows": (_on_rank_1(classified, lambda n, b: _each(n, b).mean()), _labelled_by_rank(4, 2), WINDOW, False),
+    "a factor": (_on_rank_1(classified, lambda n, b: 0.25 * classified(n, b)), _labelled_by_rank(1), UNCHECKED, True),
+    "nothing": (_on_rank_1(classified, lambda n, b: 0.0 * n(b[0]).sum()), _labelled_by_rank(1), UNCHECKED, False),
     "another function": (
-        _on_rank_1(adds_up, lambda n, b: adds_up(n, b).sqrt()), _labelled_by_rank(2), {**WINDOW, "check": False}, True
+        _on_rank_1(classified, lambda n, b: classified(n, b).sqrt()), _labelled_by_rank(2), {**WINDOW, "check": False}, True
     ),
 }  # fmt: skip
 """A loss, the batches of each rank, a policy, and whether it is told of."""
@@ -556,7 +550,7 @@ def test_a_loss_that_gathers_all_rows_of_its_window_is_trained_and_one_that_cann
             return F.cross_entropy(own @ of_all.T, torch.arange(len(own)) + self.global_rank * len(own))
 
     by_rank = [labelled(8, 8, seed=seed) for seed in (1, 2)]
-    assert is_told_of_on_two_ranks(Gathers(adds_up), by_rank, window=window) == (window == 2)
+    assert is_told_of_on_two_ranks(Gathers(classified), by_rank, window=window) == (window == 2)
 
 
 class Sharded(ShardedLanguage):
@@ -608,6 +602,6 @@ def test_a_fault_of_the_package_in_the_check_is_an_error_and_not_an_unchecked_lo
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 8}])
 def test_the_step_is_tried_at_most_16_times_before_the_first_window(policy: dict[str, Any]) -> None:
     calls, steps = list[int](), list[int]()
-    module, note = Toy(lambda *given: calls.append(1) or adds_up(*given)), lambda *_: steps.append(len(calls))
+    module, note = Toy(lambda *given: calls.append(1) or classified(*given)), lambda *_: steps.append(len(calls))
     fit(module, labelled(16, 16), GradientAccumulation(**policy), LambdaCallback(on_before_optimizer_step=note))
     assert steps[0] - 2 <= 16

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import assert_one_window_one_batch, dealt, on
-from support import Toy
+from support import Toy, joined
 from torch import Tensor
 
 from lightning_accum import GradientAccumulation
@@ -59,17 +59,13 @@ def texts(rows: int, seed: int, length: int = 10) -> dict[str, Tensor]:
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "labels": tokens.masked_fill(~mask, -100)}
 
 
-def join(batches: Any) -> dict[str, Tensor]:
-    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
-
-
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize(("engine", "options"), [on("accum"), on("ddp")])
 def test_a_window_of_a_causal_model_is_its_full_batch(engine: str, options: dict[str, Any], name: str) -> None:
     by_rank = dealt([texts(2, seed) for seed in range(8)], 1, engine)
     size, make = 4 // len(by_rank), partial(wrapped, MODELS[name])
-    assert_one_window_one_batch(make, by_rank, size, engine, options, collate=join, limit=TOLERANCE)
+    assert_one_window_one_batch(make, by_rank, size, engine, options, collate=joined, limit=TOLERANCE)
 
 
 @pytest.mark.some_cases(3)
@@ -96,7 +92,7 @@ def test_a_padded_batch_is_its_split_and_trimmed_micro_batches(name: str, side: 
         partial(wrapped, MODELS[name], Recorded),
         [rows],
         GradientAccumulation(micro_batch=3),
-        collate=lambda rows: transformers.BatchEncoding(join(rows)),
+        collate=lambda rows: transformers.BatchEncoding(joined(rows)),
         limit=TOLERANCE,
     )
     assert (min(widths) < 10) == (side == "right")  # on the left it stays

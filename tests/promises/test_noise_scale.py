@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from sharded import ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
-from support import NONE_LOSS, Language, SaveAfter, Scalar, ddp, fit, fp16_on_cpu, loader, pad, sentences, x
+from support import NONE_LOSS, Language, SaveAfter, Scalar, ddp, fit, fp16_on_cpu, loader, pad, predictions, sentences, x
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -154,7 +154,7 @@ def test_a_language_model_is_measured_in_tokens_and_samples(strategy: Any) -> No
             parameter.grad = gradient.view_as(parameter)
         optimizer.step()
 
-    weights = [float((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+    weights = list(map(predictions, batches))
     weighed = list(zip(batches, weights, strict=True))
     by_rank = [*batches[:2], *batches[4:6]], [*batches[2:4], *batches[6:]]
     estimate = measured(OfRank(*by_rank), GradientAccumulation(2), 2, strategy())

@@ -14,7 +14,7 @@ from harness import assert_one_window_one_batch, dealt, on
 from manual_modules import ALL, GAN, Dependent, Manual, draw
 from other_memory import OtherMemory, other_memory
 from sharded import ShardedLanguage
-from support import Language, Toy, fit, fp16_on_cpu, pad, sentences
+from support import Language, Toy, classified, fit, fp16_on_cpu, pad, sentences
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -183,10 +183,6 @@ def normalised() -> nn.Module:
     )  # fmt: skip
 
 
-def classes(net: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(net(batch[0]), batch[1])
-
-
 def contrastive(net: nn.Module, batch: Any) -> Tensor:
     found = F.normalize(net(batch[0]))
     return F.cross_entropy(found @ found.T / 0.1, torch.arange(len(found)))
@@ -222,7 +218,7 @@ PRECISIONS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("loss", [classes, contrastive])
+@pytest.mark.parametrize("loss", [classified, contrastive])
 def test_a_training_is_that_of_the_whole_batches_to_the_bit(memory: OtherMemory, loss: Any, optimizer: str, precision: str) -> None:
     arguments = lambda: {"max_epochs": 2, **PRECISIONS[precision]()}  # noqa: E731
     plain, run = assert_equal_to_the_bit(lambda: Images(loss, optimizer), images(), arguments)
@@ -304,7 +300,7 @@ def test_the_peak_is_a_few_layers_and_not_all_of_them(memory: OtherMemory) -> No
 @pytest.mark.parametrize("policy", [{"micro_batch": 4}, {"window": 2}, {"window": 2, "micro_batch": "offload"}])
 def test_batch_norm_in_micro_batches_is_warned_of_and_offload_named(policy: dict[str, Any]) -> None:
     with pytest.warns(AccumulationWarning, match=r'BatchNorm.*net.1.*micro_batch="offload"'):
-        fit(Images(classes), images(), GradientAccumulation(**policy))
+        fit(Images(classified), images(), GradientAccumulation(**policy))
 
 
 def test_verify_compares_windows_of_several_and_has_nothing_to_compare_in_one() -> None:

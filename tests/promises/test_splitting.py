@@ -163,9 +163,9 @@ def ragged() -> Tensor:
 
 OF_GRAPHS = torch.arange(4).repeat_interleave(torch.tensor([5, 9, 4, 7]))  # of which graph each node is
 UNSPLITTABLE: dict[str, tuple[Any, str]] = {
-    "two sizes": ({"x": rows(8, 3), "y": rows(7)}, "x.*y"),
-    "no rows": ({"n": 3, "t": torch.tensor(1.0)}, "t"),
-    "a text": ("text", "str"),
+    "two sizes": ({"x": rows(8, 3), "y": rows(7)}, "7 or 8.*x is.*y is"),
+    "no rows": ({"n": 3, "t": torch.tensor(1.0)}, "no tensor has rows .*dict"),
+    "a text": ("text", "batch is a str"),
     "packed rows of another number": ({"p": pack_sequence([rows(3), rows(2)]), "x": X}, "2 or 8.*p is a PackedSequence of 2"),
     "nested": ((X, [ragged()]), r"\[1\]\[0\]"),
     "sparse": ({"x": X, "s": torch.eye(8).to_sparse()}, "s is a Tensor"),
@@ -178,7 +178,7 @@ UNSPLITTABLE: dict[str, tuple[Any, str]] = {
         "cu_seqlens",
     ),
     "an array of another library": ({"x": X, "a": np.arange(8)}, "a is a ndarray"),
-    "more rows than samples": (DataLoader(range(8), batch_size=4, collate_fn=lambda samples: {"x": rows(12, 2)}), "x"),
+    "more rows than samples": (DataLoader(range(8), 4, collate_fn=lambda samples: {"x": rows(12, 2)}), "12 samples.*4.*: x of"),
 }
 
 

@@ -11,15 +11,13 @@ import torch
 from harness import ENGINES as HELD
 from harness import assert_one_window_one_batch, on
 from sharded import ShardedLanguage
-from support import Scalar, fit, sentences, x
+from support import Asking, Scalar, fit, sentences, x
 
 from lightning_accum import AccumulationError, GradientAccumulation, Tokens
 
 
-class Estimates(Scalar):
-    def configure_optimizers(self) -> Any:
-        self.estimate = self.trainer.estimated_stepping_batches
-        return super().configure_optimizers()
+class Estimates(Asking, Scalar):
+    pass
 
 
 # --- schedules ---------------------------------------------------------------------------------------------------------

@@ -83,10 +83,6 @@ def classes() -> list[type]:
     return [value for module in modules for value in vars(module).values() if isinstance(value, type)]
 
 
-def is_of_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in LIBRARIES
-
-
 @cache
 def lines_of(file: str, class_: str) -> set[type]:
     """The bases of a class of the package, and of those that derive from it: what it finds on ``self``."""
