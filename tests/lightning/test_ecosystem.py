@@ -84,7 +84,7 @@ def test_a_stateful_loader_goes_on_from_inside_a_window_to_the_bit(
         fit(module, stateful(workers, order), GradientAccumulation(**policy), *callbacks, max_epochs=2, **kwargs)
         return module
 
-    after = [2, 4, 5] if epoch == 0 else [8, 9, 11]
+    after = [2, 4] if epoch == 0 else [8, 11]
     without, saving = train(), train(SaveAfter(*after, path="after{}.ckpt"))
     assert len(without.order) == 14
     assert without.order == saving.order

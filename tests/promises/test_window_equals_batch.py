@@ -117,7 +117,7 @@ SIZES = [1, 3, 4, 16, Tokens(40), Tokens(25)]
 @pytest.mark.parametrize(("size", "trim"), [(size, trim) for size in SIZES for trim in (True, False)])
 def test_a_split_batch_takes_the_step_of_the_whole_one(size: Any, trim: bool, optimizer: str) -> None:
     policy = GradientAccumulation(micro_batch=size, trim_padding=trim)
-    assert_one_window_one_batch(partial(ShardedLanguage, optimizer), dealt(SPLIT, BATCH, "accum"), policy, epochs=EPOCHS)
+    assert_one_window_one_batch(partial(ShardedLanguage, optimizer), dealt(SPLIT, BATCH, "accum"), policy)
 
 
 OF_SIZES = [on(engine, size) for engine in ("ddp", "fsdp2", "fsdp1", "accum") for size in (3, Tokens(40))]
