@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from numbers import Number
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,8 @@ class Output(NamedTuple):
     """What else ``training_step`` returned, by name, without its graph."""
     weighed: Weighed
     rows: int
+    logs: Mapping[Any, Any] = MappingProxyType({})
+    """What it logged (``splitting/logs.py``)."""
     is_left_out: bool = False
     """It is as if it had never been in the batch."""
 

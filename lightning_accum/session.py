@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Output, Weighed, joined_extra, joined_loss
 from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.auto import Mark
-from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.plan import Plan
 from lightning_accum.step import Backward, CountsAhead, Outcome, Step, Trained
 from lightning_accum.sync.base import GradientSync
@@ -79,9 +78,9 @@ class Session:
             if accumulation.is_shadow_batch:
                 self.zero_grad(step)  # what it does to the module is to last
             if splitting is not None and is_split:
-                outputs, order, log = splitting.run(partial(self._attempt, step, has_boundary), self._mark)
-                if log.entries:
-                    step.show_logs(log, all(output.is_left_out for output in outputs))
+                outputs, order = splitting.run(partial(self._attempt, step, has_boundary), self._mark)
+                if any(output.logs for output in outputs):
+                    step.show_logs(outputs)
             else:
                 loss, extra = self._run_whole(step, batch, has_boundary)
         window_loss = self.end_window(seen, has_boundary) if ends_window else None
@@ -96,8 +95,7 @@ class Session:
             return self._run_micro_batch(step, micro_batch)[:2]
         with step.collecting_logs() as log:  # what may be left out is not shown before it was looked at
             loss, extra, weighed = self._run_micro_batch(step, micro_batch)
-        log.weigh([(weighed, 1)])
-        step.show_logs(log, self.guard.has_left_out)
+        step.show_logs([Output(loss, extra, weighed, 1, log.take(loss, weighed, 1), self.guard.has_left_out)])
         return (None, {}) if self.guard.has_left_out else (loss, extra)
 
     def _mark(self) -> Mark:
@@ -121,14 +119,14 @@ class Session:
 
         return Mark(undo, None if is_zero_grad_due else parameters)
 
-    def _attempt(self, step: Step, has_boundary: bool, plan: Plan) -> tuple[list[Output], list[int] | None, BatchLog]:
+    def _attempt(self, step: Step, has_boundary: bool, plan: Plan) -> tuple[list[Output], list[int] | None]:
         guard, is_shadow_batch = self.guard, self._accumulation.is_shadow_batch
-        own, kept, outputs = len(plan.pieces), 0, list[Output]()
+        own, outputs = len(plan.pieces), list[Output]()
         rounds = self.rounds(own)
         with step.collecting_logs() as log:
             for index, batch in enumerate(plan):
                 is_boundary = has_boundary and index == rounds - 1
-                log.micro_batch, count = kept, plan.pieces[index].count
+                count = plan.pieces[index].count
                 micro_batch = MicroBatch(batch, count if plan.is_read else None, index, own, is_boundary, is_shadow_batch)
                 try:
                     loss, extra, weighed = self._run_micro_batch(step, micro_batch)
@@ -137,19 +135,14 @@ class Session:
                         raise  # it ends the epoch, as in a loader batch that is not split
                     found = f"training_step raises StopIteration in micro-batch {index + 1} of {own} of a loader batch"
                     raise UsageError(f"{found}, whose other micro-batches are in the window. Leave micro_batch out.") from error
-                if log.may_be_loss:
-                    log.note_loss(loss)
+                logs = log.take(loss, weighed, count)
                 if guard is not None and guard.has_left_out:
-                    outputs.append(Output(None, {}, EMPTY, count, is_left_out=True))
-                    if not (index == own - 1 and self._has_ranks and not kept):  # others may wait for what it logs
-                        log.forget_micro_batch()
+                    outputs.append(Output(None, {}, EMPTY, count, logs, is_left_out=True))
                 else:
-                    outputs.append(_output_of(loss, extra, weighed, count))
-                    kept += 1
+                    outputs.append(_output_of(loss, extra, weighed, count, logs))
                 del loss, extra, batch, micro_batch  # before the next forward
         self._run_shadow_batches(own, rounds, has_boundary)
-        log.weigh([(output.weighed, output.rows) for output in outputs if not output.is_left_out] or [(EMPTY, 1)])
-        return outputs, plan.order, log
+        return outputs, plan.order
 
     # --- one micro-batch ------------------------------------------------------------------------------------------
 
@@ -294,7 +287,7 @@ class Session:
         return tensor_of(closed.loss, accumulation.ranks.device, accumulation.window.dtype)
 
 
-def _output_of(loss: Tensor | None, extra: dict[str, Any], weighed: Weighed, rows: int) -> Output:
+def _output_of(loss: Tensor | None, extra: dict[str, Any], weighed: Weighed, rows: int, logs: Mapping[Any, Any]) -> Output:
     """What is kept of a micro-batch: a part of the graph would keep what it saved for a backward that never comes."""
     extra = apply_to_collection(extra, Tensor, Tensor.detach) if extra else extra
-    return Output(None if loss is None else loss.detach(), extra, weighed, rows)
+    return Output(None if loss is None else loss.detach(), extra, weighed, rows, logs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.micro_batch import MicroBatch, Output
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.sync.base import GradientSync
@@ -122,8 +122,8 @@ class Step(Backward, CountsAhead, Protocol):
     def collecting_logs(self) -> AbstractContextManager[BatchLog]:
         """Collect what is logged in here, and log nothing yet."""
 
-    def show_logs(self, log: BatchLog, is_left_out: bool) -> None:
-        """Log what was collected; if the micro-batch is left out, only take part in the reductions of other ranks' logs."""
+    def show_logs(self, outputs: Sequence[Output]) -> None:
+        """Log what was collected in these micro-batches; if all are left out, only take part in what ranks reduce together."""
 
 
 class Outcome(NamedTuple):

@@ -17,6 +17,34 @@ from lightning_accum.step import Trained
 from lightning_accum.window import Window
 
 
+class EpochLoss:
+    """The loss of an epoch: the mean of its windows, each with its weight."""
+
+    def __init__(self, weighed: float = 0.0, weight: float = 0.0) -> None:
+        self._sums = (weighed, weight)
+        self._windows: list[tuple[Tensor | float, Tensor | float]] = []
+
+    def add(self, loss: Tensor | float, weight: Tensor | float) -> None:
+        """A window has ended. Numbers of many are read at a time, since on an accelerator that waits for it."""
+        self._windows.append((loss, weight))
+        if len(self._windows) == 100:
+            self.sums()
+
+    def sums(self) -> list[float]:
+        """The sum of the losses so far, each times its weight, and that of the weights, for a checkpoint."""
+        for loss, weight in ((float(loss), float(weight)) for loss, weight in self._windows):
+            if not math.isnan(loss):
+                self._sums = (self._sums[0] + loss * weight, self._sums[1] + weight)
+        self._windows = []
+        return [*self._sums]
+
+    def take_mean(self) -> float | None:
+        """The mean, None without any weight; and another epoch begins."""
+        weighed, weight = self.sums()
+        self._sums = (0.0, 0.0)
+        return weighed / weight if weight else None
+
+
 class Windows:
     """The windows of one ``fit``, whether the Trainer optimizes or the module does so by itself."""
 
@@ -37,6 +65,7 @@ class Windows:
         """The epoch under way, from 0."""
         self.of_losses: list[Window] = []
         """The window under way of each loss of ``training_step``, in the order of their backward calls."""
+        self.epoch_loss = EpochLoss()
         self.resumed_state: Mapping[str, Any] = {}
         """What the checkpoint that training goes on from says, as :meth:`state_dict` gave it."""
         self._warn = warn
@@ -99,6 +128,7 @@ class Windows:
             "optimizer_steps": self.clock.optimizer_steps,
             "scheduler_time": self.clock.time,
             "total_weight": float(self.total_weight),
+            "epoch_loss": self.epoch_loss.sums(),
             "skipped_micro_batches": self.total_left_out,
             "is_at_boundary": self.position == 0,
         }
@@ -130,6 +160,7 @@ class Windows:
         self.clock.hold()
         self.total_weight = float(state.get("total_weight", 0.0))
         self.total_left_out = int(state.get("skipped_micro_batches", 0))
+        self.epoch_loss = EpochLoss(*(state.get("epoch_loss", ()) if state.get("epoch") == self.epoch else ()))
         if self.policy.tail == "drop" and state.get("epoch", self.epoch) != self.epoch:
             return None
         if "window" not in state:

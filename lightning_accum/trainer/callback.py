@@ -18,7 +18,6 @@ from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import MisconfiguredError, SIGTERMException, Strategy, misconfigured, pl
 from lightning_accum.trainer.package import check_package
-from lightning_accum.trainer.results import WindowMetrics
 from lightning_accum.trainer.watch import callbacks_of
 from lightning_accum.weighing.counts import Weight
 from lightning_accum.windows import Windows
@@ -203,10 +202,6 @@ class GradientAccumulation(pl.Callback):
     def _windows(self) -> Windows | None:
         return None if self._strategy is None else self._strategy.windows
 
-    @property
-    def _metrics(self) -> WindowMetrics | None:
-        return None if self._strategy is None else self._strategy.metrics
-
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._strategy is not None:
@@ -214,8 +209,8 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._metrics is not None:
-            self._metrics.log_epoch()
+        if self._strategy is not None:
+            self._strategy.end_epoch()
 
     # --- after training ---------------------------------------------------------------------------------------------
 
@@ -230,8 +225,6 @@ class GradientAccumulation(pl.Callback):
         """A fit has ended, or failed: keep its state for a checkpoint, and nothing else of it. Called by the strategy."""
         with suppress(RuntimeError):  # a device that has failed
             self._state = self._counts()
-        if self._metrics is not None:
-            self._metrics.close()
         self._strategy = None
         if self._trainers_own is not None:
             trainer.accumulate_grad_batches = self._trainers_own
@@ -248,12 +241,7 @@ class GradientAccumulation(pl.Callback):
 
     def _counts(self) -> dict[str, Any]:
         """What a checkpoint needs to go on, but for the gradients of an unfinished window."""
-        if self._windows is None:
-            return self._state
-        state = self._windows.state_dict()
-        if self._metrics is not None:
-            state["epoch_loss"] = self._metrics.epoch_loss()
-        return state
+        return self._state if self._windows is None else self._windows.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.trainer.from_lightning import Strategy, pl, rank_zero_info
 from lightning_accum.trainer.manual import ManualWindows
-from lightning_accum.trainer.results import WindowMetrics
+from lightning_accum.trainer.results import WindowRows
 from lightning_accum.trainer.watch import Watch, is_lightnings
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.whole.offload import Offload
@@ -46,8 +46,6 @@ class Engine(Strategy, Trained):
     policy: Policy = Policy()
     gradient_reads: AbstractContextManager[Any] | None = None
     """Notices hooks that look at gradients inside of a window."""
-    metrics: WindowMetrics | None = None
-    """Shows windows that have ended; None where nothing is logged."""
     world_size: int
     global_rank: int
     ranks: Ranks = Ranks(torch.device("cpu"))
@@ -84,9 +82,17 @@ class Engine(Strategy, Trained):
         """An epoch begins, or goes on after a checkpoint."""
         if self.windows is not None:
             self.windows.begin_epoch(self.trainer().current_epoch)
-        if self.metrics is not None:
-            self.metrics.begin_epoch()
         self.set_size()
+
+    def end_epoch(self) -> None:
+        """An epoch ends."""
+        if self.windows is not None and self.policy.log:
+            self.rows.show_epoch(self.windows)
+
+    @property
+    def rows(self) -> WindowRows:
+        """What shows windows that have ended."""
+        return cast("WindowRows", self.trainer()._logger_connector)
 
     def set_size(self) -> None:
         """A window is about to begin: have its size where tuners, monitors and Lightning look for it."""
@@ -99,8 +105,8 @@ class Engine(Strategy, Trained):
     def end_window(self) -> None:
         """A window has ended, and its step was made: show it, and set the size of the next."""
         self.set_size()
-        if self.metrics is not None:
-            self.metrics.log(self.windows)
+        if self.windows is not None and self.policy.log:
+            self.rows.show_window(self.windows)
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ from lightning_accum.user_warnings import rank_zero_warn
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
     from lightning_accum.trainer.manual import ManualWindows
-    from lightning_accum.trainer.results import WindowRows
 
 
 class AccumulatingEpochLoop(ValidatingEpochLoop):
@@ -79,8 +78,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             self.strategy.accumulation.is_shadow_batch = False
         if self.strategy.manual is not None:
             self.strategy.manual.leave_loader_batch()
-        if self._rows.pending:
-            self._rows.flush()
+        self.strategy.rows.flush()
         if self.validation is not None and self.validation.is_due(self.global_step):
             self.validation.begin(self.global_step, self.batch_progress.total.ready)
         super().on_advance_end(data_fetcher)
@@ -103,11 +101,6 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     def _boundary(self) -> Boundary | None:
         """Decides where windows end; None where Lightning does."""
         return None if self.strategy.windows is None else self.strategy.windows.boundary
-
-    @property
-    def _rows(self) -> WindowRows:
-        """What goes to the loggers."""
-        return cast("WindowRows", self.trainer._logger_connector)
 
     def window_size(self) -> float:
         """Loader batches in a window that begins now; inf for tokens, which are counted after it."""
@@ -197,7 +190,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         ended = self.trainer, {"loss": None if closed is None else closed.loss}, self.batch, self.batch_idx
         if has_stepped:
             call_batch_end(pl.callbacks.WeightAveraging, *ended)
-        self._rows.flush()
+        self.strategy.rows.flush()
         self._update_learning_rates("step", update_plateau_schedulers=False)
         self._update_learning_rates("step", update_plateau_schedulers=True)
         self._batches_that_stepped += has_stepped

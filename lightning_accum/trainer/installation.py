@@ -55,7 +55,7 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
         specialised(epoch_loop, AccumulatingEpochLoop, strategy=strategy),
         specialised(epoch_loop.automatic_optimization, WindowOptimization, strategy=strategy),
         specialised(epoch_loop.manual_optimization, WindowManualOptimization, strategy=strategy),
-        specialised(epoch_loop._results, BatchResults, strategy=strategy),
+        specialised(epoch_loop._results, BatchResults, strategy=strategy, replaced={}),
         specialised(plugin, NotingPrecision, clips_as=strategy) if has_lightnings_clipping else nullcontext(),
         cast("AccumulatingFitLoop", fit_loop).seams,
     ):

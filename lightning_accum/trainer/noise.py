@@ -242,8 +242,7 @@ class GradientNoiseScale(pl.Callback):
         total, s, g, weight, samples = (self._sums[_SUMMED.index(name)] for name in ("1", "S", "G", "weight", "samples"))
         scale = torch.where(g > 0, (s / g).clamp(min=0), math.inf).where(total > 0, math.nan)
         found = {"weight": scale, "samples": scale * samples / weight, "variance": s / total, "gradient": g / total}
-        rows: Any = trainer._logger_connector  # without its type, as in `metrics.py`
-        rows.show({f"noise_scale/{name}": value for name, value in found.items()}, is_finite=True)
+        cast("Engine", trainer.strategy).rows.show({f"noise_scale/{name}": value for name, value in found.items()}, is_finite=True)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.errors import UsageError
+from lightning_accum.micro_batch import Output
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.step import Outcome
@@ -224,9 +225,9 @@ class WindowOptimization(_AutomaticOptimization):
         """Collect what is logged in here, and log nothing yet."""
         return collecting_logs(self.trainer)
 
-    def show_logs(self, log: BatchLog, is_left_out: bool) -> None:
-        """Log what was collected."""
-        show_logs(self.trainer, log, is_left_out)
+    def show_logs(self, outputs: Sequence[Output]) -> None:
+        """Log what was collected in these micro-batches, as their batch would have."""
+        show_logs(self.trainer, outputs)
 
 
 class NotingPrecision(Precision):

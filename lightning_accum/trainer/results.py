@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from numbers import Number
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -19,11 +19,11 @@ from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.exact import exact
-from lightning_accum.splitting.logs import Arguments, BatchLog, name_of_reduction
+from lightning_accum.micro_batch import Output
+from lightning_accum.splitting.logs import BatchLog, Joined, joined_logs
 from lightning_accum.trainer.from_lightning import _LoggerConnector, _ResultCollection, _ResultMetric, pl
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.watch import replacing
-from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 
 
@@ -34,59 +34,64 @@ class BatchResults(_ResultCollection):
     """The Engine of the fit, whose file imports this one."""
     batch_log: BatchLog | None = None
     """Takes what is logged, while a split batch runs."""
-    metrics_of_module: tuple[int, list[Metric]] | None = None
-    """The epoch in which they were looked for, and the metrics."""
-    shown: set[int] | None = None
-    log_of_module: Callable[..., None] | None = None
-    """What replaces the module's ``log`` while a split batch runs: one function for all batches, since a compiled training_step is
-    compiled anew for another."""
+    is_left_out: bool = False
+    """What is logged is of a batch that is as if it had never been there."""
+    replaced: dict[int, tuple[Any, dict[str, Any]]]
+    """The module and its metrics, and what replaces their methods while a split batch runs: the same functions for all batches,
+    since a compiled training_step is compiled anew for others."""
+    looked_in: int | None = None
+    """The epoch in which these metrics were looked for."""
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        """Take in a logged value; that of a shadow batch has no weight."""
-        accumulation = None if self.strategy is None else self.strategy.accumulation
-        if accumulation is not None and accumulation.is_shadow_batch and isinstance(value, Tensor):
-            # it takes part in the other ranks' reduction, and adds nothing: the same batch was counted before
-            value, batch_size = _weightless(value, self[key]), 0
+        """Take in a logged value; that of a batch that does not count is replaced by one that changes nothing."""
+        metric, accumulation = self[key], None if self.strategy is None else self.strategy.accumulation
+        is_shadow = accumulation is not None and accumulation.is_shadow_batch
+        if is_shadow and metric.is_tensor and not metric.meta.sync.should:
+            return
+        if (is_shadow or self.is_left_out) and metric.is_tensor:
+            value, batch_size = _neutral(metric, value), 0
         super().update_metrics(key, value, batch_size)
-        metric = self[key]
         if self.strategy is not None and self.strategy.world_size > 1 and metric.is_tensor and metric.meta.is_mean_reduction:
             # Lightning averages it over the ranks, which cuts off the fraction of a whole number
             metric.cumulated_batch_size = exact(metric.cumulated_batch_size)
 
 
-def _weightless(value: Tensor, metric: _ResultMetric) -> Tensor:
-    if metric.meta.is_sum_reduction:
-        return torch.zeros_like(value)
-    return value.nan_to_num() if metric.meta.is_mean_reduction else value  # times its batch size of 0
-
-
-def _neutral(value: Tensor, arguments: Arguments, metric: _ResultMetric | None) -> Tensor:
+def _neutral(metric: _ResultMetric, value: Tensor) -> Tensor:
     """What changes nothing when it is reduced with what other ranks log; in the mean of a step, about what was logged last."""
-    reduce_fx = name_of_reduction(arguments)
-    if reduce_fx in ("max", "min"):
-        return torch.full_like(value, -math.inf if reduce_fx == "max" else math.inf)
-    last = None if metric is None else metric._forward_cache
-    return last.clone() if reduce_fx == "mean" and isinstance(last, Tensor) else torch.zeros_like(value)
+    last = metric._forward_cache
+    if metric.meta.is_mean_reduction and isinstance(last, Tensor):
+        return last.clone()
+    default = torch.as_tensor(metric._defaults["value"])
+    return default.to(value.device, value.dtype if value.is_floating_point() else default.dtype)  # on all ranks one type
 
 
 @contextmanager
 def collecting_logs(trainer: pl.Trainer) -> Iterator[BatchLog]:
     """Collect what the module logs, and log nothing yet."""
     module, results = trainer.lightning_module, cast("BatchResults", trainer.fit_loop.epoch_loop._results)
-    if results.metrics_of_module is None or results.metrics_of_module[0] != trainer.current_epoch:
-        results.metrics_of_module = (trainer.current_epoch, _metrics_in(module))
-        results.shown = results.shown or set()
-    log, outer = BatchLog(results.metrics_of_module[1], results.shown), results.batch_log
-    if results.log_of_module is None:
-        results.log_of_module = _collecting(results, module)
-    results.batch_log = log
-    try:
-        with replacing(module, log=results.log_of_module):
-            yield log
-    finally:
-        results.batch_log = outer
-        log.close()
+    if results.looked_in != trainer.current_epoch:
+        results.looked_in = trainer.current_epoch
+        methods = [(metric, "compute", _noting(results, metric)) for metric in _metrics_in(module)]
+        for owner, name, method in [(module, "log", _collecting(results, module)), *methods]:
+            no_part_of_a_graph = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
+            results.replaced.setdefault(id(owner), (owner, {name: no_part_of_a_graph}))
+    with replacing(results, batch_log=(log := BatchLog())), ExitStack() as replaced:
+        for owner, own in results.replaced.values():
+            replaced.enter_context(replacing(owner, **own))
+        yield log
+
+
+def _noting(results: BatchResults, metric: Metric) -> Callable[[], Any]:
+    compute = metric.compute
+
+    def compute_and_note() -> Any:
+        value = compute()
+        if results.batch_log is not None and not metric._should_unsync:  # only `forward` says so
+            results.batch_log.note_call(metric, value)
+        return value
+
+    return compute_and_note
 
 
 def _collecting(results: BatchResults, module: pl.LightningModule) -> Callable[..., None]:
@@ -99,42 +104,34 @@ def _collecting(results: BatchResults, module: pl.LightningModule) -> Callable[.
         arguments = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
         results.batch_log.collect(module._current_fx_name or "", name, value, arguments)
 
-    # what is collected is no part of a graph that is compiled; `_compiler_ctx` is set by Lightning for a compiled module
-    is_compiled = module._compiler_ctx is not None
-    return torch.compiler.disable(log) if is_compiled else log  # type: ignore[no-untyped-call]
+    return log
 
 
 _ARGUMENTS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
 """Of ``log``, after the value."""
 
 
-def show_logs(trainer: pl.Trainer, log: BatchLog, is_left_out: bool = False) -> None:
-    """Log what was collected, as the whole batch would have.
+def show_logs(trainer: pl.Trainer, outputs: Sequence[Output]) -> None:
+    """Log what was collected, as the batch of these micro-batches would have.
 
-    Args:
-        trainer: whose module logs it.
-        log: what was collected.
-        is_left_out: the batch is as if it had never been there. What the ranks reduce together is logged without weight.
+    If all of them are left out, only what ranks reduce together is logged, without weight. That comes last and sorted: which was
+    logged first differs by rank where it depends on the micro-batch, and ranks pair their reductions by order.
     """
-    module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
-
-    def is_synced(is_metric: bool, arguments: Arguments) -> bool:
-        return trainer.world_size > 1 and (is_metric or bool(arguments.get("sync_dist")))
-
-    hooks = set()
-    for logged in log.merged(is_synced):
-        value, arguments = logged.value, logged.arguments
-        if is_left_out and not is_synced(isinstance(value, Metric), arguments):
-            continue
-        if is_left_out and isinstance(value, Tensor):
-            value, arguments = _neutral(value, arguments, results.get(logged.key)), {**arguments, "batch_size": 0}
-        elif is_left_out and logged.key in results:
-            continue  # a metric: it holds what it held before the batch
-        if logged.hook in hooks:  # else Lightning forgets, in a first batch, what the hook has logged
-            trainer._logger_connector._current_fx = logged.hook
-        hooks.add(logged.hook)
-        with replacing(module, _current_fx_name=logged.hook):
-            module.log(logged.name, value, **arguments)
+    module, results = trainer.lightning_module, cast("BatchResults", trainer.fit_loop.epoch_loop._results)
+    kept = [output for output in outputs if not output.is_left_out]
+    alone, synced, hooks = list[Joined](), list[Joined](), set[str]()
+    for log in joined_logs(kept or outputs[-1:], results.strategy.accumulation.warn_once):
+        is_metric = isinstance(log.value, Metric)
+        is_synced = trainer.world_size > 1 and (is_metric or bool(log.arguments.get("sync_dist")))
+        if kept or (is_synced and not (is_metric and log.key in results)):  # a metric holds what it held before the batch
+            (synced if is_synced else alone).append(log)
+    with replacing(results, is_left_out=not kept):
+        for log in [*alone, *sorted(synced, key=attrgetter("key"))]:
+            if log.hook in hooks:  # else Lightning forgets, in a first batch, what the hook has logged
+                trainer._logger_connector._current_fx = log.hook
+            hooks.add(log.hook)
+            with replacing(module, _current_fx_name=log.hook):
+                module.log(log.name, log.value, **log.arguments)
 
 
 def _metrics_in(module: pl.LightningModule) -> list[Metric]:
@@ -150,12 +147,19 @@ def _metrics_in(module: pl.LightningModule) -> list[Metric]:
 
 
 class WindowRows(_LoggerConnector):
-    """Joins the metrics of a window, which ends before the module's own are logged, to those."""
+    """Shows each window once, in one row with what the module logs at its step.
+
+    The numbers come from the all-reduce that the window made anyway, and are the same on all ranks. They go to the loggers by
+    the Trainer's ``log_every_n_steps``, and to ``trainer.callback_metrics`` and the progress bar at every window. The module's own
+    ``log`` would do all of that at a hundred times the cost.
+    """
 
     pending: dict[str, Tensor]
     """Of a window that has ended, and whose loader batch has not."""
     in_bar: dict[str, Any]
     """What the progress bar shows of the last window."""
+    last_end: float | None = None
+    """When the last window ended."""
 
     @property
     @override
@@ -190,102 +194,49 @@ class WindowRows(_LoggerConnector):
             metrics, self.pending = {**self.pending, **metrics}, {}
         super().log_metrics(metrics, step)
 
-
-class WindowMetrics:
-    """Shows each window once.
-
-    The numbers come from the all-reduce that the window made anyway, and are the same on all ranks. They go to the loggers by
-    the Trainer's ``log_every_n_steps``, and to ``trainer.callback_metrics`` and the progress bar at every window. The module's own
-    ``log`` would do all of that at a hundred times the cost.
-    """
-
-    def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule, epoch_loss: Sequence[float] | None = None) -> None:
-        self._trainer = trainer
-        self._module = pl_module
-        self._rows = cast("WindowRows", trainer._logger_connector)
-        self._epoch: list[tuple[Tensor | float, Tensor | float]] = []
-        self._weighed_loss, self._weight = (0.0, 0.0) if epoch_loss is None else epoch_loss
-        self._last_end: float | None = None
-
-    def log(self, windows: Windows | None) -> None:
+    def show_window(self, windows: Windows) -> None:
         """Show the window that ended last: one for each call of ``manual_backward``, if the module optimizes by itself."""
-        if isinstance(windows, Accumulation):
-            self._log_window(windows)
-        elif isinstance(windows, ManualWindows) and windows.closed:
-            first, *others = windows.closed
-            self._log(first, windows, {f"window/loss_{index}": closed.loss for index, closed in enumerate(others, 2)})
-
-    def _log_window(self, windows: Accumulation) -> None:
-        closed = windows.closed
-        assert closed is not None
         others: dict[str, Tensor | float] = {}
-        if windows.policy.on_nonfinite == "skip":
-            others["window/skipped_micro_batches"] = closed.left_out
-            others["window/total_skipped_micro_batches"] = windows.total_left_out
-        if closed.is_empty:
-            self._rows.show(others)
-            return
-        if windows.splitting is not None and windows.splitting.largest is not None:
-            others["window/micro_batch_size"] = windows.splitting.largest
-        if closed.gradient_norm is not None:
-            others["window/grad_norm"] = closed.gradient_norm
-        self._log(closed, windows, others)
-
-    def _log(self, closed: ClosedWindow, windows: Windows, others: Mapping[str, Tensor | float]) -> None:
-        steps = windows.clock.optimizer_steps
-        self._epoch.append((closed.loss, closed.weight))
-        if len(self._epoch) == 100:
-            self._fold_epoch()
-        metrics: dict[str, Tensor | float] = {
-            "window/loss": closed.loss,
-            "window/weight": closed.weight,
-            "window/total_weight": windows.total_weight,
-            "window/micro_batches": closed.micro_batches,
-            "window/optimizer_steps": steps,
-            **others,
-        }
+        if isinstance(windows, ManualWindows) and windows.closed:
+            closed, *more = windows.closed
+            others.update({f"window/loss_{index}": call.loss for index, call in enumerate(more, 2)})
+        elif isinstance(windows, Accumulation) and windows.closed is not None:
+            closed = windows.closed
+            if windows.policy.on_nonfinite == "skip":
+                others["window/skipped_micro_batches"] = closed.left_out
+                others["window/total_skipped_micro_batches"] = windows.total_left_out
+            if closed.is_empty:
+                return self.show(others)
+            if windows.splitting is not None and windows.splitting.largest is not None:
+                others["window/micro_batch_size"] = windows.splitting.largest
+            if closed.gradient_norm is not None:
+                others["window/grad_norm"] = closed.gradient_norm
+        else:
+            return None
         if not isinstance(closed.weight, Tensor) and (rate := self._weight_per_second(closed.weight)) is not None:
-            metrics["window/weight_per_second"] = rate
-        self._rows.show(metrics)
-        self._rows.in_bar = {"w_loss": closed.loss, "w_steps": _Whole(steps)}
+            others["window/weight_per_second"] = rate
+        windows.epoch_loss.add(closed.loss, closed.weight)
+        steps = windows.clock.optimizer_steps
+        self.in_bar = {"w_loss": closed.loss, "w_steps": str(steps)}
+        return self.show(
+            {
+                "window/loss": closed.loss,
+                "window/weight": closed.weight,
+                "window/total_weight": windows.total_weight,
+                "window/micro_batches": closed.micro_batches,
+                "window/optimizer_steps": steps,
+                **others,
+            }
+        )
 
     def _weight_per_second(self, weight: float) -> float | None:
         """Between the ends of the last two windows; None for the first, and where the clock has not moved."""
-        last_end, self._last_end = self._last_end, time.perf_counter()
-        elapsed = 0.0 if last_end is None else self._last_end - last_end
+        last_end, self.last_end = self.last_end, time.perf_counter()
+        elapsed = 0.0 if last_end is None else self.last_end - last_end
         return weight / elapsed if elapsed > 0 else None
 
-    def begin_epoch(self) -> None:
-        """No window of it has ended yet: a checkpoint from the end of an epoch holds that epoch's."""
-        self._epoch, self._weighed_loss, self._weight = [], 0.0, 0.0
-
-    def log_epoch(self) -> None:
+    def show_epoch(self, windows: Windows) -> None:
         """Log the epoch's loss: the mean of its windows, each with its weight."""
-        self._fold_epoch()
-        if self._weight and not self._trainer.barebones:
-            mean = torch.tensor(self._weighed_loss / self._weight, dtype=torch.float64)
-            self._module.log("window/loss_epoch", mean, batch_size=1, sync_dist=True)
-        self.begin_epoch()
-
-    def epoch_loss(self) -> list[float]:
-        """The sum of the losses of the epoch's windows so far, each times its weight, and that of the weights, for a checkpoint."""
-        self._fold_epoch()
-        return [self._weighed_loss, self._weight]
-
-    def _fold_epoch(self) -> None:
-        """Take the windows into the epoch's sums, one after another: many at a time, since on an accelerator that waits for it."""
-        for loss, weight in ((float(loss), float(weight)) for loss, weight in self._epoch):
-            if not math.isnan(loss):
-                self._weighed_loss, self._weight = self._weighed_loss + loss * weight, self._weight + weight
-        self._epoch = []
-
-    def close(self) -> None:
-        """Give the loggers what they have not got."""
-        self._rows.flush()
-
-
-class _Whole(int):
-    """A number that is printed without decimals, also where the progress bar asks for three."""
-
-    def __format__(self, spec: str) -> str:
-        return str(int(self))
+        if (mean := windows.epoch_loss.take_mean()) is not None and not self.trainer.barebones:
+            value = torch.tensor(mean, dtype=torch.float64)
+            self.trainer.lightning_module.log("window/loss_epoch", value, batch_size=1, sync_dist=True)

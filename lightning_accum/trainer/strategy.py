@@ -25,7 +25,6 @@ from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import MisconfiguredError, misconfigured, pl, rank_zero_info
 from lightning_accum.trainer.installation import installed, naming_launcher
 from lightning_accum.trainer.manual import ManualWindows
-from lightning_accum.trainer.results import WindowMetrics
 from lightning_accum.trainer.validation import validating_every
 from lightning_accum.trainer.watch import Watch, callbacks_of, gradient_reads
 from lightning_accum.undo import Undo
@@ -279,10 +278,6 @@ class AccumulationMixin(Engine):
             return
         # begin to train, or go on from a checkpoint: inside an epoch Lightning leaves out on_train_epoch_start
         self.begin_epoch()
-        if self.policy.log:
-            is_same_epoch = windows.resumed_state.get("epoch") == trainer.current_epoch
-            epoch_loss = windows.resumed_state.get("epoch_loss") if is_same_epoch else None
-            self.metrics = WindowMetrics(trainer, self.module, epoch_loss)
         epoch_loop = trainer.fit_loop.epoch_loop
         ready, seen = epoch_loop.batch_progress.current.ready, epoch_loop.batch_progress.total.ready
         is_inside_epoch = epoch_loop.restarting and ready < trainer.num_training_batches

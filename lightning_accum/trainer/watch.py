@@ -320,9 +320,9 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 @contextmanager
-def replacing(module: pl.LightningModule, **attributes: Any) -> Iterator[None]:
-    """In here a module has these attributes. ``_current_fx_name`` is the hook that ``module.log`` is called in."""
-    own = vars(module)  # of a Module, setting one takes microseconds
+def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
+    """In here an object has these attributes. ``_current_fx_name`` of a module is the hook that ``module.log`` is called in."""
+    own = vars(owner)  # of a Module, setting one takes microseconds
     before = {name: own[name] for name in attributes if name in own}
     own.update(attributes)
     try:

@@ -130,7 +130,7 @@ def every_metric() -> dict[str, Any]:
         "auroc": MulticlassAUROC(CLASSES, ignore_index=-100, thresholds=20),
         "classwise": ClasswiseWrapper(MulticlassRecall(CLASSES, average=None, ignore_index=-100)),
         "named": NamedMetric(CLASSES, ignore_index=-100),
-        "twice": MulticlassAccuracy(CLASSES, average="micro", ignore_index=-100),
+        "twice": MulticlassAccuracy(CLASSES, ignore_index=-100),
         **{"largest": MaxMetric(), "mean": MeanMetric(), "cat": CatMetric(), "tracker": Tracking()},
         **{"rmse": MeanSquaredError(squared=False), "correlation": PearsonCorrCoef()},
     }
