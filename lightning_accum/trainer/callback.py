@@ -161,7 +161,6 @@ class GradientAccumulation(pl.Callback):
             refuse(Asked(self.policy))
         self._strategy: Engine | None = None  # while there are windows
         self._state: dict[str, Any] = {}
-        self._trainers_own: int | None = None
         self._may_gather = False
 
     # --- before training --------------------------------------------------------------------------------------------
@@ -189,8 +188,7 @@ class GradientAccumulation(pl.Callback):
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and"
                 f" GradientAccumulation({self.policy.window!r}) both set the window. Set it in one of them."
             )
-        self._trainers_own = trainer.accumulate_grad_batches
-        trainer.accumulate_grad_batches = size  # where tuners, monitors and Lightning itself look for it
+        trainer.accumulate_grad_batches = size  # where tuners, monitors and Lightning itself look for it; until the fit ends
 
     def connect(self, strategy: Engine) -> None:
         """Take hold of the strategy's windows, and give them what a checkpoint said. Called by the strategy."""
@@ -221,14 +219,11 @@ class GradientAccumulation(pl.Callback):
         # other callbacks may take a checkpoint now, on this rank alone unless all got SIGTERM
         self._may_gather = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
 
-    def disconnect(self, trainer: pl.Trainer) -> None:
+    def disconnect(self) -> None:
         """A fit has ended, or failed: keep its state for a checkpoint, and nothing else of it. Called by the strategy."""
         with suppress(RuntimeError):  # a device that has failed
             self._state = self._counts()
         self._strategy = None
-        if self._trainers_own is not None:
-            trainer.accumulate_grad_batches = self._trainers_own
-            self._trainers_own = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is in no fit."""

@@ -26,7 +26,7 @@ from lightning_accum.trainer.from_lightning import MisconfiguredError, misconfig
 from lightning_accum.trainer.installation import installed, naming_launcher
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.validation import validating_every
-from lightning_accum.trainer.watch import Watch, callbacks_of, gradient_reads
+from lightning_accum.trainer.watch import Watch, callbacks_of, gradient_reads, replacing
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import Verdict
@@ -72,7 +72,7 @@ class AccumulationMixin(Engine):
         self._fit.callback(self._forget_fit)
         self._fit.callback(lambda: self.ranks.close())
         self._fit.enter_context(installed(trainer))
-        self._fit.callback(self._show_window_size)  # if something fails before it is
+        self._fit.enter_context(replacing(trainer, accumulate_grad_batches=trainer.accumulate_grad_batches))  # the policy sets it
         if not model.automatic_optimization:
             # Lightning refuses manual optimization with it, and looks only once, before the environment is set up
             self._hidden_size, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
@@ -309,7 +309,7 @@ def _inserted(callback: GradientAccumulation, trainer: pl.Trainer) -> Iterator[N
 def _disconnect_callbacks(trainer: pl.Trainer) -> None:
     for callback in callbacks_of(trainer):
         if isinstance(callback, GradientAccumulation):
-            callback.disconnect(trainer)
+            callback.disconnect()
 
 
 # --- one device -------------------------------------------------------------------------------------------------------
