@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from lightning_accum.randomness import RandomState
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import call, pl, rank_zero_info
-from lightning_accum.trainer.results import collecting_logs
+from lightning_accum.trainer.results import logging_nothing
 from lightning_accum.trial_mode import is_narrow
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
@@ -42,31 +42,11 @@ def unlogged_step(trainer: pl.Trainer, others: Sequence[Any]) -> Callable[[Any],
         is_half = isinstance(precision, pl.plugins.HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
         is_plain = isinstance(precision, (pl.plugins.MixedPrecision, pl.plugins.HalfPrecision)) and not is_half
         context = nullcontext() if is_plain else precision.train_step_context()
-        with torch.enable_grad(), context, collecting_logs(trainer), _without_loggers(trainer):
+        with torch.enable_grad(), context, logging_nothing(trainer):
             step = partial(call._call_lightning_module_hook, trainer, "training_step")
             return strategy.run_as_engine(step, batch, *others)
 
     return training_step
-
-
-@contextmanager
-def _without_loggers(trainer: pl.Trainer) -> Iterator[None]:
-    """What ``training_step`` sends to loggers by itself is sent to none; their kind and their folders are as they are."""
-    loggers = trainer.loggers
-    trainer.loggers = [_silent(logger) for logger in loggers]
-    try:
-        yield
-    finally:
-        trainer.loggers = loggers
-
-
-def _silent(logger: Any) -> Any:
-    dummy = pl.loggers.logger.DummyLogger()
-    nothing, nowhere = dummy.log_metrics, dummy.experiment
-    methods = {"log_metrics": nothing, "log_hyperparams": nothing, "experiment": property(lambda _: nowhere)}
-    silent: Any = object.__new__(type(type(logger).__name__, (type(logger),), methods))
-    vars(silent).update(vars(logger))
-    return silent
 
 
 class DatasetRows(FewRows):

@@ -22,7 +22,7 @@ from lightning_accum.step import Outcome
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import transferred, try_out, unlogged_step
 from lightning_accum.trainer.from_lightning import Closure, ClosureResult, Precision, Strategy, _AutomaticOptimization, call, pl
-from lightning_accum.trainer.results import collecting_logs, show_logs
+from lightning_accum.trainer.results import collecting_logs, logging_nothing, show_logs
 from lightning_accum.trainer.watch import AROUND_BACKWARD, LIBRARIES, WindowClosure, call_window_hooks, is_lightnings
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def loss_unlogged(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> Tensor | N
     """The loss of a batch that is not trained on, in the place of the loader batch so many after the one under way."""
     epoch_loop = trainer.fit_loop.epoch_loop
     kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, epoch_loop.batch_idx + ahead)
-    with torch.enable_grad(), collecting_logs(trainer):
+    with torch.enable_grad(), logging_nothing(trainer):
         return _result_of(call._call_lightning_module_hook(trainer, "training_step", *kwargs.values())).closure_loss
 
 

@@ -134,6 +134,30 @@ def show_logs(trainer: pl.Trainer, outputs: Sequence[Output]) -> None:
                 module.log(log.name, log.value, **log.arguments)
 
 
+@contextmanager
+def logging_nothing(trainer: pl.Trainer) -> Iterator[None]:
+    """Nothing that the module logs is shown, and what it sends to loggers by itself is sent to none.
+
+    Their kind and their folders are as they are.
+    """
+    loggers = trainer.loggers
+    trainer.loggers = [_silent(logger) for logger in loggers]
+    try:
+        with collecting_logs(trainer):
+            yield
+    finally:
+        trainer.loggers = loggers
+
+
+def _silent(logger: Any) -> Any:
+    dummy = pl.loggers.logger.DummyLogger()
+    nothing, nowhere = dummy.log_metrics, dummy.experiment
+    methods = {"log_metrics": nothing, "log_hyperparams": nothing, "experiment": property(lambda _: nowhere)}
+    silent: Any = object.__new__(type(type(logger).__name__, (type(logger),), methods))
+    vars(silent).update(vars(logger))
+    return silent
+
+
 def _metrics_in(module: pl.LightningModule) -> list[Metric]:
     """The metrics of a module, but for those that a wrapper works with in ways of its own."""
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
