@@ -29,7 +29,7 @@ CEILINGS = {
     "width of the package": 152,
     "lines of its largest file": 423,
     "files outside trainer/ that import Lightning": 0,
-    "assignments to an attribute of another object": 224,
+    "assignments to an attribute of another object": 208,
     "lines of tests": 26_790,
     "lines of tests in files that import private modules": 573,
 }
