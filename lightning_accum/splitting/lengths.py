@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import NamedTuple
@@ -60,9 +60,9 @@ def cut_where_lengths_fall(groups: list[list[int]], widths: Sequence[int]) -> li
 def read_lengths(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[int, Lengths]:
     """Read where the rows of a batch end.
 
-    Attention masks show it, and where several have the same number of columns, padding is what is padding in all of them; without
-    a mask, labels of -100 together with inputs that repeat one value up to the end of a row. Reads values: on an accelerator this
-    waits for the device, so it is best asked of a batch that is still on the host.
+    Attention masks show it, or without a mask labels of -100; and padding is what is padding in all whole numbers beside them, in
+    inputs one value that is repeated up to the end of a row. Reads values: on an accelerator this waits for the device, so it is
+    best asked of a batch that is still on the host.
 
     ``key`` is the path, its last part, or the last words of that (``lengths`` for ``encoder_lengths`` and ``decoder_lengths``), of
     masks of shape (rows, columns), not 0 where there is no padding (but 0 there if it is called ``key_padding_mask``), or of
@@ -79,14 +79,20 @@ def read_lengths(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[
         found = {path: tensor for path, tensor in tensors.items() if path == key or f"_{_name(path)}".endswith(f"_{key}")}
         if not found:
             raise ArgumentError(f"the batch has no tensor {key!r} to read lengths from: it has {', '.join(tensors)}")
-        lengths = _join((path, _explicit(path, tensor, tensors)) for path, tensor in found.items())
-    else:
-        masks = _join((path, _is_token(path, mask)) for path, mask in tensors.items() if mask.dim() == 2 and _is_mask(path))
-        labels = _join(_from_labels(tensors, but=masks))
-        # an end of sequence that no label asks for looks like one column of padding
-        labels = {columns: found for columns, found in labels.items() if min(found.of_rows) < columns - 1}
-        lengths = {columns: found for columns, found in {**masks, **labels}.items() if _agrees(found, tensors, masks)}
-    return {columns: found for columns, found in lengths.items() if found.is_padded}
+        return _lengths({path: _explicit(path, tensor, tensors) for path, tensor in found.items()}, {})
+    masks = {path: _is_token(path, mask) for path, mask in tensors.items() if mask.dim() == 2 and _is_mask(path)}
+    of_masks = {mask.shape[1] for mask in masks.values()}
+    # masks of attention, which have them in another dimension too, are as they like where it is from padding
+    others = {path: tensor for path, tensor in tensors.items() if tensor.dim() > 1 and of_masks.isdisjoint(tensor.shape[2:])}
+    whole = {path: tensor for path, tensor in others.items() if is_whole(tensor)}
+    labels = {
+        path: tensor != IGNORE_INDEX
+        for path, tensor in whole.items()
+        if tensor.dim() == 2 and tensor.shape[1] not in (0, *of_masks) and bool((tensor[:, -1] == IGNORE_INDEX).any())
+    }
+    # an end of sequence that no label asks for looks like one column of padding
+    of_labels = {columns: found for columns, found in _lengths(labels, others).items() if min(found.of_rows) < columns - 1}
+    return {**_lengths(masks, whole), **of_labels}
 
 
 def _name(path: str) -> str:
@@ -119,39 +125,28 @@ def _explicit(path: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Tenso
     )
 
 
-def _join(evidence: Iterable[tuple[str, Tensor]]) -> dict[int, Lengths]:
-    """The lengths by the number of columns. Each tensor, with its path, is True where there is a token."""
-    by_columns: dict[int, list[tuple[str, Tensor]]] = {}
-    for path, is_token in evidence:
-        by_columns.setdefault(is_token.shape[1], []).append((path, is_token))
-    by_columns.pop(0, None)
-    lengths = dict[int, Lengths]()
-    for columns, found in by_columns.items():
-        is_token = reduce(or_, (tensor for _, tensor in found))
-        last = (is_token * torch.arange(1, columns + 1, dtype=torch.int32, device=is_token.device)).amax(1)
-        of_rows = last.clamp(min=1).tolist()  # a row of padding alone keeps one column
-        lengths[columns] = Lengths(columns, tuple(of_rows), tuple(path for path, _ in found))
-    return lengths
+def _lengths(evidence: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[int, Lengths]:
+    """The lengths by the number of columns, of those that have padding.
 
-
-# --- what else has to look like padding -------------------------------------------------------------------------------
-
-
-def _agrees(lengths: Lengths, tensors: Mapping[str, Tensor], of_masks: Collection[int]) -> bool:
-    """Whether all whole numbers with these rows and columns say nothing in the padding.
-
-    Labels of a decoder can have the length of the encoder's mask by chance, and are no padding there. Tensors that have one of
-    ``of_masks`` in another dimension too are masks of attention, which are as they like where it is from padding.
+    ``evidence`` is True where there is a token. What is padding in it has to be so in the ``others`` with as many columns: one
+    value, the same at the end of all rows that have padding. What is something else there stays, as labels of a decoder do that
+    have the length of the encoder's mask by chance.
     """
-    shape, of_rows = (len(lengths.of_rows), lengths.columns), torch.tensor(lengths.of_rows)[:, None]
-    for path, tensor in tensors.items() if lengths.is_padded else ():
-        is_other = tensor.shape[:2] != shape or path in lengths.read_from or not is_whole(tensor)
-        if is_other or not set(of_masks).isdisjoint(tensor.shape[2:]):
-            continue
-        padding = tensor[torch.arange(lengths.columns, device=tensor.device) >= of_rows.to(tensor.device)]
-        if bool((padding != padding[:1]).any()) and not _counts(tensor):
-            return False
-    return True
+    found = dict[int, Lengths]()
+    for columns in {is_token.shape[1] for is_token in evidence.values()} - {0}:
+        own = {path: is_token for path, is_token in evidence.items() if is_token.shape[1] == columns}
+        is_token = reduce(or_, own.values())
+        is_padded = ~is_token[:, -1]
+        for other in (other for path, other in others.items() if path not in own and other.shape[1] == columns):
+            padding = other[is_padded, -1:]
+            if len(padding) and not _counts(other):
+                differs = (other != padding[:1]) | (padding != padding[:1]).any()
+                is_token = is_token | differs[..., None].flatten(2).any(2)
+        last = (is_token * torch.arange(1, columns + 1, dtype=torch.int32, device=is_token.device)).amax(1)
+        lengths = Lengths(columns, tuple(last.clamp(min=1).tolist()), tuple(own))  # a row of padding alone keeps one column
+        if lengths.is_padded:
+            found[columns] = lengths
+    return found
 
 
 def _counts(tensor: Tensor) -> bool:
@@ -160,25 +155,6 @@ def _counts(tensor: Tensor) -> bool:
         return False
     lowest, highest = tensor.diff(dim=1).aminmax()
     return int(lowest) >= 0 and int(highest) <= 1
-
-
-def _from_labels(tensors: Mapping[str, Tensor], but: Collection[int]) -> Iterator[tuple[str, Tensor]]:
-    """Where rows have a label, or an input that is not repeated up to their end, which has to be the same in all rows.
-
-    Of labels with other lengths than ``but``.
-    """
-    for path, labels in tensors.items():
-        if labels.dim() != 2 or not is_whole(labels) or labels.shape[1] in (0, *but):
-            continue
-        is_token, is_ignored = labels != IGNORE_INDEX, labels[:, -1] == IGNORE_INDEX
-        others = (other for other in tensors.values() if other is not labels and other.shape[1:2] == labels.shape[1:])
-        inputs = [other for other in others if not _counts(other)]
-        last = [other[:, -1][is_ignored] for other in inputs]
-        if not bool(is_ignored.any()) or any(bool((values != values[:1]).any()) for values in last):
-            continue
-        for other in inputs:
-            is_token = is_token | (other != other[:, -1:]).reshape(*other.shape[:2], -1).any(-1)
-        yield path, is_token
 
 
 def is_whole(tensor: Tensor) -> bool:

@@ -279,6 +279,7 @@ def mask_of(spans: Spans, length: int = LENGTH) -> Tensor:
 
 
 RIGHT, LEFT, BOTH = (lay_out(side, seed) for seed, side in enumerate(("right", "left", "both")))
+OTHER = lay_out("right", 7)
 ALL, BEHIND_BOTH = [(0, LENGTH)] * 6, [(0, stop) for _, stop in BOTH]
 IN_PADDING: dict[str, Callable[[Tensor], Tensor]] = {
     "positions that go on": lambda mask: torch.arange(LENGTH).expand(mask.shape),
@@ -330,11 +331,14 @@ TRIMMED: dict[str, tuple[dict[str, Tensor], Spans]] = {
         {"attention_mask": torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0]]), "ids": torch.tensor([[5, 6, 7, 8], [5, 4, 7, 0]])},
         [(0, 4), (0, 3)],
     ),
+    "labels that go farther": (
+        masked(RIGHT, labels=fill(OTHER, -100)),
+        [(0, max(s[1] for s in both)) for both in zip(RIGHT, OTHER, strict=True)],
+    ),
     # not padding, or not safe to trim
     "nothing tells of padding": ({"ids": fill(RIGHT, 0), "x": torch.rand(6, LENGTH)}, ALL),
     "padding in front without a mask": ({"ids": fill(LEFT, 0), "labels": fill(LEFT, -100)}, ALL),
     "ignored labels of other inputs": ({"ids": fill(ALL, 0), "labels": fill(RIGHT, -100)}, ALL),
-    "labels that disagree": (masked(RIGHT, labels=fill(lay_out("right", 7), -100)), ALL),
     "numbers that rise in leaps": (masked(RIGHT, labels=MORE_LABELS), ALL),
 }
 
