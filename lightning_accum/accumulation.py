@@ -58,7 +58,7 @@ class Accumulation(Windows):
         self.of_losses = [self.window]
         if policy.counts_ahead:
             self.count_first()
-        self._sizes = None if splitting is None or splitting.retry is None else splitting.retry.sizes
+        self._sizes = None if splitting is None else splitting.sizes
         """With ``"auto"``, what was found to fit into memory."""
         self.sums = sums if isinstance(sums, MainGradients) else None
         """Where backward itself adds gradients up, in a wider type than that of their parameters."""

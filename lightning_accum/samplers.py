@@ -136,6 +136,7 @@ class SameOrderSampler(Resumable, DistributedSampler[int]):
 
     @override
     def find_ranks(self) -> int:
+        """Have the ranks be those of the process group, unless they were set. Returns how many share the samples."""
         if not self._is_dealt:  # each time anew: a length may have been asked for before there were processes
             has_group = dist.is_available() and dist.is_initialized()
             self.num_replicas, self.rank = (dist.get_world_size(), dist.get_rank()) if has_group else (1, 0)
@@ -227,10 +228,12 @@ class BalancedBatchSampler(Resumable, Sampler[list[int]]):
 
     @override
     def set_epoch(self, epoch: int) -> None:
+        """Choose the order of an epoch. Lightning calls that of :attr:`sampler`."""
         self.sampler.set_epoch(epoch)
 
     @override
     def find_ranks(self) -> int:
+        """Have the ranks be those of the process group, as :meth:`SameOrderSampler.find_ranks` does."""
         return self.sampler.find_ranks()
 
     def __iter__(self) -> Iterator[list[int]]:

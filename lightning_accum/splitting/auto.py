@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -72,29 +71,52 @@ def free(device: torch.device) -> None:
 
 
 class MicroBatchSizes:
-    """The size of micro-batches that fits into memory, found by trying.
+    """The size of micro-batches that fits into memory, found by trying: a loader batch that ran out of it is as if it had not run.
 
     A batch is one micro-batch until one fails. Half of its elements are the limit from then on, in rows of any length, rounded up
     to a power of two, so that those of about one length have one size. In each later epoch the first loader batch that the limit
     splits is tried at twice the limit, which is the limit from then on if that fits.
 
+    Args:
+        snapshotter: puts back what an attempt changed.
+        device: that of the module.
+        say: takes what was found.
+
     Example:
-        >>> sizes = MicroBatchSizes()
+        >>> device = torch.device("cpu")
+        >>> sizes = MicroBatchSizes(Undo(nn.Linear(1, 1), device), device, say=lambda found: None)
         >>> sizes.size_for(cost=1000, rows=32)
         32
-        >>> sizes.halve(cost=1000, rows=32)
-        16
+        >>> sizes.halve(cost=1000, rows=32, seen="CUDA out of memory")
         >>> sizes.size_for(cost=1000, rows=32), sizes.size_for(cost=4000, rows=32), sizes.size_for(cost=100, rows=32)
         (16, 4, 32)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, snapshotter: Undo, device: torch.device, say: Callable[[str], None]) -> None:
+        self._snapshotter, self._device, self._say = snapshotter, device, say
         self.has_changed = False
         """Something was learned since ranks last agreed."""
         self._limit: int | None = None
         """The elements that a micro-batch may have; None before any failure."""
         self._tries_more = self._is_bound = False
         """Twice the limit is due to be tried; the limit has split the loader batch under way."""
+
+    def begin_batch(self, before: Mark, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Before the first attempt at a batch of these tensors. Returns what undoes one that failed."""
+        snapshot = self._snapshotter.take(before.accumulated)
+        versions = [tensor._version for tensor in tensors]
+
+        def undo() -> None:
+            if [tensor._version for tensor in tensors] != versions:
+                raise UsageError(
+                    'training_step changed its batch in place; micro_batch="auto" cannot take that back when memory runs out.'
+                    " Change a copy, or use a fixed micro_batch."
+                )
+            before.undo()
+            snapshot.restore()
+            free(self._device)
+
+        return undo
 
     def begin_epoch(self) -> None:
         """Try twice the limit once more."""
@@ -107,8 +129,8 @@ class MicroBatchSizes:
         self._is_bound = True
         return min(rows, max(1, self._limit * (1 + self._tries_more) // _rounded(cost)))
 
-    def halve(self, cost: int, rows: int) -> int:
-        """A micro-batch ran out of memory. Returns the rows that the next may have.
+    def halve(self, cost: int, rows: int, seen: str) -> None:
+        """A micro-batch ran out of memory; ``seen`` is the error.
 
         Raises:
             torch.OutOfMemoryError: it had one row.
@@ -121,7 +143,10 @@ class MicroBatchSizes:
         if self._limit is None or rows * _rounded(cost) <= self._limit:
             self._limit = math.ceil(rows / 2) * _rounded(cost)
         self._tries_more, self.has_changed = False, True
-        return max(1, self._limit // _rounded(cost))
+        self._say(
+            f'GradientAccumulation(micro_batch="auto"): {rows} samples of {cost} elements do not fit into memory ({seen}). The'
+            f" batch runs again in micro-batches of {max(1, self._limit // _rounded(cost))}."
+        )
 
     def end_batch(self) -> None:
         """A loader batch went well in the end."""
@@ -151,38 +176,3 @@ class MicroBatchSizes:
 
 def _rounded(cost: int) -> int:
     return 1 << max(cost - 1, 0).bit_length()
-
-
-@dataclass
-class Retry:
-    """What is done where a loader batch ran out of memory: it is as if it had not run, and micro-batches are half as large."""
-
-    snapshotter: Undo
-    device: torch.device
-    say: Callable[[str], None]
-    sizes: MicroBatchSizes = field(default_factory=MicroBatchSizes)
-
-    def begin(self, before: Mark, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Before the first attempt at a batch of these tensors. Returns what undoes one that failed."""
-        snapshot = self.snapshotter.take(before.accumulated)
-        versions = [tensor._version for tensor in tensors]
-
-        def undo() -> None:
-            if [tensor._version for tensor in tensors] != versions:
-                raise UsageError(
-                    'training_step changed its batch in place; micro_batch="auto" cannot take that back when memory runs out.'
-                    " Change a copy, or use a fixed micro_batch."
-                )
-            before.undo()
-            snapshot.restore()
-            free(self.device)
-
-        return undo
-
-    def halve(self, cost: int, rows: int, seen: str) -> None:
-        """A micro-batch ran out of memory, see :meth:`MicroBatchSizes.halve`; ``seen`` is the error."""
-        fewer = self.sizes.halve(cost, rows)
-        self.say(
-            f'GradientAccumulation(micro_batch="auto"): {rows} samples of {cost} elements do not fit into memory ({seen}). The'
-            f" batch runs again in micro-batches of {fewer}."
-        )

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_accum.errors import AccumulationError, UnsplittableBatchError
 from lightning_accum.splitting.lengths import IGNORE_INDEX, is_whole
-from lightning_accum.splitting.micro_batch import doubt_about, layout_of_samples
 from lightning_accum.splitting.rows import Layout, Part, entries_of, rebuilt, with_entries
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 
@@ -33,7 +32,7 @@ class FewRows:
         self, batch: Any, samples: Collection[int] = (), before: Sequence[Any] = (), known: Mapping[str, str] | None = None
     ) -> None:
         try:
-            layout = layout_of_samples(batch, samples, known)
+            layout = Layout(batch, known, samples)
         except UnsplittableBatchError as error:
             raise CannotCheckError(
                 "the rows of the batch cannot be told apart (split=function, which cuts a batch, tells them)"
@@ -41,7 +40,7 @@ class FewRows:
         self._own, self.of_batch, self.of_others = layout, layout.size, list[int]()
         if not layout.size:
             raise CannotCheckError("the first batch has no rows")
-        if (doubt := doubt_about(layout, known or {})) is not None:
+        if (doubt := _doubt_about(layout)) is not None:
             raise CannotCheckError(doubt)
         telling = _telling_first(layout)
         self.kept = layout.take(telling[:MOST_ROWS])
@@ -99,6 +98,22 @@ class FewRows:
         half = min(number // 2, 4)
         first, second = ([*range(half)], [*range(half, 2 * half)]) if half > 1 else ([0, 1], [1, 1])
         return partial(self.take, first), partial(self.take, second)
+
+
+def _doubt_about(layout: Layout) -> str | None:
+    """Why what was read as rows may be none, in words.
+
+    They may be the parts of the only sample: all have its number, and something is there once. Or what is read as shared may be
+    several entries of each row, or whole numbers, which are hardly ever a table.
+    """
+    is_alone = any(tensor.shape[0] == 1 for tensor in layout.shared_tensors.values())
+    numbers = (t for t in layout.tensors.values() if t.dim() == 1 and is_whole(t) and t.dtype != torch.bool)
+    if is_alone and layout.size > 1 and any(not t.any() for t in numbers):
+        return "the rows of the batch may be parts of one sample"
+    for part in layout.unexplained:
+        if is_whole(part.value) or (layout.size > 1 and len(part.value) % layout.size == 0):
+            return f"{part}, and has no entry for each of the {layout.size} rows: it may have several"
+    return None
 
 
 def _telling_first(layout: Layout) -> list[int]:

@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from torch import Tensor
 
 from lightning_accum.errors import UnsplittableBatchError
-from lightning_accum.splitting.auto import Mark, Retry, is_out_of_memory
+from lightning_accum.splitting.auto import Mark, MicroBatchSizes, is_out_of_memory
 from lightning_accum.splitting.lengths import Lengths, cut_where_lengths_fall, kept_columns, read_lengths
-from lightning_accum.splitting.micro_batch import Tokens, layout_of_samples
+from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.rows import Layout
 from lightning_accum.splitting.trimming import Proof, TrimmingCheck
 from lightning_accum.weighing.counts import count_samples, name_of, tensors_of
@@ -102,7 +102,7 @@ class Splitting:
         split: cuts batches instead.
         warn: takes a warning that should be seen once.
         samples: returns how many samples the loader puts into a batch; empty where it does not say so.
-        retry: with ``"auto"``, what is done where memory runs out.
+        sizes: with ``"auto"``, those that fit into memory.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class Splitting:
         split: Split | None,
         warn: Callable[[str], None],
         samples: Callable[[], Collection[int]],
-        retry: Retry | None = None,
+        sizes: MicroBatchSizes | None = None,
     ) -> None:
         self._size, self._trim, self._split = size, trim, split
-        self._warn, self._samples, self.retry = warn, samples, retry
+        self._warn, self._samples, self.sizes = warn, samples, sizes
         self.plan: Plan | None = None
         """That of the loader batch under way; None where there is no batch."""
         self.largest: int | None = None
@@ -145,8 +145,8 @@ class Splitting:
     def begin_epoch(self) -> None:
         """What a loss depends on may change in a training: try out again what was tried."""
         self._trimming.prove_again()
-        if self.retry is not None:
-            self.retry.sizes.begin_epoch()
+        if self.sizes is not None:
+            self.sizes.begin_epoch()
 
     def begin(self, batch: Any, proof: Proof) -> None:
         """Plan a loader batch; ``proof`` is asked before padding is trimmed.
@@ -171,24 +171,24 @@ class Splitting:
             torch.OutOfMemoryError: a micro-batch of one sample does not fit.
         """
         assert self.plan is not None
-        retry = self.retry
-        undo = None if retry is None else retry.begin(mark(), self.plan.tensors)
+        sizes = self.sizes
+        undo = None if sizes is None else sizes.begin_batch(mark(), self.plan.tensors)
         while True:
             try:
                 result = attempt(self.plan)
             except Exception as error:
-                if retry is None or undo is None or not is_out_of_memory(error):
+                if sizes is None or undo is None or not is_out_of_memory(error):
                     self.plan.note(error)
                     raise
                 seen = str(error).strip().partition("\n")[0]
             else:
-                if retry is not None:
-                    retry.sizes.end_batch()
+                if sizes is not None:
+                    sizes.end_batch()
                     self.largest = max(piece.count for piece in self.plan.pieces)
                 return result
             undo()  # out of the handler: its traceback held on to what the attempt had allocated
             failed = self.plan.pieces[self.plan.current]
-            retry.halve(failed.cost, failed.count, seen)
+            sizes.halve(failed.cost, failed.count, seen)
             self.plan = self._planned(self.plan.batch)
 
     def _planned(self, batch: Any) -> Plan:
@@ -200,7 +200,7 @@ class Splitting:
         return self._pack(batch, layout, self._trimming.trimmable(layout, lengths, self._proof))
 
     def _layout_of(self, batch: Any) -> Layout:
-        layout = layout_of_samples(batch, self._samples(), self.kinds)
+        layout = Layout(batch, self.kinds, self._samples())
         self.kinds = layout.kinds
         return layout
 
@@ -213,7 +213,7 @@ class Splitting:
         return {} if fits or not self._trim else read_lengths(layout.tensors, self._trim if isinstance(self._trim, str) else None)
 
     def _plan_by_function(self, batch: Any, split: Split) -> Plan:
-        size = self._room(1, 1, 0 if self.retry is None else len(_cut(split, batch, 1)))
+        size = self._room(1, 1, 0 if self.sizes is None else len(_cut(split, batch, 1)))
         micro_batches = _cut(split, batch, size)
         counts, found = [count_samples(micro_batch) for micro_batch in micro_batches], [dict(tensors_of(m)) for m in micro_batches]
         for path, tensor in tensors_of(batch):
@@ -259,8 +259,8 @@ class Splitting:
         if isinstance(self._size, int):
             return self._size
         if not isinstance(self._size, Tokens):
-            assert self.retry is not None
-            return self.retry.sizes.size_for(cost, rows)
+            assert self.sizes is not None
+            return self.sizes.size_for(cost, rows)
         if width > self._size.at(0):
             self._warn_once(
                 "long rows",

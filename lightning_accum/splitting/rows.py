@@ -1,7 +1,9 @@
 """A batch as rows: what it is made of, how many rows it has, and which of its parts have one entry a row.
 
 The number of rows is the loader's batch size, if a part has as many entries; or else the one size that most tensors have in
-dimension 0. A tensor or a list of as many entries is rows. Everything else is shared by all rows.
+dimension 0. A tensor or a list of as many entries is rows. Everything else is shared by all rows, and has to be a table: no part
+that had rows before, and no whole numbers that nobody explains: tokens, labels or indices, of which a flat batch has more than
+samples.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from lightning_accum.errors import UnsplittableBatchError
+from lightning_accum.splitting.lengths import is_whole
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, range, slice})
 
@@ -77,7 +80,8 @@ class Layout:
     """How a batch is made of ``size`` rows: which parts have one entry a row, and which are shared.
 
     It is read as earlier batches were, of which ``known`` has the kinds by path: a table of 5 entries stays shared in a last batch
-    of 5 rows. ``samples`` are how many of them the loader puts into a batch, if it says so.
+    of 5 rows. ``samples`` are how many of them the loader puts into a batch, empty if it does not say so; then rows have to be
+    samples, which is not asked without it.
 
     Attributes:
         root: the batch, as a part.
@@ -86,9 +90,10 @@ class Layout:
         tensors: with rows, by path: ``input_ids``, ``[0]``, ``inputs.mask``; ``batch`` if the batch itself is one.
         shared_tensors: with a dimension 0 that is not the rows.
         columns: the sizes of the dimensions of rows.
+        unexplained: tensors without rows that no earlier batch had, and whose dimensions are not columns.
 
     Raises:
-        UnsplittableBatchError: no size, or more than one, fits; or there is a part that cannot be split.
+        UnsplittableBatchError: no size, or more than one, fits; there is a part that cannot be split; or its rows are not samples.
 
     Example:
         >>> layout = Layout({"x": torch.arange(6).reshape(3, 2), "name": ["a", "b", "c"], "rate": 0.5})
@@ -99,15 +104,15 @@ class Layout:
                 [4, 5]]), 'name': ['b', 'c'], 'rate': 0.5}
     """
 
-    def __init__(self, batch: Any, known: Mapping[str, str] | None = None, samples: Collection[int] = ()) -> None:
-        known = known or {}
+    def __init__(self, batch: Any, known: Mapping[str, str] | None = None, samples: Collection[int] | None = None) -> None:
+        known, sizes_of_loader = known or {}, samples or ()
         self.root = root = parse(batch)
         sized = [part for part in root.walk() if part.size and known.get(part.path) != "shared"]
         of_known = {part.size for part in sized if known.get(part.path) == "rows"}
-        of_loader = {part.size for part in sized if part.size in samples and part is not root}
-        earlier, may_be = known.get(root.path), not of_loader and (root.size in samples or may_be_samples(batch))
+        of_loader = {part.size for part in sized if part.size in sizes_of_loader and part is not root}
+        earlier, may_be = known.get(root.path), not of_loader and (root.size in sizes_of_loader or may_be_samples(batch))
         if root.is_list and (earlier == "rows" or (earlier is None and may_be)):  # samples that were not collated
-            if earlier is None and root.size not in samples and _may_be_of_several_loaders(root):
+            if earlier is None and root.size not in sizes_of_loader and _may_be_of_several_loaders(root):
                 raise _unsplittable(root, f"either its {root.size} entries or what is in each could be the samples")
             root.kind, self.size, self.parts = "rows", root.size or 0, [root]
         else:
@@ -115,8 +120,8 @@ class Layout:
             self.parts = [*_set_kinds(root, root, self.size, known)]
         self.kinds = {**known, **{part.path: part.kind for part in self.parts}}
         self.tensors: dict[str, Tensor] = {part.path: part.value for part in self.parts if part.is_tensor and part.kind == "rows"}
-        shared = (part for part in self.parts if part.is_tensor and part.size is not None and part.kind == "shared")
-        self.shared_tensors: dict[str, Tensor] = {part.path: part.value for part in shared}
+        shared = [part for part in self.parts if part.kind != "rows" and part.size is not None]
+        self.shared_tensors: dict[str, Tensor] = {part.path: part.value for part in shared if part.is_tensor}
         self.columns = {size for tensor in self.tensors.values() for size in tensor.shape[1:]}
         for part in self.parts:
             if part.kind == "container" and part.is_cut:
@@ -124,6 +129,10 @@ class Layout:
                     rebuilt(part, lambda inner: inner.value)
                 except Exception as error:  # now, rather than in the middle of a window
                     raise UnsplittableBatchError.because(f"{part}, and cannot be made anew ({error})") from error
+        others = [part for part in shared if part.is_tensor and part.size and part.size > 1 and part.path not in known]
+        self.unexplained = [part for part in others if not self.columns.issuperset(part.value.shape)]
+        if samples is not None and (found := self._objection(known, samples)) is not None:
+            raise UnsplittableBatchError.because(found)
 
     def take(self, rows: slice | Sequence[int], columns: Mapping[int, slice] | None = None) -> Any:
         """A batch of the same types with some of the rows: of a slice tensors are views, of row numbers they are copies.
@@ -160,6 +169,39 @@ class Layout:
             return value if is_as_it_is else value[tuple(columns.get(size, slice(None)) for size in value.shape)]
 
         return taken(self.root)
+
+    # --- are its rows samples? ----------------------------------------------------------------------------------------
+
+    def _objection(self, known: Mapping[str, str], samples: Collection[int]) -> str | None:
+        if samples and self.size not in samples and self.size > max(samples):  # a collate_fn may leave samples out
+            hint = " (DataLoader(batch_size=None) says that the dataset makes whole batches)" if max(samples) == 1 else ""
+            says = f"the loader puts {' or '.join(map(str, sorted(samples)))} into a batch{hint}"
+            tensors = (str(part) for part in self.parts if part.is_tensor and part.kind == "rows")
+            return f"it would be {self.size} samples, but {says}: {next(tensors, self.root)}"
+        if not known and (found := self._packing(samples)) is not None:
+            return found
+        lost = [part for part in self.parts if part.kind != "rows" and part.size is not None and known.get(part.path) == "rows"]
+        lost = [part for part in lost if part.has_tensors and not (part.is_tensor and part.size in (1, *self.columns))]
+        lost += [part for part in self.unexplained if is_whole(part.value) and part.size not in self.columns and not samples]
+        return f"{lost[0]}, and has no entry for each of the {self.size} rows" if lost else None
+
+    def _packing(self, samples: Collection[int]) -> str | None:
+        """Which tensor says that samples lie end to end: offsets, lengths, or the sample of each entry. Reads values."""
+        tensors = [part for part in self.parts if part.is_tensor and part.size is not None]
+        for part in tensors:
+            others = [other.value for other in tensors if other.kind != part.kind]
+            ends = {t.shape[1] if t.shape[0] == 1 and t.dim() > 1 else t.shape[0] for t in others}
+            numbers = part.value
+            if not ends or numbers.dim() != 1 or not is_whole(numbers) or numbers.dtype == torch.bool or len(numbers) < 2:
+                continue
+            steps, total, last = numbers.long().diff(), int(numbers.sum()), int(numbers[-1])
+            is_sorted = int(numbers[0]) == 0 and bool((steps >= 0).all())
+            are_offsets = is_sorted and last in ends and last != len(numbers)
+            are_lengths = int(numbers.min()) > 0 and total in ends and len(numbers) < total
+            is_index = is_sorted and bool((steps <= 1).all()) and last + 1 in ends and 0 < last + 1 < len(numbers)
+            if are_offsets or are_lengths or (is_index and self.size not in samples):
+                return f"{part}, and says that samples lie end to end"
+        return None
 
 
 def rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:

@@ -17,7 +17,7 @@ from lightning_accum.exclusions import Asked, refuse
 from lightning_accum.main_gradients import MainGradients, main_gradients
 from lightning_accum.nonfinite import Guard
 from lightning_accum.session import Session
-from lightning_accum.splitting.auto import Retry
+from lightning_accum.splitting.auto import MicroBatchSizes
 from lightning_accum.splitting.plan import Splitting
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.callback import GradientAccumulation
@@ -256,8 +256,8 @@ class AccumulationMixin(Engine):
             return None
         # whether trimming is exact is tried with two rows, where this rank would be alone in a forward
         trim = False if self.reduces_every_backward_by_itself else policy.trim_padding
-        retry = Retry(self.snapshotter, self.root_device, _log.info) if policy.micro_batch == "auto" else None
-        return Splitting(policy.micro_batch, trim, policy.split, rank_zero_warn, self.samples_of_loader, retry)
+        sizes = MicroBatchSizes(self.snapshotter, self.root_device, _log.info) if policy.micro_batch == "auto" else None
+        return Splitting(policy.micro_batch, trim, policy.split, rank_zero_warn, self.samples_of_loader, sizes)
 
     @override
     def on_train_start(self) -> None:
