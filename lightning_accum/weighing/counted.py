@@ -160,6 +160,8 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         self._values: dict[tuple[Any, int], Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
         if func.__name__ in _ADDITIONS:  # what a function of its own has computed goes through nothing else
             for operand in args[0] if args and isinstance(args[0], (list, tuple)) else args:
                 self._note(operand)

@@ -180,7 +180,7 @@ CRITERIA: dict[str, tuple[str, Callable[[Node], Tensor | float]]] = {
 PRODUCTS_ADDED = {"Addbmm", "Addcdiv", "Addcmul", "Addmm", "Addmv", "Baddbmm"}
 LINEAR = {
     *THROUGH, *SUMS, *SELECTIONS, *CONTRACTIONS, *PRODUCTS_ADDED, "Add", "Cat", "Cumsum", "Div", "IndexAdd", "IndexCopy", "Lerp",
-    "Mean", "Mul", "Rsub", "ScatterAdd", "Sort", "Stack", "Sub", "Topk", "Trace", "_DDPSink",
+    "Mean", "Mul", "Rsub", "ScatterAdd", "Stack", "Sub", "Trace", "_DDPSink",
 }  # fmt: skip
 _OF_PARAMETERS = {
     "Abs", "Add", "Amax", "Amin", "Cat", "Clamp", "ClampMin", "Clone", "Diagonal", "Dot", "Exp", "Expand", "Expm1", "LinalgSvd",

@@ -214,13 +214,14 @@ class Weigher:
         """The terms of a loss."""
         assert loss.grad_fn is not None
         found = function_of_mean(loss) if self._weight != "equal" and self.takes_functions else None
-        terms = alike(terms_of(loss, None if found is None else found.below, self._places), self.looped)
-        if self.aliases:
-            terms = [term._replace(key=self.aliases.get(term.key, term.key)) for term in terms]
+        terms = self._named(alike(terms_of(loss, None if found is None else found.below, self._places), self.looped))
         if self.words and (new := [term for term in terms if term.key not in self.words and any(map(is_compiled, term.edges))]):
             self._know_compiled(new, {term.key for term in terms})
-            terms = [term._replace(key=self.aliases.get(term.key, term.key)) for term in terms]
+            terms = self._named(terms)
         return Reading(terms, found)
+
+    def _named(self, terms: Sequence[Term]) -> Sequence[Term]:
+        return [term._replace(key=self.aliases.get(term.key, term.key)) for term in terms] if self.aliases else terms
 
     def _know_compiled(self, new: Sequence[Term], keys: set[int]) -> None:
         """Terms of what is compiled look unlike those that the check has seen, for which it ran as it is written."""

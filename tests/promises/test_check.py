@@ -205,6 +205,13 @@ def test_rows_of_one_count_beside_others_do_not_hide_what_a_mean_is_over() -> No
         assert_window_equals_batch(Toy(mean_of_means), rows, window, collate=lambda rows: tuple(zip(*rows, strict=True)))
 
 
+def test_the_mean_of_the_two_worst_columns_is_refused_where_these_are_the_same_in_all_first_rows() -> None:  # 0.26, silently
+    far = torch.tensor([9.0, 6.0, 0.0, 0.0], dtype=torch.float64)
+    module = Toy(lambda net, b: torch.stack([*(net(b[0]) - far).square().mean(0)]).topk(2).values.mean())
+    with pytest.raises(DoesNotAddUpError):
+        fit(module, labelled(8, 8), GradientAccumulation(2))
+
+
 @pytest.mark.parametrize("bad_batch", [0, 1, 2, 3])
 def test_batches_of_few_rows_are_checked_before_the_first_step_until_there_were_eight(bad_batch: int) -> None:
     data = labelled(*[2] * 8)
