@@ -50,21 +50,21 @@ MOST_BATCHES = 8  # loader batches that are looked at until there were enough ro
 
 
 def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
-    """Check a loader batch. Called on all ranks at each loader batch, until enough rows were looked at on all.
+    """Check a loader batch. Called on all ranks at each loader batch, until enough rows were checked on all of them.
 
-    Of loader batches of few rows, others of the window are looked at too: each together with the rows of the one before it.
+    If loader batches have few rows, several are checked, each together with the rows of the one before it.
 
     Args:
         checked: what is checked.
-        batches: the loader batch; empty where this rank has none.
+        batches: the loader batch; empty if this rank has none.
 
     Raises:
-        DoesNotAddUpError: the parts, weighed, are not the batch; or a loss takes rows of all ranks in a long window. On all ranks.
+        DoesNotAddUpError: the weighted parts do not sum to the batch; or a loss takes rows of all ranks in a long window.
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
     accumulation.may_count_first = checked.may_count_first
     if checked.sync.is_waited_for_in_forward and accumulation.position:
-        return  # the engine has gradients of its own, until the window ends
+        return  # the engine keeps gradients of its own until the window ends
     if checked.sync.is_waited_for_in_forward and before is not None and before.looked_at > 1:
         return _end(checked)  # later batches may have no loss on one rank, and the others would wait for it
     accumulation.checks_left -= 1
@@ -74,7 +74,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         known = before is not None and before.deviation is not None
         is_one = checked.is_one_micro_batch and accumulation.world_size > 1
         if accumulation.policy.weight == "auto" and is_one and accumulation.window.counted is None:
-            accumulation.count_first()  # which costs nothing where a window is one micro-batch of each rank
+            accumulation.count_first()  # it costs nothing if a window is one micro-batch of each rank
         accumulation.verdict = before if known else Verdict.unknown(reason)
         if not known and not (accumulation.checks_left and checked.on_any(isinstance(reason, UnsuitableRowsError))):
             accumulation.checks_left = 0
@@ -86,7 +86,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
 
 
 def _check(checked: Checked, batches: Sequence[Any]) -> None:
-    """Check a loader batch. What breaks as rows is tried as shared by all; and what cannot run, with rows of the dataset."""
+    """Check a loader batch. A part that breaks as rows is tried as shared; a step that fails, with rows of the dataset."""
     rows, splitting = agree_on_rows(checked, batches), checked.accumulation.splitting
     try:
         Check(checked, rows).run()
@@ -103,7 +103,7 @@ def _check(checked: Checked, batches: Sequence[Any]) -> None:
 
 
 def _end(checked: Checked) -> None:
-    """Enough was looked at. What is known now, and was not when training began, is said."""
+    """Enough rows were checked. Say what became known after training began."""
     if checked.accumulation.checks_left < MOST_BATCHES - 1:
         checked.inform(f"loss of the first loader batches: {checked.accumulation.verdict}")
     checked.accumulation.checks_left = 0
@@ -113,12 +113,12 @@ class _Found(NamedTuple):
     """What was found in some rows, on all ranks.
 
     Attributes:
-        verdict: that of this rank.
-        adds_up: on all.
-        constants: what the weights of a term have in them beside what adds up.
-        mend: what makes it add up, if that was found.
-        are_alike: single rows all have the same loss.
-        leaves_something: a step has changed the module, or is another one if it is the next.
+        verdict: of this rank.
+        adds_up: the parts sum to the whole on all ranks.
+        constants: by term, the constant in each of its weights that does not add up.
+        mend: an argument with which the parts add up, if one was found.
+        are_alike: all single rows have the same loss.
+        leaves_something: a step changed the module, or the next step has another loss for the same rows.
     """
 
     verdict: Verdict
@@ -132,27 +132,27 @@ class _Found(NamedTuple):
 
 
 class Check:
-    """Looks at one loader batch, by all ranks together. It leaves the module as it was (``Trial.held``)."""
+    """Checks one loader batch, on all ranks together. It leaves the module as it was (``Trial.held``)."""
 
     def __init__(self, checked: Checked, rows: Rows, is_later: bool = False) -> None:
         self._checked, self._accumulation, self._rows, self._is_later = checked, checked.accumulation, rows, is_later
         self._trial, self._weight = checked.trial(), checked.accumulation.policy.weight
         known = checked.accumulation.verdict
-        self._before = None if known is None or known.deviation is None else known  # in the rows until now
+        self._before = None if known is None or known.deviation is None else known  # in earlier rows
 
     def run(self) -> None:
-        """Have windows weigh as the parts were found to add up.
+        """Find the weights with which the parts add up, and have windows use them.
 
         Raises:
-            CannotCheckError: nothing could be found out. On all ranks.
-            DoesNotAddUpError: they do not add up, on any rank.
+            CannotCheckError: it could not be checked. On all ranks.
+            DoesNotAddUpError: the parts do not add up on some rank.
         """
         checked, accumulation, rows, before = self._checked, self._accumulation, self._rows, self._before
         if accumulation.row_wise is not None and before is None and takes_rows_of_other_ranks(checked, self._trial, rows):
             return  # parts of a batch say nothing
         found = self._find(rows)
         if found.adds_up and before is None and (found.are_alike or has_layers_of_zeros(checked)):
-            with suppress(CannotCheckError), moved(checked.module):  # what depends on outputs or statistics of 0 does not show yet
+            with suppress(CannotCheckError), moved(checked.module):  # outputs or statistics of 0 may hide a dependence
                 again = self._find(rows)
                 found = again if not again.adds_up or found.verdict.deviation is None else found
         if not found.adds_up and rows.are_single:
@@ -162,7 +162,7 @@ class Check:
             return
         is_first = isinstance(rows.found, FewRows) and not self._is_later
         if not found.adds_up and is_first and checked.on_any(rows.number > rows.found.of_batch):
-            # of batches that go together as they are, such as those of several tasks, each alone may add up
+            # batches of different tasks may add up only by themselves
             alone = rows._replace(found=rows.found.alone(), number=int(checked.largest(rows.found.of_batch)))
             joined, found = found, self._find(alone)
             if found.adds_up:
@@ -181,12 +181,12 @@ class Check:
         accumulation.window.constant = next(iter(found.constants.values()), before_this) if is_one else None  # not all rows show it
         if own.counts_first and not weigher.counts_first:
             if not self._is_later and checked.on_any(accumulation.window.has_weight):
-                accumulation.counted_next = [*own.modes]  # it has begun with one
+                accumulation.counted_next = [*own.modes]  # this window has begun with one weight
             else:
                 accumulation.count_first([*own.modes])
         if accumulation.window.counted is not None:
             accumulation.window.counted.constants |= found.constants
-        counted = accumulation.window.counted_keys  # none where only their weights have shown that they are several
+        counted = accumulation.window.counted_keys  # empty if only their weights showed that they are several
         accumulation.stops_counting = not own.counts_first and bool(counted) and counted <= own.modes.keys()
         is_open = checked.on_any(found.verdict.deviation is None)
         looked_at = MOST_ROWS if accumulation.policy.split is not None else min(rows.fewest, MOST_ROWS)
@@ -222,25 +222,25 @@ class Check:
     def _find_in(self, trial: Trial, rows: Rows) -> _Found:
         weigher = self._accumulation.weigher.another()
         with trial.held():
-            weigher.know(self._checked.module.parameters() if weigher.tells_heads else ())  # others are there, if they are wider
+            weigher.know(self._checked.module.parameters() if weigher.tells_heads else ())  # a wider trial has other parameters
             looks = looks_at(self._checked, trial, rows, weigher)
             functions = {measured.function for measured in measured_of(looks)}
-            if self._checked.on_any(len(functions) > 1):  # a single row may look as if it was one
+            if self._checked.on_any(len(functions) > 1):  # a single row may look like one
                 weigher.takes_functions = False
                 looks = looks_at(self._checked, trial, rows, weigher)
             is_first = not self._is_later and self._before is None
             leaves_something = is_first and not leaves_nothing(self._checked, trial, looks[0].whole)
             found = self._decide(looks, weigher, trial)._replace(leaves_something=leaves_something)
-            if found.adds_up and not self._checked.on_any(any(key & 255 for key in found.terms)):  # one of two alike may be absent
+            if found.adds_up and not self._checked.on_any(any(key & 255 for key in found.terms)):  # one of two may be absent
                 return found
-            if not self._checked.sync.is_waited_for_in_forward and not weigher.tells_heads:  # else others are in their place
+            if not self._checked.sync.is_waited_for_in_forward and not weigher.tells_heads:  # FSDP has other parameters in forward
                 of_heads = weigher.another()
                 of_heads.know(self._checked.module.parameters())
                 if (own := self._decide(looks_at(self._checked, trial, rows, of_heads), of_heads, trial)).adds_up:
                     return own._replace(leaves_something=leaves_something)
             if found.adds_up:
                 return found
-            trial.keep_state(looks[0].whole.batch)  # as a first forward may initialise it, from its rows
+            trial.keep_state(looks[0].whole.batch)  # a first forward may initialise the module from its rows
             begun = weigher.another()
             begun.aliases = dict(self._accumulation.weigher.aliases)
             looks = looks_at(self._checked, trial, rows, begun)
@@ -259,7 +259,7 @@ class Check:
     # --- deciding -------------------------------------------------------------------------------------------------------
 
     def _name(self, looks: Sequence[Look], weigher: Weigher) -> None:
-        """Have the terms that are the same in all losses have the same keys, on all ranks."""
+        """Give terms that are the same in all losses the same keys, on all ranks."""
         measured = measured_of(looks)
         weigher.looped = weigher.looped.union(*self._checked.of_all(looped(measured)))
         for one in measured:
@@ -279,11 +279,11 @@ class Check:
         if weight == "auto":
             chosen = {key: self._fit(looks, key, modes_to_try(term), eps) for key, term in terms.items()}
             failed = {key >> 8 for key, fit in chosen.items() if fit.mode is None and not fit.is_open}
-            if failed & {key >> 8 for key in terms if key & 255} - weigher.looped:  # alike ones together, as halves of a batch
+            if failed & {key >> 8 for key in terms if key & 255} - weigher.looped:  # take them as one
                 weigher.looped |= failed
                 return self._decide(looks, weigher, trial)
             for key, fit in chosen.items():
-                if fit.mode is None and not fit.is_open:  # what is read as a sum, and is the same in each part, is of no rows
+                if fit.mode is None and not fit.is_open:  # a sum that is the same in each part depends on no rows
                     once = self._fit(looks, key, (ONCE,), eps)
                     is_read = terms[key].is_bent or (once.mode is not None and terms[key].words)
                     adopted_fit = None if is_read else self._adopted(looks, key, eps)
@@ -305,7 +305,7 @@ class Check:
         verdict = Verdict(max(size, 2 * tolerance) if wrong else size, tolerance, worst.deviation.seen, tuple(worst.deviation.rows))
         mend = self._weight_that_adds_up(looks, terms, trial) if wrong else None
         if not wrong and weight == "auto":
-            weigher.words.update({key: term.words for key, term in terms.items()})
+            weigher.words = {key: term.words for key, term in terms.items()}
             weigher.units = {key: self._units(looks, key, fit) for key, fit in chosen.items() if fit.mode is not None}
             (key, fit), *others = chosen.items()
             is_one_mean = not others and fit.mode != SUM and not checked.on_any(looks[0].whole.function is not None)
@@ -324,12 +324,12 @@ class Check:
         return _Found(verdict, not wrong, weigher, constants, terms, mend, are_alike)
 
     def _units(self, looks: Sequence[Look], key: int, fit: Fit) -> dict[Mode, float]:
-        """What a term weighs by each mode that adds up, for one of the first; as it was if there is nothing to weigh."""
+        """The weight of a term in each mode that adds up, relative to its first mode; the known units if it is absent."""
         assert fit.mode is not None
         known = self._accumulation.weigher.units.get(key, {})
         weights = {mode: looks[0].whole.weight(key, mode) or math.nan for mode in (fit.mode, *fit.modes)}
         in_units = {mode: weight / weights[fit.mode] for mode, weight in weights.items()}
-        own = {mode: weight for mode, weight in in_units.items() if math.isfinite(weight)}  # none on a rank with nothing to weigh
+        own = {mode: weight for mode, weight in in_units.items() if math.isfinite(weight)}  # empty if it is absent here
         found: dict[Mode, float] = max(self._checked.of_all(own), key=len)
         if fit.modes and found:
             return found
@@ -343,7 +343,7 @@ class Check:
             code = 2.0 if own.mode is None else float(own.deviation.has_evidence)
             found.append((mode, own, checked.largest(code)))
             if checked.sync.is_waited_for_in_forward and found[-1][2] == 1:
-                break  # each other way would run all rows again
+                break  # each other mode would run all rows again
         modes = tuple(mode for mode, _, code in found if code == 1)
         right = [own._replace(modes=modes) for _, own, code in found if code == 1]
         known = self._accumulation.weigher.modes.get(key)
@@ -359,7 +359,7 @@ class Check:
         return min((own for _, own, _ in found), key=lambda own: (own.mode is not None, own.deviation.size))._replace(mode=None)
 
     def _adopted(self, looks: Sequence[Look], key: int, eps: float) -> Fit | None:
-        """Counts of the batch by which a term adds up."""
+        """Counts of the batch with which a term adds up."""
         whole = looks[0].whole.batch()
         known = [mode for mode in self._accumulation.weigher.units.get(key, ()) if callable(mode)]
         fits = [self._fit(looks, key, (count,), eps) for count in known or self._checked.of_all(counts_of(whole))[0]]
@@ -367,7 +367,7 @@ class Check:
         if not right:
             return None
         first, *others = right
-        for fit in others:  # several fit that are not in proportion, where a gradient is the same for all rows
+        for fit in others:  # if all rows have the same gradient, counts fit that are not in proportion
             least, most = ratios(looks, (key, first.mode), (key, fit.mode))  # type: ignore[arg-type]
             if self._checked.on_any(not most - least <= 1e-9 * most):
                 return None
@@ -376,7 +376,7 @@ class Check:
         return first._replace(mode=counts[0], modes=counts) if counts else None
 
     def _combine(self, looks: Sequence[Look], weigher: Weigher, terms: dict[int, Term]) -> tuple[str, str] | None:
-        """One weight for all terms, if they are in proportion; else they are counted first. Returns what to do if neither works."""
+        """Use one weight for all terms if they are in proportion, else count them first. Returns a mend if neither works."""
         checked = self._checked
         modes = {key: mode for key, mode in weigher.modes.items() if mode != ONCE}
         if len(modes) < 2 and (len(weigher.modes) < 2 or SUM not in modes.values()):
@@ -393,7 +393,7 @@ class Check:
                 weigher.ratios[key] = most
             is_one &= least < math.inf and math.isfinite(most) and most - least <= 1e-9 * most
             is_few = self._rows.number < MOST_ROWS and self._accumulation.policy.split is None
-            is_one &= is_function or not is_few or not checked.may_count_terms  # few may be so by chance
+            is_one &= is_function or not is_few or not checked.may_count_terms  # in few rows by chance
         if is_one:
             return None
         if is_function:
@@ -409,7 +409,7 @@ class Check:
         """An argument with which the parts add up, in words.
 
         Raises:
-            CannotCheckError: a weight goes by a number of the batch that all of its rows share.
+            CannotCheckError: a weight counts something that all rows of the batch share.
         """
         if self._weight == "auto":
             return None

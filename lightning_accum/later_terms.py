@@ -1,4 +1,4 @@
-"""Later looks: at terms and numbers that the batches which were checked had not, and once in a while at any."""
+"""Later checks: of terms and numbers that the checked batches did not have, and now and then of any micro-batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_accum.weighing.later import Reason
 
 
 def check_doubted(checked: Checked) -> None:
-    """Check what differs most in a window from what was checked, before its step. Called on all ranks.
+    """Before the step of a window, check the micro-batch that differs most from the checked ones. Called on all ranks.
 
     Raises:
-        DoesNotAddUpError: it does not add up together with rows that were checked. On all ranks.
+        DoesNotAddUpError: it does not add up with rows that were checked. On all ranks.
     """
     looks = checked.accumulation.later.telling(checked.accumulation.checked_rows)
     for place in range(int(checked.largest(len(looks)))):
@@ -43,7 +43,7 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
         Check(checked, Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False), is_later=True).run()
     except CannotCheckError as problem:
         if not checked.on_any(is_count or reason == "new terms"):
-            return  # it is weighed as it was, and nothing speaks against that
+            return  # it is weighted as before, and nothing contradicts that
         accumulation.warn_once(
             "The loss of a micro-batch has terms that the batches which were checked had not, and they could not be checked:"
             f" {problem}."
@@ -57,7 +57,7 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
 
 
 def _beside_others(checked: Checked, trial: Trial, rows: Any) -> FewRows:
-    """Rows by turns with those that were checked, if they are of one kind."""
+    """Rows that alternate with the checked ones, if both are of one kind."""
     accumulation = checked.accumulation
     own = trial.together(lambda: FewRows(rows, checked.samples))
     others = trial.together(lambda: FewRows(accumulation.checked_rows, checked.samples))
@@ -66,12 +66,12 @@ def _beside_others(checked: Checked, trial: Trial, rows: Any) -> FewRows:
         if checked.sync.is_waited_for_in_forward or not _goes_by_order(checked, trial, joined, turned):
             return joined
         if not checked.is_window_long and not checked.on_any((plan := accumulation.plan) is None or not plan.is_read):
-            assert plan is not None  # of the rows beside it in its own loader batch it may be of another kind, too
+            assert plan is not None  # it may differ in kind from other rows of its own loader batch, too
             return trial.together(lambda: own.by_turns(FewRows(plan.batch, checked.samples)))
     return own
 
 
 def _goes_by_order(checked: Checked, trial: Trial, joined: FewRows, turned: FewRows) -> bool:
-    """Whether the loss of rows of two batches is another one if those of the other come first: they are of different kinds."""
+    """Whether the loss of two joined batches depends on which comes first: then their rows are of different kinds."""
     rows = range(min(joined.number, turned.number))
     return checked.on_any(trial.differ(partial(joined.take, rows), partial(turned.take, rows)))

@@ -1,4 +1,4 @@
-"""What a step leaves behind in a module, or goes by beside its batch, changes the loss of the next micro-batch of a window."""
+"""State that a step leaves in a module, or a ``batch_idx``, on which the loss of the next micro-batch of a window depends."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lightning_accum.whole.row_proof import moved
 
 
 def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) -> None:
-    """Warn of buffers, attributes and a ``batch_idx`` that the loss goes by. Called on all ranks."""
+    """Warn of buffers, attributes and a ``batch_idx`` that the loss depends on. Called on all ranks."""
     number = min(found.number, MOST_ROWS)
     rows = found.whole if isinstance(found, SplitRows) else partial(found.take, range(number))
     others = found.whole if isinstance(found, SplitRows) else partial(found.take, [0] * number)
-    is_moved = not checked.sync.is_waited_for_in_forward  # what has converged, as a spectral norm, changes with its parameters
+    is_moved = not checked.sync.is_waited_for_in_forward  # a converged buffer, as of a spectral norm, changes with its parameters
     # on another rank the next step may have no loss
     is_told = checked.is_window_long and is_moved and not checked.on_any(trial.mode.has_waited)
     with suppress(CannotCheckError), moved(checked.module) if is_moved else nullcontext(), trial.held():
@@ -37,7 +37,7 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
 
 
 def leaves_nothing(checked: Checked, trial: Trial, whole: Measured) -> bool:
-    """Whether the last step has changed nothing in the module, and the whole has its loss as the next step. Called on all ranks."""
+    """Whether the last step changed nothing in the module, and the next step has the same loss for the whole. On all ranks."""
     if checked.sync.is_waited_for_in_forward or checked.on_any(whole.function is not None or trial.mode.has_waited):
         return False
     if checked.on_any(bool(trial.changed_attributes())):
@@ -48,7 +48,7 @@ def leaves_nothing(checked: Checked, trial: Trial, whole: Measured) -> bool:
         now = trial.result(whole.batch, checked.next_step if checked.is_window_long else None)
     except CannotCheckError:  # it runs once
         return False
-    is_written = any(  # a value that is the same may have converged, and changes with its parameters; ``.data`` counts no change
+    is_written = any(  # an equal value may have converged, and ``.data`` counts no change
         buffer is not before or version_of(buffer) != version or not buffer.equal(value)
         for buffer, (before, version, value) in zip(checked.module.buffers(), held, strict=False)
     )
@@ -61,9 +61,9 @@ class _LeftBehind:
     """Compares the loss of rows, and its gradient, with what they are after a step on others. Ranks take each step together.
 
     Attributes:
-        trial: in which the module is held.
-        rows, others: make them.
-        next_step: runs a batch as the next one, if the step is told which it is.
+        trial: holds the module.
+        rows, others: return a batch.
+        next_step: runs a batch with the next ``batch_idx``; None if the step takes none.
     """
 
     trial: Trial
@@ -72,10 +72,10 @@ class _LeftBehind:
     next_step: Step | None
 
     def find(self) -> dict[str, float]:
-        """What they depend on, in words (none for ``batch_idx``), and by how much of their size.
+        """What the loss depends on, in words (empty for ``batch_idx``), and the relative change.
 
         Raises:
-            CannotCheckError: the rows have no loss, or another one each time. On all ranks.
+            CannotCheckError: the rows have no loss, or another loss each time. On all ranks.
         """
         trial, named = self.trial, self.trial.module.named_buffers
         at_first = {name: buffer.detach().clone() for name, buffer in named()}
@@ -118,7 +118,7 @@ class _LeftBehind:
 
 
 def _difference(now: Result, before: Result) -> float:
-    """How far a loss or its gradient, whichever is farther, is from what it was, as part of its size."""
+    """The relative change of a loss, or of its gradient if that is larger."""
     (loss, gradients), (old_loss, old_gradients) = now, before
     both = gradients.keys() & old_gradients.keys()
     apart = sum(float((gradients[index] - old_gradients[index]).square().sum()) for index in both)
@@ -128,12 +128,12 @@ def _difference(now: Result, before: Result) -> float:
 
 
 def _far(before: Tensor, after: Tensor) -> Tensor:
-    """A buffer many steps ahead: a loss may compare with it, as with a threshold, and change only once it has come far."""
+    """A buffer many steps ahead: a loss may use it as a threshold, and change only after many steps."""
     is_number = after.is_floating_point() and after.shape == before.shape
     return torch.lerp(before, after, 16.0) if is_number else after
 
 
 def _named(what: str, names: list[str]) -> str:
-    if not names:  # it is that of another rank, or in an object that is not looked into
+    if not names:  # another rank has it, or an object that is not searched
         return "what it keeps in " + ("a buffer" if what == "buffer" else "an attribute")
     return f"the {what}{'s' * (len(names) > 1)} {listed([*map(repr, names)])}"

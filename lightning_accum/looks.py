@@ -37,15 +37,15 @@ class Checked:
     """What is checked.
 
     Attributes:
-        trained: the module, and what its training has to restore what a step changes and to give out gradients.
-        step: runs it on a batch, and logs nothing.
+        trained: the module, its snapshots and its gradients.
+        step: runs a batch, and logs nothing.
         accumulation: takes the verdict.
-        samples: how many of them the loader puts into a batch; empty where it does not say so.
+        samples: the sizes of the loader's batches, in samples; empty if unknown.
         is_window_long: a window may have several loader batches.
         may_count_first: the terms of a window can be counted before it runs.
-        is_manual: the module optimizes by itself; its loss is that of one backward call.
-        next_step: runs it as for the loader batch after, where it is told which it is.
-        of_dataset: draws rows from the dataset, where a loader batch does not show its own.
+        is_manual: the module uses manual optimization; the loss belongs to one backward call.
+        next_step: runs a batch with the batch_idx of the next loader batch.
+        of_dataset: draws rows from the dataset, if a loader batch does not show its rows.
     """
 
     trained: Trained
@@ -61,26 +61,26 @@ class Checked:
 
     @property
     def module(self) -> nn.Module:
-        """That is trained."""
+        """The module that is trained."""
         return self.trained.module
 
     @property
     def sync(self) -> GradientSync:
-        """When its gradients are reduced over the ranks."""
+        """Decides when its gradients are reduced over the ranks."""
         return self.trained.sync
 
     @property
     def is_one_micro_batch(self) -> bool:
-        """A window is one on each rank, all of which tell each other what the terms of theirs weigh."""
+        """A window is one micro-batch on each rank; the ranks tell each other the weights of its terms."""
         return not (self.is_manual or self.is_window_long or self.accumulation.splitting is not None)
 
     @property
     def may_count_terms(self) -> bool:
-        """Each term of a loss can be weighed by itself."""
+        """Each term of a loss can have its own weight."""
         return self.may_count_first or self.is_one_micro_batch
 
     def trial(self) -> Trial:
-        """Runs it on some rows, and leaves everything as it was."""
+        """A trial of the step, which leaves everything as it was."""
         take_snapshot, row_wise = partial(self.trained.snapshotter.take, watches_parameters=False), self.accumulation.row_wise
 
         def step(batch: Any) -> Any:  # calls of submodules are nodes, as in training
@@ -90,27 +90,27 @@ class Checked:
         return Trial(self.module, step, take_snapshot, self.sync, self.largest)
 
     def largest(self, number: float) -> float:
-        """Of the numbers of all ranks. Called on all of them."""
+        """The largest of a number of each rank. Called on all ranks."""
         return self.accumulation.ranks.largest(number)[0]
 
     def on_any(self, claim: bool) -> bool:
-        """Whether it is so on any rank. Called on all of them."""
+        """Whether the claim holds on any rank. Called on all ranks."""
         return self.largest(float(claim)) > 0
 
     def of_all(self, value: Any) -> list[Any]:
-        """What each rank has. Called on all of them."""
+        """The value of each rank. Called on all ranks."""
         ranks = self.accumulation.ranks
         return [value] if ranks.world_size == 1 else [ranks.share(value, rank) for rank in range(ranks.world_size)]
 
 
 class Rows(NamedTuple):
-    """The rows of this rank, of which all ranks look at as many: they may wait for each other in each step.
+    """The rows of this rank. All ranks check equally many rows, since they may wait for each other in each step.
 
     Attributes:
-        found: those of this rank, with those of the loader batch before.
-        fewest: of the loader batch, on the rank that has the fewest.
-        number: of all that are looked at, on the rank that has the most.
-        size: of a micro-batch; of the larger loader batch where each is one.
+        found: the rows of this rank, after the rows of the loader batch before.
+        fewest: rows of the loader batch, on the rank that has the fewest.
+        number: rows that are checked, on the rank that has the most.
+        size: rows of a micro-batch; of the larger loader batch if each is a micro-batch.
         are_single: each loader batch is one row.
     """
 
@@ -122,16 +122,16 @@ class Rows(NamedTuple):
 
 
 def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str] = (), of_dataset: bool = False) -> Rows:
-    """The rows that are looked at. Called on all ranks.
+    """The rows that are checked. Called on all ranks.
 
     Args:
         checked: what is checked.
-        batches: the loader batch; empty where this rank has none.
-        shared: parts that all rows share, though they have as many entries, by path.
-        of_dataset: whether they come from the dataset, whatever the batch shows.
+        batches: the loader batch; empty if this rank has none.
+        shared: paths of parts that all rows share, though they have as many entries as there are rows.
+        of_dataset: whether to draw rows from the dataset, whatever the batch shows.
 
     Raises:
-        CannotCheckError: a rank has none. On all ranks.
+        CannotCheckError: a rank has no rows. On all ranks.
     """
     accumulation, sync = checked.accumulation, checked.sync
     policy = accumulation.policy
@@ -147,7 +147,7 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str
     of_batch, number, at_once = (0, 0, 0) if found is None else (found.of_batch, found.number, found.at_once)
     numbers = accumulation.ranks.largest(-of_batch, number, -(size or math.inf), at_once)
     fewest, number, at_once = -int(numbers[0]), int(numbers[1]), int(numbers[3])
-    # where a step that was written for single rows can be taken back
+    # a step that was written for single rows must be one that can be undone
     if found is None or fewest < (1 if sync.can_forget_forward else 2):
         raise reason
     sync.reshard()
@@ -159,10 +159,10 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str
 def _rows_of(
     checked: Checked, batches: Sequence[Any], size: int | None, shared: Sequence[str], of_dataset: bool
 ) -> FewRows | SplitRows | None:
-    """The rows of a loader batch; None where there is no batch.
+    """The rows of a loader batch; None if there is no batch.
 
     Raises:
-        CannotCheckError: there are none that can be looked at.
+        CannotCheckError: no rows can be checked.
     """
     accumulation, module = checked.accumulation, checked.module
     if any(map(is_lazy, chain(module.parameters(), module.buffers()))):
@@ -193,19 +193,19 @@ def _rows_of(
 
 
 def split_rows(checked: Checked, batch: Any, size: int | None = None) -> SplitRows | None:
-    """The rows of a batch that the user's own function cuts; None without one."""
+    """The rows of a batch as the user's ``split`` cuts it; None without such a function."""
     split = checked.accumulation.policy.split
     return None if split is None else SplitRows(batch, split, size)
 
 
 def may_be_misread(checked: Checked, rows: Rows, error: Exception) -> bool:
-    """Whether a window cannot be checked with what was read as rows of its batch, as a step fails on them. Called on all ranks."""
+    """Whether the rows of a window's batch may be misread, since a step fails on them. Called on all ranks."""
     is_read = type(error) is CannotCheckError and rows.found.kept is not None
     return checked.accumulation.splitting is None and checked.of_dataset is not None and not checked.on_any(not is_read)
 
 
 def parts_to_share(checked: Checked, rows: Rows, error: Exception) -> list[str]:
-    """What all rows of a split batch may share, that of all ranks too, where they do not add up as it was read. On all ranks."""
+    """Parts of a split batch that all rows, and all ranks, may share, if they did not add up as rows. Called on all ranks."""
     accumulation = checked.accumulation
     is_split = accumulation.splitting is not None and not checked.is_window_long
     if not is_split or checked.on_any(isinstance(error, UnsuitableRowsError)):
@@ -233,7 +233,7 @@ def looks_at(checked: Checked, trial: Trial, rows: Rows, weigher: Weigher) -> li
 
 
 def _as_memory_allows(checked: Checked, size: int, least: int, look: Callable[[int], list[Look]]) -> list[Look]:
-    """What ``look`` sees in so many rows, or where memory runs out in half as many: ``"auto"`` begins with a whole batch."""
+    """The result of ``look`` for so many rows, or for half as many if memory runs out: ``"auto"`` begins with a whole batch."""
     while True:
         try:
             return look(size)
@@ -245,7 +245,7 @@ def _as_memory_allows(checked: Checked, size: int, least: int, look: Callable[[i
 
 @dataclass(frozen=True)
 class _InParts:
-    """Runs rows together and in parts. Called on all ranks. Random numbers belong to rows where a ``total`` is given."""
+    """Runs rows together and in parts. Called on all ranks. If a ``total`` is given, random numbers belong to rows."""
 
     checked: Checked
     trial: Trial
@@ -260,9 +260,9 @@ class _InParts:
         return Look(measured, [self.run(part, total, is_part=True) for part in parts])
 
     def few(self, size: int, most: int) -> list[Look]:
-        """The first rows in many ways; then those up to ``most`` one by one, so many at once, with one of those before."""
+        """The first rows in many ways; then the rows up to ``most``, in groups that begin with an earlier row, one by one."""
         looks = self.first(size, size)
-        if self.checked.on_any(self.trial.draws_unlike_numbers):  # not for each row: then all rows draw the same
+        if self.checked.on_any(self.trial.draws_unlike_numbers):  # not by row: have all rows draw the same
             looks = self.first(size)
         others = [range(begin, min(begin + size, most)) for begin in range(size - 1, most - 1, size - 1)]
         alone = {row: self.run([row], is_part=True) for row in range(size - 1, most) if others}
@@ -274,10 +274,10 @@ class _InParts:
         return [] if self.checked.on_any(self.trial.draws_unlike_numbers) else looks
 
     def first(self, size: int, total: int = 0) -> list[Look]:
-        """The first rows: single ones, small and large losses, one row repeated, those of each batch, and some without labels."""
+        """The first rows: one by one, by small and large losses, one row repeated, by loader batch, and some without labels."""
         checked, found, base = self.checked, self.found, [*range(size)]
         whole = self.run(base, total)
-        if checked.sync.is_waited_for_in_forward:  # each way to weigh runs the parts again
+        if checked.sync.is_waited_for_in_forward:  # each mode runs the parts again
             return [self.look(whole, [[0], base[1:]], total)]
         try:
             looks = [self.look(whole, [[row] for row in base], total)]
@@ -290,10 +290,10 @@ class _InParts:
             if size < 4:
                 raise
             return [self.look(whole, [base[: size // 2], base[size // 2 :]], total)]  # a step may not take a single row
-        if size > 2:  # a loss that goes by a statistic of its batch is another one for small losses
+        if size > 2:  # a loss that uses a statistic of its batch is another one for small losses
             few = sorted(sorted(base, key=lambda row: alone[row].loss)[: max(2, size // 2 - 1)])
             looks.append(self.look(whole, [few, [row for row in base if row not in few]], total))
-        times = min(size, 4)  # one that goes by how often something is in its batch
+        times = min(size, 4)  # a loss that uses how often something is in its batch
         looks.append(Look(self.run([0] * times, total), [alone[0]] * times))
         if found.of_others:
             kinds = [[row for row in base if (row in found.of_others) == is_other] for is_other in (False, True)]
@@ -310,7 +310,7 @@ class _InParts:
 
 
 def has_several_terms(checked: Checked, batches: Sequence[Any]) -> bool:
-    """Whether the loss of a loader batch, of which no rows can be looked at, has several. Called on all ranks."""
+    """Whether the loss of a loader batch has several terms, if its rows cannot be checked. Called on all ranks."""
     if checked.on_any(not batches or checked.accumulation.is_shadow_batch):
         return False
     trial, terms = checked.trial(), dict[int, Term]()
@@ -320,10 +320,10 @@ def has_several_terms(checked: Checked, batches: Sequence[Any]) -> bool:
 
 
 def have_one_loss(checked: Checked, other: Checked) -> bool | None:
-    """Whether two steps have the same loss on rows that were checked; None where that cannot be found out. Called on all ranks.
+    """Whether two steps have the same loss on rows that were checked; None if that is unknown. Called on all ranks.
 
     Raises:
-        DoesNotAddUpError: they have not, on any rank: the other moves parameters before its loss.
+        DoesNotAddUpError: the losses differ on some rank: the other step moves parameters before its loss.
     """
 
     def loss_of(checked: Checked) -> tuple[float, float]:
@@ -340,16 +340,16 @@ def have_one_loss(checked: Checked, other: Checked) -> bool | None:
 
 
 def has_layers_of_zeros(checked: Checked) -> bool:
-    """Whether something may depend on outputs that are all 0 now. Called on all ranks."""
+    """Whether a layer has weights of 0 only, whose outputs hide what depends on them. Called on all ranks."""
     matrices = [parameter for parameter in checked.module.parameters() if parameter.dim() > 1 and parameter.requires_grad]
     return not checked.sync.is_waited_for_in_forward and checked.on_any(not all(bool(matrix.any()) for matrix in matrices))
 
 
 def takes_rows_of_other_ranks(checked: Checked, trial: Trial, rows: Rows) -> bool:
-    """Find out whether the loss takes the rows of all ranks together. Called on all of them.
+    """Find out whether the loss takes the rows of all ranks together. Called on all ranks.
 
     Raises:
-        DoesNotAddUpError: it does, in a window of several loader batches.
+        DoesNotAddUpError: it does so in a window of several loader batches.
     """
     accumulation = checked.accumulation
     if accumulation.ranks.world_size == 1:

@@ -1,4 +1,4 @@
-"""The error of a loss that does not add up: it names submodules that may run in micro-batches, if it was tried that they hold."""
+"""The error of a loss that does not add up. It names submodules that may run in micro-batches, if a trial shows that they work."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MOST_TRIED = 8
 
 
 def of_losses(checked: Checked, rows: Rows, verdict: Verdict, terms: Mapping[int, Term], mend: str | None) -> str:
-    """The error of what does not add up, of the rank that is farthest off. Called on all ranks.
+    """The error of a loss that does not add up, from the rank with the largest deviation. Called on all ranks.
 
     Args:
         checked: what is checked.
-        rows: that were looked at.
-        verdict: what was found.
+        rows: the checked rows.
+        verdict: of this rank.
         terms: of the loss.
-        mend: with which they add up; None where none of those that were tried does.
+        mend: an argument with which they add up; None if none was found.
     """
     own = checked.accumulation.policy.weight
     weight = f'"auto" ({", ".join(term.words or "a term" for term in terms.values())})' if own == "auto" else name_of(own)
@@ -47,7 +47,7 @@ def of_losses(checked: Checked, rows: Rows, verdict: Verdict, terms: Mapping[int
 
 
 def _of_pairs(checked: Checked, rows: Rows) -> str:
-    """Submodules are named where it was tried that they hold."""
+    """The mend for a loss that compares rows: it names submodules for row_wise= that were tried."""
     if checked.accumulation.policy.row_wise:
         return advice.OF_ROW_WISE
     found, names = rows.found, list[str]()
@@ -68,7 +68,7 @@ def _of_pairs(checked: Checked, rows: Rows) -> str:
 
 
 def _that_hold(checked: Checked, take: Callable[[], Any], number: int) -> list[str]:
-    """The outermost submodules with parameters that are called, and may run in micro-batches."""
+    """The outermost submodules with parameters that are called and may run in micro-batches."""
     if checked.sync.is_waited_for_in_forward:
         return []
     found, tried, waiting = list[str](), 0, _children(checked.module, "")

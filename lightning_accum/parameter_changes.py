@@ -1,4 +1,4 @@
-"""Whether parameters change between the micro-batches of a window, where those of its full batch all see the same ones."""
+"""Whether parameters change between the micro-batches of a window. In the full batch all rows see the same parameters."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.nn.parameter import is_lazy
 from lightning_accum.errors import UsageError
 
 _WINDOWS = 4
-"""At the beginning of a fit: what follows the parameters by an average begins to move after the first step."""
+"""Windows compared at the beginning of a fit: a moving average of the parameters begins to move after the first step."""
 _SAMPLED = 256
-"""Elements of a parameter that are compared."""
+"""Elements compared in each parameter."""
 
 
 IN_OPTIMIZER_STEP = (
     "in the module's optimizer_step, after super().optimizer_step(...); or in the same hook of batches, where a window is one"
     " loader batch that is split (micro_batch=)"
 )
-"""Where a module whose optimizer the Trainer steps does what is to run once a window."""
+"""The place for what runs once a window, in automatic optimization."""
 
 
 class _Sample(NamedTuple):
@@ -32,7 +32,7 @@ class _Sample(NamedTuple):
 
 
 class KeptGradients:
-    """The gradients of a window as a backward has left them, to see whether others clear or change one before the next."""
+    """The gradients that a backward of a window left, to see whether somebody clears or changes them before the next."""
 
     def __init__(self) -> None:
         self.parameters: Sequence[tuple[str, Tensor]] = ()
@@ -40,15 +40,15 @@ class KeptGradients:
         self._kept: list[tuple[Tensor | None, int, Tensor | None]] = []
 
     def keep(self, has_values: bool = False) -> None:
-        """Keep the gradients as they are now; with values, one that is moved, as DDP moves them, is no other."""
+        """Keep the gradients as they are now. With values, a gradient that DDP moves counts as unchanged."""
         self._kept = [(own.grad, _version(own.grad), elements_of(own.grad) if has_values else None) for _, own in self.parameters]
 
     def changed(self) -> list[str]:
-        """The parameters whose gradients are others now, by name."""
+        """The names of parameters whose gradients have changed."""
         return [name for (name, own), kept in zip(self.parameters, self._kept, strict=False) if _is_other(own.grad, *kept)]
 
     def forget(self) -> None:
-        """They may change."""
+        """Compare nothing: gradients may change now."""
         self._kept = []
 
 
@@ -67,9 +67,9 @@ def _is_other(now: Tensor | None, gradient: Tensor | None, version: int, values:
 class ParameterChanges:
     """Compares some elements of each parameter in the first windows of a fit, and in the first of each epoch.
 
-    A moving average that a hook updates at every batch, a normalisation of embeddings in ``training_step``: each micro-batch after
-    the first sees other parameters than the full batch would. What changes before the first micro-batch has run forward, or after
-    the last backward, changes once a window, as it should. Without ``warn`` nothing is compared.
+    If a hook updates a moving average at every batch, or ``training_step`` normalises embeddings, each micro-batch after the first
+    sees other parameters than the full batch would. Changes before the first forward or after the last backward of a window happen
+    once a window, as they should. Without ``warn`` nothing is compared.
     """
 
     def __init__(self, warn: Callable[[str], None] | None, once_a_window: str = IN_OPTIMIZER_STEP) -> None:
@@ -78,28 +78,28 @@ class ParameterChanges:
         self._windows_left = _WINDOWS
         self._before: list[_Sample] = []
         self.is_due = warn is not None
-        """The window that begins next is compared."""
+        """The next window is compared."""
         self.is_under_way = False
-        """That which is under way is."""
+        """The present window is compared."""
         self.gradients = KeptGradients()
-        """What a micro-batch of that has added to is left as it is until the next backward."""
+        """The gradients between two backwards of the present window."""
 
     def begin_epoch(self) -> None:
-        """Its first window is compared."""
+        """Compare the first window of the epoch."""
         self.is_due = self._warn is not None
 
     def begin(self, module: nn.Module) -> None:
-        """The first micro-batch of a window that is compared has run forward."""
+        """Keep the parameters, after the first forward of a window that is compared."""
         self._windows_left = max(0, self._windows_left - 1)
         self.is_due, self.is_under_way = self._windows_left > 0, True
         self._before = [_Sample(name, tensor, _elements(tensor)) for name, tensor in _compared(module)]
         self.gradients.parameters = [(sample.name, sample.tensor) for sample in self._before]
 
     def refuse_other_gradients(self) -> None:
-        """The backward of a micro-batch is next.
+        """Refuse gradients that somebody changed, before the backward of a micro-batch.
 
-        In the full batch, gradients are cleared after ``training_step``. In a later micro-batch, what a step or a callback adds to
-        them would stay, and what it clears is lost.
+        In the full batch, gradients are cleared after ``training_step``. In a later micro-batch, gradients that a step or a
+        callback adds would stay, and gradients that it clears would be lost.
         """
         if changed := self.gradients.changed():
             raise UsageError(
@@ -111,7 +111,7 @@ class ParameterChanges:
             )
 
     def end(self, micro_batches: int) -> None:
-        """A window of so many micro-batches, which was compared, has run its last backward."""
+        """Compare the parameters, after the last backward of a window of so many micro-batches."""
         self.is_under_way = False
         self.gradients.forget()
         before, self._before = self._before, []
@@ -125,7 +125,7 @@ class ParameterChanges:
         ]
         changed: dict[str, float] = {}
         for (sample, _), (difference, size, usual) in zip(pairs, torch.stack(norms).tolist() if norms else (), strict=True):
-            eps = torch.finfo(sample.tensor.dtype).eps  # to normalise once more changes a few, or all by one rounding
+            eps = torch.finfo(sample.tensor.dtype).eps  # normalising again changes a few elements, or all by one rounding
             if difference > 16 * eps * size or usual > 2 * eps:
                 changed[sample.name] = difference / size
         if changed:
@@ -133,17 +133,17 @@ class ParameterChanges:
             self.stop()
 
     def stop(self) -> None:
-        """Compare nothing more: there was a warning."""
+        """Compare no more windows, after a warning."""
         self._warn, self._before, self.is_due, self.is_under_way = None, [], False, False
 
 
 def _usual(now: Tensor, then: Tensor) -> Tensor:
-    """By how much of its size an element changes in the middle."""
+    """The median relative change of an element."""
     return ((now - then).abs() / then.abs().clamp(min=torch.finfo(then.dtype).tiny)).median()
 
 
 def elements_of(tensor: Tensor | None) -> Tensor:
-    """Some of a gradient or a parameter, copied; none where there is none."""
+    """A copy of some elements of a gradient or parameter; empty for None."""
     return torch.empty(0) if tensor is None or tensor.layout != torch.strided else _elements(tensor).nan_to_num()
 
 
@@ -159,7 +159,7 @@ def _message(changed: dict[str, float], once_a_window: str) -> str:
 
 
 def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters. Buffers are made to change; whether a loss depends on that is looked at in the check of the first batch."""
+    """The parameters to compare. The check of the first batch finds losses that depend on buffers."""
     for name, tensor in module.named_parameters():
         if not is_lazy(tensor) and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type != "meta":
             yield name, tensor

@@ -17,23 +17,23 @@ from lightning_accum.weighing.functions import FunctionOfMean
 from lightning_accum.weighing.terms import MODES, ONCE, SUM, Mode, Term, alike
 
 _OF_A_PARAMETER = 1e-2
-"""A gradient smaller than this part of the whole one is compared with this part: what it is beside is rounding."""
+"""A parameter's gradient is compared with its own size, or with this part of the whole gradient if that is larger: rounding."""
 ALL = -1
-"""The key of a loss that is weighed as one, whatever its terms."""
+"""The key of a loss with one weight, whatever its terms."""
 
 
 @dataclass
 class Measured:
-    """A step on some rows, run once: nothing of it is weighed yet.
+    """A step on some rows, run once and not weighted yet.
 
     Attributes:
         loss: its value.
         terms: by key, with shares as numbers.
         gradients: of each term, by parameter: some of their elements, in double precision.
-        function: of a mean that the loss is; the gradients are those of the mean then.
-        batch: makes the rows once more, to count in them.
-        rows: their places in the whole, of ``total`` rows; 0 where random numbers do not belong to them.
-        rerun: gives the gradient of a multiple of a term, which is reduced over the ranks. Called on all of them.
+        function: the function of a mean that the loss is, if it is one; the gradients belong to the mean then.
+        batch: returns the rows once more, to count in them.
+        rows: their places in the whole of ``total`` rows; ``total`` is 0 if random numbers do not belong to rows.
+        rerun: returns the gradient of a multiple of a term, reduced over the ranks. Called on all ranks.
     """
 
     loss: float
@@ -48,10 +48,10 @@ class Measured:
     _counts: dict[Any, float] = field(default_factory=dict)
 
     names: list[set[int]] = field(default_factory=list)
-    """Of each term as it is read, where it is run again: the keys that it has been given since."""
+    """If terms are run again: for each term as it is read, the keys given to it since."""
 
     def join(self, looped: Collection[int]) -> None:
-        """Have terms of these kinds be one each."""
+        """Join the terms of each of these kinds."""
         gradients: dict[int, dict[int, Tensor]] = {}
         for own in self.names:
             own |= {key >> 8 << 8 for key in own if key >> 8 in looped}
@@ -63,14 +63,14 @@ class Measured:
         self.terms = {term.key: term for term in alike([*self.terms.values()], looped)}
 
     def rename(self, names: Mapping[int, int]) -> None:
-        """Have terms that are taken for others have their keys."""
+        """Give terms their names."""
         self.terms = {names.get(key, key): term for key, term in self.terms.items()}
         for own in self.names:
             own |= {names[key] for key in own if key in names}
         self.gradients = {names.get(key, key): gradient for key, gradient in self.gradients.items()}
 
     def weight(self, key: int, mode: Mode) -> float | None:
-        """Of a term; 0 where it is not there."""
+        """The weight of a term; 0 if it is absent."""
         if callable(mode):
             if mode not in self._counts:
                 self._counts[mode] = self._count(mode)
@@ -83,11 +83,11 @@ class Measured:
     def _count(self, mode: Callable[[Any], Any]) -> float:
         try:
             return float(mode(self.batch()))
-        except (KeyError, IndexError, TypeError, AttributeError, UnreadableLossError):  # of counts that are tried
+        except (KeyError, IndexError, TypeError, AttributeError, UnreadableLossError):  # a count was only tried
             return math.nan
 
     def gradient(self, key: int, factor: float | None = None) -> Mapping[int, Tensor]:
-        """That of a term, or of all together, or a multiple of it: a multiple is run by all ranks, whose factors differ."""
+        """The gradient of a term, of all terms, or a multiple of it. All ranks run a multiple, each with its own factor."""
         if self.rerun is not None:
             if factor is not None:
                 return self.rerun(key, factor)
@@ -113,18 +113,18 @@ class Look(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of the parts."""
+        """The number of rows of each part."""
         return tuple(len(part.rows) for part in self.parts)
 
 
 class Deviation(NamedTuple):
-    """How far parts are from their whole.
+    """How far the sum of the parts is from the whole.
 
     Attributes:
-        size: relative; inf where they cannot be compared.
-        has_evidence: something was compared.
-        seen: what deviates by that much.
-        rows: sizes of the parts.
+        size: relative error; inf if they cannot be compared.
+        has_evidence: something other than 0 was compared.
+        seen: what has that error.
+        rows: the sizes of the parts.
     """
 
     size: float
@@ -134,14 +134,14 @@ class Deviation(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What a term weighs by.
+    """How a term is weighted.
 
     Attributes:
-        mode: how it is weighed; None where no way adds up.
-        deviation: of that, or the least of all.
-        constant: what each weight has in it beside what adds up.
-        is_open: nothing was there to be compared, or the rows do not show whether it is a mean or a sum.
-        modes: all by which it adds up.
+        mode: the mode that adds up; None if none does.
+        deviation: of this mode, or the smallest of all modes.
+        constant: the constant in each weight that does not add up.
+        is_open: there was nothing to compare, or the rows do not show whether it is a mean or a sum.
+        modes: all modes that add up.
     """
 
     mode: Mode | None
@@ -152,7 +152,7 @@ class Fit(NamedTuple):
 
 
 def fit_of(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> Fit:
-    """How a term adds up in one way; its mode is None if it does not."""
+    """How a term adds up in one mode; the mode of the fit is None if it does not."""
     constant = 0.0 if mode in (SUM, ONCE) else _constant(looks, key, mode, eps)
     found = [_deviation(look, key, mode, constant, eps) for look in looks]
     worst = max(found, key=lambda deviation: deviation.size)
@@ -199,7 +199,7 @@ def _apart(whole: Measured, parts: Sequence[Measured], factors: Sequence[float],
             continue
         difference = sum(shares) - (0 if own is None else own)
         assert isinstance(difference, Tensor)
-        seen = difference.isfinite()  # elements that are not, as those of a distance of 0, cannot be compared
+        seen = difference.isfinite()  # the gradient of a distance of 0 is NaN, and cannot be compared
         size = max(0.0 if own is None else float(own[seen].norm()), sum(float(one[seen].norm()) for one in shares))
         differences.append((float(difference[seen].norm()), size))
     overall = math.sqrt(sum(size**2 for _, size in differences))
@@ -210,8 +210,8 @@ def _apart(whole: Measured, parts: Sequence[Measured], factors: Sequence[float],
 
 
 def _constant(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> float:
-    """What weights have in them beside what adds up, as in ``sum / (count + 1e-8)``: the same in all looks, and small; else 0."""
-    found = list[tuple[float, float]]()  # how far each look may be off, and what it shows
+    """The constant in each weight, as in ``sum / (count + 1e-8)``, if it is small and the same in all looks; else 0."""
+    found = list[tuple[float, float]]()  # of each look: rounding, and the constant it shows
     numbers, share = set[int](), 0.0
     for look in looks:
         weights = [weight for part in look.parts if (weight := part.weight(key, mode))]
@@ -222,27 +222,27 @@ def _constant(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> float:
         numbers.add(len(weights))
         found.append((_ROUNDINGS * eps * sum(weights) / (len(weights) - 1), excess))
         share = max(share, abs(excess) / sum(weights))
-        is_in_all = min(weights) > 0.99 * abs(excess) and max(weights) > 1.01 * abs(excess)  # it may be all that a part has
+        is_in_all = min(weights) > 0.99 * abs(excess) and max(weights) > 1.01 * abs(excess)  # it may be all of a part's weight
         if not is_in_all or abs(excess) > 1:
             return 0.0
-    rounding, constant = min(found, default=(0.0, 0.0))  # where it is seen best
+    rounding, constant = min(found, default=(0.0, 0.0))  # of the most precise look
     is_same = all(abs(excess - constant) <= rounding + of_look for of_look, excess in found)
     return constant if is_same and abs(constant) > rounding and (len(numbers) > 1 or share <= _SMALL) else 0.0
 
 
 _ROUNDINGS = 8
-"""Of a weight that is read from a share."""
+"""Roundings in a weight that is read from a share."""
 _SMALL = 1e-3
-"""A constant that is small beside the weights is learned from any two parts; a larger one from different numbers of parts."""
+"""Any two parts show a constant this small relative to the weights; a larger one needs different numbers of parts."""
 
 
 def measured_of(looks: Sequence[Look]) -> list[Measured]:
-    """All that was measured."""
+    """All measured steps."""
     return [one for look in looks for one in (look.whole, *look.parts)]
 
 
 def keys_of(looks: Sequence[Look]) -> dict[int, Term]:
-    """The terms of all losses, in the order of the first that has each."""
+    """The terms of all losses, in order of their first appearance."""
     found: dict[int, Term] = {}
     for measured in measured_of(looks):
         for key, term in measured.terms.items():
@@ -251,7 +251,7 @@ def keys_of(looks: Sequence[Look]) -> dict[int, Term]:
 
 
 def ratios(looks: Sequence[Look], first: tuple[int, Mode], other: tuple[int, Mode]) -> tuple[float, float]:
-    """The least and the most that a term weighs for one of another; of one that is there alone 0 and inf."""
+    """The smallest and the largest ratio of the second weight to the first; 0 or inf if only one of them is 0."""
     least, most = math.inf, 0.0
     for measured in measured_of(looks):
         one, two = measured.weight(*first) or 0.0, measured.weight(*other) or 0.0
@@ -263,18 +263,18 @@ def ratios(looks: Sequence[Look], first: tuple[int, Mode], other: tuple[int, Mod
 
 
 def goes_by_rows(looks: Sequence[Look], key: int, mode: Mode) -> bool:
-    """Whether a term weighs as many as there are rows, in each part."""
+    """Whether the weight of a term is the number of rows, in each part."""
     parts = [(part, size) for look in looks for part, size in zip(look.parts, look.sizes, strict=True)]
     return all(part.weight(key, mode) in (0.0, size) for part, size in parts)
 
 
 def modes_to_try(term: Term) -> tuple[Mode, ...]:
-    """Of a term, the likeliest first."""
+    """The modes of a term, the likeliest first."""
     return (ONCE,) if term.is_penalty else (term.default_mode, *(mode for mode in MODES if mode != term.default_mode))
 
 
 def looped(measured: Sequence[Measured]) -> frozenset[int]:
-    """The kinds of terms that some losses have more of than others, see :func:`alike`."""
+    """The kinds of terms that vary in number between losses, see :func:`alike`."""
     numbers: dict[int, set[int]] = {}
     for one in measured:
         kinds = [key >> 8 for key, term in one.terms.items() if not term.is_penalty]
@@ -284,7 +284,7 @@ def looped(measured: Sequence[Measured]) -> frozenset[int]:
 
 
 def merged(known: Mapping[int, int], of_ranks: Sequence[Mapping[int, int]]) -> dict[int, int]:
-    """The :func:`aliases` of all ranks, and those that were known; one key for all if each loss has one term."""
+    """The :func:`aliases` of all ranks together with the known ones; one key for all if each loss has one term."""
     found = dict(known)
     names = {name for of_rank in of_ranks for name in of_rank.values()}
     is_one = bool(of_ranks) and all(len(set(of_rank.values())) == 1 for of_rank in of_ranks)
@@ -296,7 +296,7 @@ def merged(known: Mapping[int, int], of_ranks: Sequence[Mapping[int, int]]) -> d
 
 
 def aliases(measured: Sequence[Measured]) -> dict[int, int]:
-    """Keys of terms that are the same, if all losses have as many, of the same words in the same order: one row may take others."""
+    """Names for keys, if all losses have equally many terms with the same words in the same order: one row may get other keys."""
     runs = [[*one.terms.items()] for one in measured]
     numbers = {len(run) for run in runs}
     if len(numbers) > 1 or not runs or (numbers != {1} and len({tuple(term.words for _, term in run) for run in runs}) > 1):

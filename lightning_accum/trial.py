@@ -28,32 +28,32 @@ _T = TypeVar("_T")
 Result: TypeAlias = "tuple[float, dict[int, Tensor]]"
 """A loss and its gradient."""
 Step: TypeAlias = Callable[[Any], Any]
-"""Runs a batch, and returns what ``training_step`` returns."""
+"""Runs a batch, and returns the output of ``training_step``."""
 
 PATIENCE = 10.0
-"""Seconds that a rank which has failed waits for others that do the same, beside ten times what it took itself."""
+"""Seconds that a failed rank waits for the others to fail too, beside ten times its own time."""
 _SAMPLED, _SAMPLED_OF_ALL = 2**14, 2**22
-"""Elements of a gradient that are compared, spread over all of it; and of all gradients about."""
+"""Elements compared in one gradient, spread over all of it; and in all gradients, about."""
 _EPS, _EPS_OF_ROUNDED = torch.finfo(torch.float64).eps, 2.0**-30
-"""Of double precision; and of values that were rounded to another type before, of which most may cancel in a loss."""
+"""Of double precision; and of values that were rounded to a narrower type before, most of which may cancel in a loss."""
 _MOST_BYTES = 2**32
-"""Of the parameters of a module in a wider type, which are there beside its own while it is looked at in that."""
+"""Most bytes of a copy of the parameters in a wider type."""
 
 
 class Trial:
     """Runs ``training_step`` on some rows, and leaves everything as it was.
 
     Dropout is off and BatchNorm in evaluation mode, so that other breaks are seen beside them; random numbers belong to rows;
-    nothing is compiled. Random state, buffers, attributes, metrics and parameters are put back. Ranks take every step together,
+    nothing is compiled. Random state, buffers, attributes, metrics and parameters are restored. Ranks take every step together,
     since they may wait for each other in it.
 
     Args:
-        module: that is trained.
-        training_step: runs it on a batch, and logs nothing. Returns what ``training_step`` returned.
-        take_snapshot: keeps what it changes; see :class:`lightning_accum.undo.Undo`.
-        backward: of the engine that runs the module.
-        largest: of the numbers of all ranks.
-        dtype: that the module is tried in, if not in its own.
+        module: is trained.
+        training_step: runs the module on a batch, logs nothing, and returns the output.
+        take_snapshot: keeps what a step changes; see :class:`lightning_accum.undo.Undo`.
+        backward: the backward of the engine that runs the module.
+        largest: returns the largest of a number of each rank.
+        dtype: the type to try the module in, if not its own.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Trial:
         self._has_gradients = True
         self._end: RandomState | None = None  # after a step on the first rows
         self.draws_others = False
-        """Some rows have drawn other random numbers than others, which are not those of rows."""
+        """Some rows drew random numbers that do not belong to rows."""
         self._snapshot: Snapshot | None = None
         self.mode = TrialMode((), _EPS if dtype is None else _EPS_OF_ROUNDED)
-        """What gives rows their random numbers, and sees whether ranks wait for each other."""
+        """Gives rows their random numbers, and sees whether ranks wait for each other."""
 
     @property
     def device(self) -> torch.device:
@@ -86,10 +86,10 @@ class Trial:
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
     def widened(self, dtype: torch.dtype) -> Trial:
-        """A trial of the module in a type that is wider than its own. The values stay rounded to its own.
+        """A trial of the module in a wider type. The values stay rounded to the module's own type.
 
         Raises:
-            CannotCheckError: its own is as wide, or it cannot be run in another, or is too large for that. On all ranks.
+            CannotCheckError: its own type is as wide, or the module cannot run in another, or is too large. On all ranks.
         """
         is_narrower = any(is_narrow(p, dtype) for p in self.module.parameters() if p.requires_grad)
         is_large = sum(parameter.numel() for parameter in self.module.parameters()) * dtype.itemsize > _MOST_BYTES
@@ -98,9 +98,9 @@ class Trial:
         return Trial(self.module, self._training_step, self._take_snapshot, self.backward, self.largest, dtype)
 
     def in_widest_type(self, look: Callable[[Trial], _T], is_answer: Callable[[_T], bool] = lambda _: True) -> _T:
-        """What ``look`` finds in double precision if the module runs in it, else in single precision, else in its own type.
+        """The result of ``look`` in double precision if the module runs in it, else in single precision, else in its own type.
 
-        Rounding hides breaks. A look in its own type is an answer in any case.
+        Rounding hides breaks. The result in the module's own type is an answer in any case.
         """
         for dtype in dict.fromkeys((exact_dtype(self.device), torch.float32)):
             with suppress(CannotCheckError):
@@ -110,19 +110,19 @@ class Trial:
 
     @property
     def eps(self) -> float:
-        """Of the coarsest type that anything was computed in so far."""
+        """Machine epsilon of the coarsest type that anything was computed in so far."""
         return self.mode.eps
 
     @property
     def tolerance(self) -> float:
-        """What rounding makes of a number in that type."""
+        """The relative error that rounding in that type explains."""
         return rounding(self.eps)
 
     def losses_of(self, batches: Sequence[Callable[[], Any]]) -> list[float]:
         """The losses of some batches, each run as if it were the first. Called on all ranks, with equally many.
 
         Raises:
-            CannotCheckError: one has none. On all ranks.
+            CannotCheckError: one of them has no loss. On all ranks.
         """
 
         def loss_of(batch: Callable[[], Any]) -> float:
@@ -138,7 +138,7 @@ class Trial:
         return abs(first - second) > self.tolerance * max(abs(first), abs(second))
 
     def result(self, batch: Callable[[], Any], step: Step | None = None) -> Result:
-        """What comes of a batch as everything is, in the step that is tried or in another. Called on all ranks."""
+        """The loss and gradient of a batch in the present state, by this step or by another. Called on all ranks."""
 
         def run() -> Result:
             loss = self.step(batch(), step)
@@ -147,12 +147,12 @@ class Trial:
         return self.together(run)
 
     def changed_attributes(self) -> list[str]:
-        """What the last step has changed in attributes, by path."""
+        """The paths of attributes that the last step changed."""
         assert self._snapshot is not None
         return self._snapshot.changed_attributes()
 
     def leave(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
-        """Have the next step draw the same numbers, and find buffers and attributes as the last has left them."""
+        """Have the next step draw the same numbers, and keep buffers and attributes as the last step left them."""
         assert self._snapshot is not None
         self._snapshot.random_state.restore()
         self.mode.restore(rows, total)
@@ -164,7 +164,7 @@ class Trial:
         self.mode.restore(rows, total)
 
     def keep_state(self, batch: Callable[[], Any]) -> None:
-        """Have every step begin in the state in which one on this batch leaves the module. Called on all ranks."""
+        """Have every step begin in the state that a step on this batch leaves. Called on all ranks."""
         loss = self.together(lambda: self.step(batch()))
         if self.backward.is_waited_for_in_forward:
             self.together(lambda: self.gradients(loss, 0.0))
@@ -172,14 +172,14 @@ class Trial:
 
     @property
     def draws_unlike_numbers(self) -> bool:
-        """The parts of the last whole batch have drawn random numbers that are not those of its rows."""
+        """The parts of the last whole batch drew other random numbers than its rows."""
         return self.mode.is_unlike
 
     def step(self, batch: Any, instead: Step | None = None) -> Tensor:
-        """The loss of a batch, of the step that is tried, or of one instead of it.
+        """The loss of a batch, by this step or by another ``instead``.
 
         Raises:
-            UnsuitableRowsError: it has none.
+            UnsuitableRowsError: it has no loss.
         """
         batch = batch if self._dtype is None else widened_batch(batch, self._dtype)
         with _users_code(), self.mode:
@@ -197,15 +197,15 @@ class Trial:
         """Run the step on some rows, once, and measure each term of its loss. Called on all ranks.
 
         Args:
-            batch: makes them.
+            batch: returns the rows.
             weigher: reads the loss; None for its gradient alone.
             rows: their places among the rows of the whole.
-            total: rows of the whole, to which random numbers belong; 0 where all rows draw the same.
-            is_part: it may have no loss, as a micro-batch, and adds nothing then. Its backward begins with another number than 1,
-                by which its gradients are divided: a hook that clips them shows by it.
+            total: the number of rows of the whole, to which random numbers belong; 0 if all rows draw the same.
+            is_part: as a micro-batch, the rows may have no loss, and add nothing then. Their backward begins with another number
+                than 1, and the gradients are divided by it: this shows hooks that clip.
 
         Raises:
-            CannotCheckError: it cannot be run. On all ranks.
+            CannotCheckError: the step fails. On all ranks.
         """
         scale = float(MOST_ROWS) if is_part else 1.0
         loss, reading = self.together(lambda: self._run(batch, weigher, rows, total, is_part))
@@ -272,9 +272,9 @@ class Trial:
 
         Args:
             loss: with its graph.
-            share: what its backward begins with.
-            scale: that gradients are divided by afterwards.
-            keeps_graph: there is another backward.
+            share: the number that the backward begins with.
+            scale: the gradients are divided by it afterwards.
+            keeps_graph: another backward follows.
         """
         if not (self._trained and self._has_gradients):
             return {}
@@ -284,18 +284,18 @@ class Trial:
         except CannotCheckError as error:
             if "checkpoint" not in str(error.__cause__).lower():
                 raise
-            self._has_gradients = False  # reentrant checkpointing has no way to it
+            self._has_gradients = False  # reentrant checkpointing has no torch.autograd.grad
             return {}
         most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(self._trained)))
         return {index: sample(gradient, most) / scale for index, gradient in enumerate(gradients) if gradient is not None}
 
     def together(self, function: Callable[[], _T]) -> _T:
-        """Call a function on all ranks: where it fails on one, it has failed on all.
+        """Call a function on all ranks. If it fails on one, it fails on all.
 
         Raises:
-            CannotCheckError: it has. On all ranks.
-            RowWiseError: it is refused. On all ranks.
-            Exception: of this rank, where another waits for it in the function, or this package is at fault.
+            CannotCheckError: it failed. On all ranks.
+            RowWiseError: it was refused. On all ranks.
+            Exception: the error of this rank, if another rank waits for it in the function, or if this package is at fault.
         """
         problem: CannotCheckError | RowWiseError | None = None
         result: _T | None = None
@@ -317,15 +317,15 @@ class Trial:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """In here the module is as it is tried; after it as it was."""
+        """Inside, the module is set up for trials; afterwards it is as before."""
         with ExitStack() as stack:
             if (dtype := self._dtype) is not None:
                 self.together(lambda: stack.enter_context(widened(self.module, dtype)))  # memory may run out
-            self.backward.reshard()  # what runs forward alone leaves others, whose memory the engine frees
-            # an engine whose ranks wait sets their data by itself
+            self.backward.reshard()  # a forward alone leaves other parameters, whose memory the engine frees
+            # FSDP sets the data of parameters by itself
             self.mode.watch(self.module.parameters(), may_be_set=not self.backward.is_waited_for_in_forward)
             self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-            stack.callback(self.mode.watch, ())  # what is in another type is not kept
+            stack.callback(self.mode.watch, ())  # keep nothing in another type
             stack.callback(self._trained.clear)
             stack.enter_context(dropout_switched_off(self.module))
             outer = self._take_snapshot()
@@ -342,7 +342,7 @@ class Trial:
 
 @contextmanager
 def _users_code(kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-    """What is raised in here, of these kinds or any, says that a step cannot be tried; all else is a fault of this package."""
+    """Errors of these kinds raised inside mean that a step cannot be tried; any other is a fault of this package."""
     try:
         yield
     except (CannotCheckError, RowWiseError):
@@ -352,14 +352,14 @@ def _users_code(kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[N
 
 
 def _on_host(term: Term) -> Term:
-    """With shares that are numbers, and without its graph."""
+    """The term with shares as numbers, and without its graph."""
     numbers: dict[str, Any] = {name: float(getattr(term, name)) for name in ("losses", "total", "number", "kink")}
     return term._replace(**numbers, edges={}, divisions=(), shares=())
 
 
 @contextmanager
 def _without_gradients(module: nn.Module) -> Iterator[None]:
-    """In here no parameter has a gradient yet: a step that makes or clears some does it to others than those of a window."""
+    """Inside, no parameter has a gradient, so a step that makes or clears gradients does not touch the window's."""
     kept = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in kept:
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""What a module is tried out in: random numbers and what it writes into are watched, and it may have a wider type than its own."""
+"""The mode in which a module is tried: random numbers and writes to parameters are watched, and its type may be wider."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_
 
     Args:
         parameters: of the module. A momentum encoder writes into its own, also through ``.data``, which counts no changes.
+        eps: machine epsilon to begin with.
 
     Attributes:
-        eps: of the coarsest type that anything was computed in, and of one to begin with.
+        eps: machine epsilon of the coarsest type that anything was computed in.
         has_waited: something was sent to other ranks.
     """
 
@@ -32,7 +33,7 @@ class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_
         self.watch(parameters)
 
     def watch(self, parameters: Iterable[nn.Parameter], may_be_set: bool = False) -> None:
-        """Copy these from now on, and no others; where they ``may_be_set``, ``parameter.data = ...`` is taken back, too."""
+        """Copy these parameters from now on, and no others. If they ``may_be_set``, undo ``parameter.data = ...``, too."""
         self._parameters: dict[int, list[Tensor]] = {}
         self._written: list[tuple[Tensor, Tensor]] = []
         self._data: list[tuple[nn.Parameter, Tensor]] = []
@@ -42,7 +43,7 @@ class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_
                 self._parameters.setdefault(_storage_of(parameter), []).append(parameter)
 
     def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
-        """Put back what was written into, and draw the same random numbers again."""
+        """Restore what was written to, and draw the same random numbers again."""
         self.restart(rows, total)
         with torch.no_grad():
             for own, data in self._data:
@@ -84,10 +85,10 @@ def _storage_of(tensor: Tensor) -> int:
 
 @contextmanager
 def widened(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Have others of a type in place of parameters and buffers that have a narrower one.
+    """Replace parameters and buffers of narrower types by copies in this type.
 
-    The parameters themselves stay as they are: with data of another type they would lose the hooks that DDP has at their gradients.
-    The user's hooks at their gradients are on the others too.
+    The parameters themselves do not change: with data of another type they would lose DDP's hooks on their gradients. The user's
+    hooks on gradients are copied.
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -122,10 +123,10 @@ def _in_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widened_batch(batch: Any, dtype: torch.dtype) -> Any:
-    """A batch with its tensors of narrower types in that type."""
+    """A batch whose tensors of narrower types are converted to this type."""
     return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(dtype) if is_narrow(tensor, dtype) else tensor)
 
 
 def is_narrow(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a tensor has a floating-point type of fewer bytes than ``dtype``, float32 or float64; it may be one of eight bits."""
+    """Whether a tensor has a floating-point type of fewer bytes than ``dtype``, float32 or float64; also one of eight bits."""
     return tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize

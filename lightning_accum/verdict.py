@@ -1,4 +1,4 @@
-"""What the check says."""
+"""The result of the check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOST_ROWS = 8
 
 
 class CannotCheckError(Exception):
-    """What keeps the check from an answer."""
+    """The check cannot give an answer."""
 
 
 class GathersError(CannotCheckError):
@@ -25,12 +25,12 @@ class Verdict:
     """What the check found.
 
     Attributes:
-        deviation: how far the parts are from the whole, as part of its size; None where that could not be found out.
-        tolerance: what rounding makes of it.
-        seen: what deviates by that much, or why nothing could be found out.
+        deviation: relative error of the sum of the parts; None if it could not be measured.
+        tolerance: the error that rounding explains.
+        seen: what has that error, or why nothing was measured.
         rows: the sizes of the parts.
-        is_suitable: False where these rows show nothing, and others may.
-        looked_at: how many rows were looked at until now, of this batch and those before.
+        is_suitable: False if these rows show nothing, and others may.
+        looked_at: rows checked so far, in this batch and earlier ones.
     """
 
     deviation: float | None
@@ -42,7 +42,7 @@ class Verdict:
 
     @classmethod
     def unknown(cls, reason: CannotCheckError) -> Verdict:
-        """That of what could not be found out."""
+        """The verdict of a check without an answer."""
         return cls(None, seen=str(reason), is_suitable=not isinstance(reason, UnsuitableRowsError))
 
     @property
@@ -59,7 +59,7 @@ class Verdict:
 
     @property
     def adds_up(self) -> bool:
-        """Nothing was seen that rounding does not explain."""
+        """Rounding explains the deviation, or nothing was measured."""
         return self.deviation is None or self.deviation <= self.tolerance
 
     def __str__(self) -> str:
