@@ -22,7 +22,7 @@ from lightning_accum.step import BackwardObserver
 from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
 from lightning_accum.weighing.counted import Counted
-from lightning_accum.weighing.later import LaterLooks, is_time_to_look
+from lightning_accum.weighing.later import LaterLooks, is_power_of_two, is_time_to_look
 from lightning_accum.weighing.terms import Denominator, Term, keep_weight, scale_terms
 from lightning_accum.weighing.weight import Contribution, Reading, Weigher
 from lightning_accum.whole.row_wise import RowWise
@@ -83,6 +83,8 @@ class Accumulation(Windows):
         self.checked_rows: Any = None
         """A few rows of the last loader batch that was checked."""
         self.later = LaterLooks()
+        self._looks_anew = False
+        """A micro-batch of the next window is checked: a loss may change with the epoch, as by a factor in a buffer."""
         self.may_count_first = False
         """The terms of a window can be counted before it runs."""
         self.counted_next: Sequence[int] | None = None
@@ -103,6 +105,7 @@ class Accumulation(Windows):
     @override
     def begin_epoch(self, epoch: int) -> None:
         super().begin_epoch(epoch)
+        self._looks_anew = is_power_of_two(epoch)
         if self.splitting is not None:
             self.splitting.begin_epoch()
 
@@ -169,9 +172,9 @@ class Accumulation(Windows):
             return Weighed(self.closed.weight, is_weightless=False)
         if not self.checks_left:
             is_checked = self.verdict is not None and self.verdict.deviation is not None
-            is_time = not self.window.micro_batches and is_time_to_look(self.clock.optimizer_steps + 1)
-            is_time = is_checked and (is_time or is_new_graph)
-            self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_time))
+            is_time = not self.window.micro_batches and (self._looks_anew or is_time_to_look(self.clock.optimizer_steps + 1))
+            self._looks_anew &= not is_time
+            self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_checked and (is_time or is_new_graph)))
         if self.window.counted is not None and contribution.of_terms is None and self._unread is None:
             contribution = contribution._replace(weight=None, of_terms={})
         if contribution.of_terms is not None:

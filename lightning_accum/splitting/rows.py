@@ -73,7 +73,9 @@ class Part:
         name = f"{self.path} is a {type(self.value).__name__}"
         if self.is_list:
             return f"{name} of {self.size} entries"
-        return f"{name} of shape {tuple(self.value.shape)}" if self.size is not None else name
+        return (
+            name if self.size is None or getattr(self.value, "is_nested", False) else f"{name} of shape {tuple(self.value.shape)}"
+        )
 
 
 class Layout:

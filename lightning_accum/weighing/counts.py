@@ -245,15 +245,15 @@ def counts_of(batch: Any) -> list[Any]:
             found.append(Count(path, ELEMENTS))
         if tensor.is_floating_point() and not is_mask and 0 <= tensor.min() < tensor.max():  # weights of rows
             found.append(Count(path, SUM))
-    return [*found, SampleCount()]
+    return found if count_samples(batch) is None else [*found, SampleCount()]
 
 
 def tensors_of(batch: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Those of a batch, each with the keys, names and places that lead to it."""
+    """The dense tensors of a batch, each with the keys, names and places that lead to it."""
     if is_record(batch):
         batch = {field.name: getattr(batch, field.name) for field in fields(batch)}
     if isinstance(batch, Tensor):
-        if batch.dim() > 0:
+        if batch.dim() > 0 and batch.layout == torch.strided and not batch.is_nested:
             yield path, batch
     elif isinstance(batch, (Mapping, Sequence)) and not isinstance(batch, str) and len(path) < _DEPTH:
         pairs = batch.items() if isinstance(batch, Mapping) else enumerate(batch)

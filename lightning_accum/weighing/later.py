@@ -111,6 +111,11 @@ def is_time_to_look(window: int) -> bool:
     return window > 1 and window == _LOOKS_AGAIN ** round(math.log(window, _LOOKS_AGAIN))
 
 
+def is_power_of_two(epoch: int) -> bool:
+    """Whether it is epoch 1, 2, 4, 8, ...: in its first window a loss is checked again."""
+    return epoch.bit_count() == 1
+
+
 def _number_of(tensor: Tensor) -> float | None:
     """The one number that it is; NaN where labels are others, of which none is ignored; None for all else."""
     if tensor.numel() == 0 or tensor.is_complex():

@@ -212,6 +212,54 @@ def test_the_mean_of_the_two_worst_columns_is_refused_where_these_are_the_same_i
         fit(module, labelled(8, 8), GradientAccumulation(2))
 
 
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 4}])
+def test_a_factor_that_is_0_in_the_first_epoch_is_checked_again_in_the_next(policy: dict[str, Any]) -> None:  # 0.17, silently
+    class Centering(Toy):
+        def on_train_epoch_start(self) -> None:
+            self.net.share.fill_(0.2 * self.current_epoch)
+
+    def loss(net: Any, batch: Any) -> Tensor:
+        return F.cross_entropy((scores := net[0](batch[0])) - net.share * scores.mean(0), batch[1])
+
+    def net() -> nn.Sequential:
+        made = nn.Sequential(nn.Linear(4, 4))
+        made.register_buffer("share", torch.zeros(()))
+        return made
+
+    module = Centering(loss, net=net)
+    with pytest.raises(DoesNotAddUpError, match="steps were made before"):
+        fit(module, labelled(8, 8), GradientAccumulation(**policy), max_epochs=2)
+    assert module.current_epoch == 1
+
+
+@pytest.mark.parametrize(
+    "as_input",
+    [
+        lambda x: x.to_sparse(),
+        lambda x: torch.nested.nested_tensor([*x]),
+        lambda x: x.numpy(),
+        lambda x: [" ".join(map(repr, row)) for row in x.tolist()],
+    ],
+    ids=["sparse", "nested", "an array", "strings"],
+)
+def test_a_batch_without_dense_tensors_is_no_fault(as_input: Callable[[Tensor], Any]) -> None:
+    def loss(net: Any, batch: Any) -> Tensor:
+        given, classes = batch
+        if isinstance(given, list):
+            given = [[*map(float, words.split())] for words in given]
+        dense = given.to_dense() if isinstance(given, Tensor) and given.is_sparse else given
+        dense = torch.stack(dense.unbind()) if isinstance(dense, Tensor) and dense.is_nested else dense
+        return F.cross_entropy(net(torch.as_tensor(dense, dtype=torch.float64)), torch.as_tensor(classes))
+
+    plain, other = Toy(adds_up), Toy(loss)
+    fit(plain, labelled(8, 8), GradientAccumulation(2))
+    data = [(as_input(x), y.tolist()) for x, y in labelled(8, 8)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that nested tensors may change; and that they are not checked
+        fit(other, data, GradientAccumulation(2))
+    assert max(float((a - b).abs().max()) for a, b in zip(plain.parameters(), other.parameters(), strict=True)) <= 1e-15
+
+
 @pytest.mark.parametrize("bad_batch", [0, 1, 2, 3])
 def test_batches_of_few_rows_are_checked_before_the_first_step_until_there_were_eight(bad_batch: int) -> None:
     data = labelled(*[2] * 8)
