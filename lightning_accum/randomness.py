@@ -17,7 +17,7 @@ from typing_extensions import Self
 from lightning_accum.exact import exact_dtype
 
 _NAMES_WITH_P = ("drop", "stochasticdepth")
-"""What classes are called that have their probability in ``p``."""
+"""Parts of the names of classes whose probability is ``p``."""
 
 
 def switch_off_dropout(module: nn.Module) -> list[str]:
@@ -35,7 +35,7 @@ def switch_off_dropout(module: nn.Module) -> list[str]:
 
 @contextmanager
 def dropout_switched_off(module: nn.Module) -> Iterator[None]:
-    """In here the probabilities of dropout in ``module`` are 0, as :func:`switch_off_dropout` sets them."""
+    """Inside, the probabilities of dropout in ``module`` are 0, see :func:`switch_off_dropout`."""
     before = [(holder, name, holder[name]) for _, holder, name in _dropout_in(module)]
     switch_off_dropout(module)
     try:
@@ -46,7 +46,7 @@ def dropout_switched_off(module: nn.Module) -> Iterator[None]:
 
 
 def _dropout_in(module: nn.Module) -> list[tuple[str, MutableMapping[str, Any], str]]:
-    """The probabilities of dropout that are not 0: where each is by path, what holds it, and its name there."""
+    """The dropout probabilities that are not 0: the path, the holder, and the name in the holder."""
     found, seen = [], set()
     for path, layer in module.named_modules():
         has_p = any(name in type(layer).__name__.lower() for name in _NAMES_WITH_P)
@@ -62,7 +62,7 @@ def _dropout_in(module: nn.Module) -> list[tuple[str, MutableMapping[str, Any], 
 
 
 def _holders(layer: nn.Module) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
-    """Where the layer keeps numbers."""
+    """The mappings in which a layer keeps numbers."""
     yield "", vars(layer)
     config = getattr(layer, "config", None)
     if hasattr(config, "to_dict") and hasattr(config, "__dict__"):
@@ -81,9 +81,9 @@ def seed_everything(seed: int) -> None:
 
 
 class RandomState:
-    """How the global random generators were when this was made: torch's on the CPU and on ``device``, Python's and numpy's.
+    """The state of the global random generators: torch's on the CPU and on ``device``, Python's and numpy's.
 
-    Those of Python and numpy take longer: ``of_torch_alone`` leaves them out.
+    Python's and numpy's take longer to read: ``of_torch_alone`` leaves them out.
     """
 
     def __init__(self, device: torch.device, of_torch_alone: bool = False) -> None:
@@ -91,7 +91,7 @@ class RandomState:
         self._of_others = [] if of_torch_alone else [(get, set_to, get()) for get, set_to in _generators_of_others()]
 
     def restore(self) -> None:
-        """Have all of them draw the same again, as often as needed."""
+        """Restore all states, as often as needed."""
         for _, set_to, state in (*self._of_torch, *self._of_others):
             set_to(state)
 
@@ -100,12 +100,12 @@ class RandomState:
         return not all(_is_same(get(), state) for get, _, state in self._of_torch)
 
     def others_have_drawn(self) -> bool:
-        """Whether Python's or numpy's has."""
+        """Whether Python's or numpy's generator has drawn since."""
         return not all(_is_same(get(), state) for get, _, state in self._of_others)
 
 
 _Generator: TypeAlias = tuple[Callable[[], Any], Callable[[Any], None]]
-"""What reads and what sets the state of a random generator."""
+"""Functions that read and set the state of a random generator."""
 
 
 def _generators_of_torch(device: torch.device) -> Iterator[_Generator]:
@@ -131,7 +131,7 @@ def _is_same(state: Any, other: Any) -> bool:
 
 
 class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
-    """In here random numbers belong to rows: what a step draws for a row is the same in the whole batch and in its part.
+    """Inside, random numbers belong to rows: a row gets the same numbers in the whole batch and in a part.
 
     The noise of an autoencoder, the time steps of a diffusion model, Gumbel noise. Each draw depends on how many there were since
     :meth:`restart`; the state of the random generators is left as it was. If it is not known which rows are run, and where several
@@ -151,7 +151,7 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
         self.found: set[str] = set()
         """The operations that drew, by name."""
         self.is_unlike = False
-        """A part has drawn numbers of shapes that are not those of its rows in the whole."""
+        """A part drew numbers whose shapes do not match its rows in the whole."""
 
     def __enter__(self) -> Self:
         self._is_inside = NoiseOfRows._depth > 0
@@ -228,7 +228,7 @@ def _device_of(args: Any, kwargs: Any) -> torch.device:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """In here torch's generators of the CPU and of ``device`` are seeded; those of other devices are neither read nor changed."""
+    """Inside, torch's generators of the CPU and of ``device`` are seeded. Generators of other devices are neither read nor set."""
     before = RandomState(device, of_torch_alone=True)
     torch.default_generator.manual_seed(seed)
     if device.type in ("cuda", "xpu"):
@@ -301,7 +301,7 @@ _WAYS = {
 
 @contextmanager
 def generators_kept(*loaders: Any) -> Iterator[None]:
-    """Drawing from loaders in here leaves their own random generators, and those of their samplers, as they were."""
+    """Inside, drawing from loaders does not change their random generators, nor their samplers' generators."""
     owners = [owner for loader in loaders for owner in (loader, getattr(loader, "sampler", None), _sampler_of_batches(loader))]
     found = [getattr(owner, "generator", None) for owner in owners]
     generators = [generator for generator in found if isinstance(generator, torch.Generator)]

@@ -29,7 +29,7 @@ _Contents: TypeAlias = Iterable[tuple[str, Any]]
 
 
 class Kind(NamedTuple):
-    """How the objects of a type are kept and restored, and what they lead to."""
+    """How objects of a type are saved, restored and searched."""
 
     save: Callable[[Any], Any] | None
     restore: Callable[[Any, Any], Any]
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
 
 class Kinds(dict[type, "Kind | None"]):
-    """The kind of each type that was met; None where there is nothing to keep."""
+    """The kind of each type; None if there is nothing to save."""
 
     def __init__(self, is_deep: bool) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def _entries(kinds: Kinds, values: dict[Any, Any]) -> _Contents:
 
 
 def _leads_on(*names: str) -> Kind:
-    """A callable, through which others are reached."""
+    """The kind of a callable, which leads to other objects."""
 
     def contents(kinds: Kinds, value: Any) -> _Contents:
         package = f"{getattr(value, '__module__', None)}."

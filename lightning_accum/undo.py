@@ -59,7 +59,7 @@ class Undo:
         return Snapshot(self.module, RandomState(self.device), kept, watched)
 
     def iterators(self) -> list[str]:
-        """The paths of iterators, which cannot be restored: what a step draws from one is gone."""
+        """The paths of iterators. They cannot be restored: items that a step draws are lost."""
         return [_in_words(path, self.module) for path in self._reached()[2]]
 
     def _reached(self) -> tuple[list[_Kept], list[tuple[Tensor, _Path]], list[_Path]]:

@@ -1,4 +1,4 @@
-"""What is said where parts do not add up to their batch: by how much, and which argument mends it."""
+"""Messages for parts that do not add up to their batch: the deviation, and the argument that fixes it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OF_ROW_WISE = (
 
 
 def of_argument(argument: str) -> str:
-    """What to do where an argument was tried."""
+    """The advice to pass an argument that was tried."""
     return f"Pass GradientAccumulation({argument}): with it they add up."
 
 
@@ -62,7 +62,7 @@ def of_calls(names: str) -> str:
 
 
 def of_joined(verdict: Verdict) -> str:
-    """The warning of rows of two loader batches, of which those of each add up."""
+    """The warning for two loader batches whose rows add up only within each batch."""
     return (
         f"The rows of two loader batches together do not have the sum of their losses ({verdict.in_words}), though those of each"
         " alone add up. Where loader batches are of different kinds, such as tasks, nothing is wrong, and check=False leaves out"
@@ -81,7 +81,7 @@ def of_one_row(verdict: Verdict, weight: Any) -> str:
 
 
 def of_unchecked(verdict: Verdict, is_manual: bool = False) -> str:
-    """The warning of windows of which nobody knows what they add up to."""
+    """The warning for windows that could not be checked."""
     by = "lightning_accum.testing.assert_window_equals_batch" if is_manual else "verify(module, data)"
     return (
         f"It could not be checked that micro-batches add up to their batch: {verdict.seen}. Compare a step with its full batch"
@@ -90,7 +90,7 @@ def of_unchecked(verdict: Verdict, is_manual: bool = False) -> str:
 
 
 def of_state(what: str, size: float) -> str:
-    """The warning of what a step changes, by how much its loss changes with that."""
+    """The warning for state that a step changes, with the relative change of the loss."""
     return (
         f"training_step changes {what}, on which its loss depends (relative change of the loss of the same rows, or of its"
         f" gradient: {size:.1g}), so micro-batches of a window see other values than the full batch would. Change it once a window:"

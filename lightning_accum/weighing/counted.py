@@ -125,7 +125,7 @@ class Counted:
 
         Returns:
             How far it is from that, relative; 0 where that is not known. And of each term, by the order of :attr:`keys`: its
-            micro-batches, the sum of their constant factors, and that of the squares; those that are 0 are not known.
+            micro-batches, the sum of their constant factors, and the sum of the squares; a factor of 0 is unknown.
         """
         run: dict[int, Denominator] = {}
         factors: dict[int, list[Denominator]] = {}

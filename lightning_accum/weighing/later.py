@@ -1,4 +1,4 @@
-"""Micro-batches that are looked at later: those that differ from all that were checked, and once in a while any."""
+"""Micro-batches that are checked later: the ones that differ from all checked ones, and now and then any."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ is time.
 
 
 class LaterLooks:
-    """Which micro-batches of the window under way are to be looked at.
+    """Chooses micro-batches of the present window that are to be checked.
 
     Tensors that were one number in all rows that were checked, such as weights of 1, a mask without padding, one task, show nothing
     of rows in which they are not: a loss may divide by what is only then the same for all. Labels without -100 are such, too.
@@ -50,7 +50,7 @@ class LaterLooks:
         """How many windows more are looked at that have a micro-batch whose weight may be none."""
 
     def begin_forward(self) -> None:
-        """The forward of a micro-batch is next."""
+        """Note where the graph of the next micro-batch begins."""
         self._begun = _get_sequence_nr()
 
     def is_new_graph(self, is_first_window: bool) -> bool:
@@ -64,7 +64,7 @@ class LaterLooks:
         return is_new and not is_first_window
 
     def learn(self, rows: Any) -> bool:
-        """Rows were checked. Returns whether something in them is other than in those before."""
+        """Note checked rows. Returns whether a number in them differs from all earlier rows."""
         before, tensors = self.alike, dict(tensors_of(rows))
         if before is None:
             found = {path: number for path, tensor in tensors.items() if (number := _number_of(tensor)) is not None}
@@ -122,11 +122,11 @@ def _number_of(tensor: Tensor) -> float | None:
         return None
     if bool((tensor == tensor.flatten()[0]).all()):
         return float(tensor.flatten()[0])
-    is_labels = tensor.dim() > 1 and tensor.dtype == torch.int64  # those of single rows are read in the loss
+    is_labels = tensor.dim() > 1 and tensor.dtype == torch.int64  # the loss shows the labels of single rows
     return math.nan if is_labels and not bool((tensor == _IGNORED).any()) else None
 
 
 def _unlike(tensor: Tensor, number: float) -> Tensor:
-    """The part of its entries that are others."""
+    """The share of entries that differ from the number."""
     is_other = (tensor == _IGNORED) if math.isnan(number) else (tensor.detach() != number)
     return is_other.sum() / max(1, tensor.numel())

@@ -1,6 +1,6 @@
-"""Nodes of an autograd graph: what they are called, what they keep, what is below them.
+"""Nodes of an autograd graph: their names, their saved values, and the nodes below them.
 
-The names of nodes were read in torch 2.13; those of what they save are listed in tests/unit/test_shape_of_the_code.py.
+The names of nodes were read in torch 2.13. Their saved attributes are listed in tests/unit/test_shape_of_the_code.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ THROUGH = {
 SUMS = {"Sum", "Nansum", "Dot"}
 ADDITIONS, STACKS = {"Add", "Sub", "Rsub"}, {"Stack", "Cat"}
 _OF_EACH = {*ADDITIONS, "Clone", "Div", "Mul", "Neg", "ToCopy"}
-"""What does the same to each number of a vector."""
+"""Elementwise operations."""
 CONTRACTIONS = {"Bmm", "Mm", "Mv"}  # products that sum
 # Some of the elements, or all in other places.
 SELECTIONS = {
@@ -48,11 +48,11 @@ _KINDS: dict[type, str] = {}
 
 
 KINKS = {"Abs", "Clamp", "ClampMax", "ClampMin", "Hardtanh", "LeakyRelu", "Maximum", "Minimum", "Relu", "Threshold"}
-"""Straight lines with a kink, of one number: which side of it micro-batches are on has to be the same in a window."""
+"""Piecewise linear functions of one number: all micro-batches of a window have to be on the same side of the kink."""
 BENT = {*KINKS, "Amax", "Amin", "HuberLoss", "Max", "Min", "SmoothL1Loss", "Topk"}
-"""What is straight in some places: means of rows may lie in one of them, and add up there only."""
+"""Functions that are linear in places: means of rows may add up in one place only."""
 SOMETIMES = {"ConstantPadNd", "Slice"}
-"""What leaves no node where it changes nothing."""
+"""Operations that make no node if they change nothing."""
 
 
 def inputs_of(node: Node) -> list[tuple[Node, int]]:
@@ -72,7 +72,7 @@ def nodes_below(root: Node) -> Iterator[Node]:
 
 
 def factor_in_sum(node: Node, kind: str, place: int) -> float:
-    """What an operand is multiplied by in a sum or a difference: ``other - alpha * self`` in ``Rsub``."""
+    """The factor of an operand in a sum or a difference: ``other - alpha * self`` in ``Rsub``."""
     if place == (1 if kind == "Rsub" else 0):
         return 1.0
     alpha = float(getattr(node, "_saved_alpha", 1.0))  # of a number there is none
@@ -100,7 +100,7 @@ _OF_A_CALL = "RowWiseOutputs"
 
 
 def is_compiled(edge: tuple[Node, int | None, Any]) -> bool:
-    """Something below it was made by ``torch.compile``."""
+    """Whether a node below it was made by ``torch.compile``."""
     node, place, _ = edge
     below = nodes_below(node if place is None else node.next_functions[place][0])
     return any(kind_of(one) == "CompiledFunction" for one in below)
@@ -237,7 +237,7 @@ def is_multiplied_by_parameters(node: Node) -> bool:
 def is_of_numbers(node: Node, index: int, places: Mapping[int, int], is_learned: bool = False) -> bool:
     """Whether a vector is made of numbers, as ``torch.stack(losses)``, and the same was done to each.
 
-    Not those of a loop over rows, which are all of one kind: but nothing learned (``is_learned``) multiplies rows one by one. Where
+    The losses of a loop over rows, all of one kind, do not count, unless something learned (``is_learned``) multiplies them. Where
     heads are told by the ``places`` of their parameters, numbers of other heads are of other kinds, and so are those that a vector
     of counts divides.
     """
@@ -263,7 +263,7 @@ def chosen_of(node: Node, own: int) -> tuple[Node, int] | None:
 
 
 def divides_each(node: Node, index: int) -> bool:
-    """Each of a few sums over the rows is divided by a number of its own, as those of columns by their counts."""
+    """Whether a few sums over rows are each divided by their own number, as the sums of columns by their counts."""
     inputs = inputs_of(node)
     divisor = getattr(node, "_saved_other", None) if kind_of(node) == "Div" and len(inputs) == 1 else None
     is_vector = isinstance(divisor, Tensor) and divisor.dim() == 1 and 1 < divisor.numel() == numel_of(node, index)
@@ -276,7 +276,7 @@ _MOST_COLUMNS = 15
 
 
 def numel_of(node: Node, index: int) -> int:
-    """The numbers of an output; 2 for those of a nested tensor, whose sizes are no numbers."""
+    """The number of elements of an output; 2 for a nested tensor, whose sizes are not numbers."""
     try:
         return math.prod(map(int, node._input_metadata[index].shape))
     except AttributeError:

@@ -1,4 +1,4 @@
-"""What keeps losses without weight from doing harm, and finds those that no weight can help."""
+"""Safeguards against losses without weight, and warnings of layers that no weight can help."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def zero_loss_of(parameters: Sequence[Tensor], sparse: Collection[Tensor] = froz
 
     Args:
         parameters: that it reaches.
-        sparse: those of them whose gradients are sparse.
+        sparse: the parameters whose gradients are sparse.
 
     Example:
         >>> parameters = torch.nn.Parameter(torch.full((2,), torch.nan)), torch.nn.Parameter(torch.tensor(1j))
@@ -114,7 +114,7 @@ def freeze_batch_norm(module: nn.Module) -> None:
 
 
 def warn_of_hooks(module: nn.Module, warn: Callable[[str], None], is_checked: bool = True) -> None:
-    """Name parameters whose hooks see gradients that are not those of a window.
+    """Warn of parameters whose hooks see the gradients of micro-batches.
 
     Args:
         module: that is trained.

@@ -1,4 +1,4 @@
-"""What a loss is made of: its terms, and the share that each of the losses they add up has in it.
+"""The terms of a loss, and the share of each loss that they sum.
 
 A loss ``(l_1 + ... + l_k) / n`` has the gradient ``1 / n`` by each ``l_i``, however it was computed. So the backward runs from the
 loss down through what is linear, and no further, and what arrives there is ``1 / n``, or 0 for what a mask leaves out. Nothing is
@@ -115,7 +115,7 @@ def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mappin
 
     Args:
         loss: one number, with its graph.
-        below: the node to begin with, and the place of its output; that of the loss if None.
+        below: the node to begin with, and the place of its output; None for the loss itself.
         places: of parameters, by their id: terms of other heads are others.
 
     Raises:

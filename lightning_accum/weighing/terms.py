@@ -1,4 +1,4 @@
-"""The terms of a loss: what it adds up, and what each of them weighs in it."""
+"""The terms of a loss: its summands, and the weight of each."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Term(NamedTuple):
         is_bent: it ends in a line with a kink, of means or sums: no count adds it up on both sides.
         edges: where its gradient can be scaled, and what is multiplied with it there on the way to the loss.
         divisions: by tensors, on the way to it.
-        shares: those of its losses, one number each where they are all the same.
+        shares: of its losses, one number each if all are the same.
     """
 
     key: int
@@ -125,7 +125,7 @@ class Term(NamedTuple):
         return is_one
 
     def factor(self, mode: Mode) -> Denominator:
-        """What is the same in all micro-batches of a window."""
+        """Constant factors, which have to be the same in all micro-batches of a window."""
         if mode == ONCE:
             return float(len(self.edges))
         if mode in (SUM, COUNT, MEAN):
@@ -136,7 +136,7 @@ class Term(NamedTuple):
 
     @property
     def default_mode(self) -> Mode:
-        """What is not checked is taken for."""
+        """The mode of a term that was not checked."""
         if self.is_penalty:
             return ONCE
         return COUNT if self.is_mean or self.is_divided else SUM
@@ -155,26 +155,26 @@ def tensor_of(value: Denominator, device: torch.device, dtype: torch.dtype | Non
 
 
 def size_of(share: Denominator) -> Denominator:
-    """Without its sign."""
+    """The absolute value of a share."""
     return on_host(share.abs() if isinstance(share, Tensor) else abs(share))
 
 
 def quotient(number: Denominator, divisor: Denominator) -> Denominator:
-    """Of a division; 0 where it is by 0."""
+    """The quotient; 0 for a division by 0."""
     if isinstance(divisor, Tensor):
         return torch.where(divisor == 0, torch.zeros_like(divisor), number / divisor)
     return number / divisor if divisor else 0.0 * number
 
 
 def same(numbers: Sequence[Denominator]) -> Denominator:
-    """The one number that all are; nan if they are not."""
+    """The number that all of them are; nan if they differ."""
     if any(isinstance(number, Tensor) for number in numbers):
         return numbers[0] if all(number is numbers[0] for number in numbers) else float("nan")
     return numbers[0] if len(set(numbers)) == 1 else float("nan")
 
 
 def alike(terms: Sequence[Term], looped: Collection[int]) -> list[Term]:
-    """Penalties as one term, and as one each those of a kind of which some losses have more than others, as in a loop over rows.
+    """Join penalties into one term, and the terms of a kind that vary in number between losses, as in a loop over rows.
 
     Args:
         terms: of a loss.
@@ -215,7 +215,7 @@ def joined(key: int, terms: Sequence[Term]) -> Term:
 
 
 def one_of(shares: Sequence[Denominator]) -> Denominator:
-    """The one size that all have which are not 0; 0 if all are 0, nan if there are several.
+    """The size of all shares that are not 0; 0 if all are 0, nan if there are several sizes.
 
     Example:
         >>> one_of([0.5, 0.0, -0.5]), one_of([0.5, 0.25]), one_of([0.5, float("nan")])

@@ -86,7 +86,7 @@ class Weigher:
         places: of parameters, see :meth:`know`.
 
     Attributes:
-        ratios: the weight of each term over that of the first, where they are in proportion.
+        ratios: the weight of each term divided by the weight of the first, if they are in proportion.
         tells_heads: the losses of several heads are terms of their own.
         looped: see :func:`lightning_accum.weighing.terms.alike`.
         aliases: keys that are taken for others.
@@ -95,7 +95,7 @@ class Weigher:
             it was weighed by first. It is weighed by the first of them, by a count of the batch as all of them say.
         of_samples: terms that weigh as many as there are rows, in all that was checked.
         seen: what the check has seen of terms, by key, see :func:`lightning_accum.weighing.terms.Term.oddities`.
-        counts_first: terms have weights of their own: those of a window are counted before it runs.
+        counts_first: terms have weights of their own, which are counted before a window runs.
         takes_functions: a loss may be a function of a mean.
         hidden: counts by which the loss adds up, if its graph is hidden in training, as where it is compiled.
         criterion: what the weight was found to be, in words; None before the first micro-batch.
@@ -284,7 +284,7 @@ class Weigher:
         return contribution
 
     def _of_all(self, terms: Sequence[_Weighed], main: _Weighed) -> tuple[Denominator | None, tuple[Denominator, ...]]:
-        """The weight that all terms share, and what those of the others are in its unit."""
+        """The weight that all terms share, and the weights of the other terms in its unit."""
         weight, others = main.weight, list[Denominator]()
         for term, mode, _, own in terms:
             if term is main.term or mode == ONCE or own is None:

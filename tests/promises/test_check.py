@@ -251,7 +251,7 @@ def test_a_batch_without_dense_tensors_is_no_fault(as_input: Callable[[Tensor], 
         dense = torch.stack(dense.unbind()) if isinstance(dense, Tensor) and dense.is_nested else dense
         return F.cross_entropy(net(torch.as_tensor(dense, dtype=torch.float64)), torch.as_tensor(classes))
 
-    plain, other = Toy(adds_up), Toy(loss)
+    plain, other = Toy(classified), Toy(loss)
     fit(plain, labelled(8, 8), GradientAccumulation(2))
     data = [(as_input(x), y.tolist()) for x, y in labelled(8, 8)]
     with warnings.catch_warnings():
