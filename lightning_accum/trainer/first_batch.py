@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -13,13 +11,13 @@ from time import monotonic
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_accum import check
 from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked, have_one_loss
-from lightning_accum.randomness import RandomState
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import call, pl, rank_zero_info
@@ -52,9 +50,11 @@ def unlogged_step(trainer: pl.Trainer, others: Sequence[Any]) -> Callable[[Any],
 class DatasetRows(FewRows):
     """Samples of the dataset, of which the loader's ``collate_fn`` makes batches: where the rows of a batch cannot be told apart.
 
+    They are drawn from a copy of the dataset, and what ``collate_fn`` changes is put back, so training is as without.
+
     Raises:
-        CannotCheckError: the loader does not draw them by their places, or has one in a batch; or its batches cannot be made of
-            others, or are made at random.
+        CannotCheckError: the loader does not draw them by their places, or has one in a batch; its dataset is large, or holds what
+            cannot be copied, as an open file; or its batches cannot be made of others, or are made at random.
     """
 
     kept = None
@@ -64,10 +64,15 @@ class DatasetRows(FewRows):
         of_batch = max(cast("Engine", trainer.strategy).samples_of_loader(), default=MOST_ROWS)
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None or of_batch < 2:
             raise CannotCheckError("the loader makes no batches of samples that it draws by their places")
-        self._samples = _samples_of(loader, max(MOST_ROWS, min(of_batch, _MOST_SAMPLES)))
         vars(holder := type("Holder", (torch.nn.Module,), {})())["collate_fn"] = self._collate = loader.collate_fn
         self._undo, self.of_others = Undo(holder, trainer.strategy.root_device), list[int]()
         self._drawn = self._undo.take(watches_parameters=False)
+        try:
+            with self._drawn:
+                memo = _Copied(_bytes_of(loader.dataset))
+                self._samples = _samples_of(deepcopy(loader.dataset, memo), max(MOST_ROWS, min(of_batch, _MOST_SAMPLES)))
+        except Exception as error:
+            raise CannotCheckError(f"drawing samples raises {type(error).__name__}: {error}") from error
         self.number = self.of_batch = self.at_once = len(self._samples)
         self.take([0, 1])
 
@@ -89,42 +94,44 @@ class DatasetRows(FewRows):
         return None
 
 
-_MOST_SAMPLES, _SECONDS, _FILES = 256, 5.0, "/proc/self/fd"
+_MOST_SAMPLES, _SECONDS = 256, 5.0
 
 
-def _samples_of(loader: DataLoader[Any], number: int) -> list[Any]:
-    """So many from all over the dataset, fewer if they take long, drawn in a worker: what it keeps of its draws is as it was."""
-    before, samples, own = RandomState(torch.device("cpu")), [], (loader.worker_init_fn, loader.multiprocessing_context, 60)
-    # a script without workers may not bear to be imported by another process; a lock that another thread held is held for good
-    init, context, timeout = own if loader.num_workers else (None, "fork" if os.path.isdir(_FILES) else "", 10)
-    how: dict[str, Any] = {"worker_init_fn": partial(_begin_worker, init), "multiprocessing_context": context, "num_workers": 1}
-    try:
-        number = min(number, size := len(cast("Any", loader.dataset)))
-        order = sorted(range(number), key=lambda place: place % (number // MOST_ROWS or 1))  # the first are from all over
-        places, began = [place * (size - 1) // (number - 1 or 1) for place in order], monotonic()
-        for sample in DataLoader(loader.dataset, None, sampler=places, collate_fn=pickle.dumps, timeout=timeout, **how):
-            samples.append(pickle.loads(sample))
-            if len(samples) >= MOST_ROWS and monotonic() - began > _SECONDS:
-                break
-        return samples
-    except Exception as error:
-        raise CannotCheckError(f"drawing samples raises {type(error).__name__}: {error}") from error
-    finally:
-        before.restore()
+class _Copied(dict[int, Any]):
+    """The copied parts of a dataset, by their place in memory: no more than take a moment."""
+
+    def __init__(self, size: int) -> None:
+        self._size = 0
+        self._take(size)
+
+    @override
+    def __setitem__(self, place: int, copied: Any) -> None:
+        self._take(_BYTES_OF_OBJECT)
+        super().__setitem__(place, copied)
+
+    def _take(self, size: int) -> None:
+        self._size += size
+        if self._size > _MOST_BYTES:
+            raise CannotCheckError("the dataset is too large to be copied")
 
 
-def _begin_worker(init: Callable[[int], Any] | None, worker: int) -> None:
-    """A fork shares connections, and the places in open files, with the process that trains: give it none, and its own."""
-    for name in os.listdir(_FILES) if os.path.isdir(_FILES) else ():
-        with suppress(OSError):
-            path, number = f"{_FILES}/{name}", int(name)
-            is_file, mode = os.path.isfile(path), os.lstat(path).st_mode  # that with which it was opened
-            if number > 2 and mode & 0o400 and (is_file or os.readlink(path).startswith("socket:")):
-                own = os.open(path if is_file else os.devnull, os.O_RDWR if mode & 0o200 else os.O_RDONLY)
-                os.lseek(own, os.lseek(number, 0, os.SEEK_CUR) if is_file else 0, os.SEEK_SET)
-                os.dup2(own, number)
-    if init is not None:
-        init(worker)
+_MOST_BYTES, _BYTES_OF_OBJECT = 2**30, 1000
+"""An object takes as long to copy as so many bytes."""
+
+
+def _bytes_of(dataset: Any) -> int:
+    """Of the tensors and arrays in its attributes, and in datasets inside of it."""
+    leaves = tree_leaves({**vars(dataset)}) if hasattr(dataset, "__dict__") else []
+    return sum(_bytes_of(leaf) if isinstance(leaf, Dataset) else int(getattr(leaf, "nbytes", 0)) for leaf in leaves)
+
+
+def _samples_of(dataset: Any, number: int) -> list[Any]:
+    """So many from all over the dataset, fewer if they take long."""
+    number, end, samples = min(number, len(dataset)), monotonic() + _SECONDS, list[Any]()
+    for place in sorted(range(number), key=lambda place: place % (number // MOST_ROWS or 1)):  # the first are from all over
+        if len(samples) < MOST_ROWS or monotonic() < end:
+            samples.append(dataset[place * (len(dataset) - 1) // (number - 1 or 1)])
+    return samples
 
 
 def transferred(trainer: pl.Trainer, batch: Any) -> Any:
