@@ -23,15 +23,15 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 14_205,
-    "lines of the package": 21_160,
-    "files of the package": 111,
+    "lines of code": 13_870,
+    "lines of the package": 20_740,
+    "files of the package": 108,
     "width of the package": 152,
     "lines of its largest file": 423,
     "files outside trainer/ that import Lightning": 0,
-    "assignments to an attribute of another object": 208,
-    "lines of tests": 26_790,
-    "lines of tests in files that import private modules": 573,
+    "assignments to an attribute of another object": 207,
+    "lines of tests": 26_765,
+    "lines of tests in files that import private modules": 571,
 }
 
 
