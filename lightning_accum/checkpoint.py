@@ -139,7 +139,7 @@ def restore_loss(
         kept: of it, in the checkpoint.
         named: the parameters.
         ranks: as many as then, or others.
-        scale: of the losses now, by that of the checkpoint.
+        scale: the present scale of the losses, divided by the scale in the checkpoint.
         warn: takes a warning.
 
     Raises:

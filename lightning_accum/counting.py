@@ -88,7 +88,7 @@ def _count_by_running(
 def _count_micro_batch(accumulation: Accumulation, step: CountsAhead, micro_batch: Any, ahead: int) -> None:
     """Run a micro-batch forward, without a backward, and count what the terms of its loss weigh.
 
-    Random numbers are those of its real run, if everything is put back after the last of the window.
+    Its random numbers are the same as in its real run, if everything is restored after the last micro-batch of the window.
     """
     counted = accumulation.window.counted
     assert counted is not None

@@ -1,4 +1,4 @@
-"""Gradients added up in a wider type than that of their parameters.
+"""Gradients summed in a wider type than the type of their parameters.
 
 A sum of 256 gradients of one sign loses up to 9% in bfloat16, whose 8 bits round what is small beside the sum away. Here each
 gradient is added to a sum in a wider type as soon as backward has made it, and freed: Megatron-LM's ``main_grad``.

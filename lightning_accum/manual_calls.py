@@ -28,8 +28,8 @@ class ManualMicroBatch:
 
     Attributes:
         batch: it.
-        defers_steps: those of optimizers and schedulers are put off, since it does not end its window.
-        moves: what is put off changes parameters a little.
+        defers_steps: steps of optimizers and schedulers are deferred, since it does not end its window.
+        moves: a deferred step changes parameters a little.
         is_running: it is in ``training_step``.
         next_call: the number of its next backward call.
         stepped: the optimizers whose step it has called.

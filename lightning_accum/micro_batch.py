@@ -60,7 +60,7 @@ class Weighed(NamedTuple):
 EMPTY = Weighed()
 
 
-# --- what training_step returned for several, and what of it is that of their batch -----------------------------------
+# --- the outputs of several micro-batches, joined to the output of their batch ----------------------------------------
 
 
 class Output(NamedTuple):

@@ -34,7 +34,7 @@ class Guard:
 
     Args:
         trained: that runs them. If it has a GradScaler, which looks at gradients by itself, the loss alone is looked at.
-        gradients: has those of the window until they are reduced.
+        gradients: keeps the window's gradients until they are reduced.
         leaves_out: whether to leave them out, or to raise an error.
         where: says in words which loader batch is under way.
         inform: prints what was left out, after a warning about the first.

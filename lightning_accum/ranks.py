@@ -43,7 +43,7 @@ class Ranks:
         device: of this rank.
         size: ranks whose gradients are averaged.
         group: these ranks; None for all.
-        world_size: all ranks, those of tensor parallelism too.
+        world_size: the number of all ranks, tensor parallelism included.
         rank: this one.
         timeout: for what they exchange; None for torch's own.
         same_rows: so many of those whose gradients are averaged have parts of the same rows.
@@ -87,7 +87,7 @@ class Ranks:
             return number
         value = torch.tensor([number], dtype=exact_dtype(self._device), device=self._device)
         dist.all_reduce(value, group=self._world)
-        return float(value) * self.size / self.world_size  # those of tensor parallelism have the same numbers
+        return float(value) * self.size / self.world_size  # tensor-parallel ranks have the same numbers
 
     def largest(self, *numbers: float) -> list[float]:
         """The largest of the ranks' numbers; inf is one. Called on all of them."""
@@ -115,8 +115,8 @@ def of_all_ranks(
     """The batches of a loader, as many on every rank as on the rank with the most. Used on all ranks.
 
     A rank without a batch gets its last one again, as a shadow batch. If lengths are known, no batch is drawn before it is needed,
-    so that the state of the loader in a checkpoint is that of the batches that were yielded. Otherwise one batch is drawn ahead,
-    and ranks tell each other what they have. A rank that never had a batch gets that of another.
+    so that the state of the loader in a checkpoint matches the batches that were yielded. Otherwise one batch is drawn ahead, and
+    ranks tell each other what they have. A rank that never had a batch gets a batch of another rank.
 
     Args:
         longest: batches of the rank that has the most; None if that is not known.

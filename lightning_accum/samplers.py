@@ -64,14 +64,14 @@ class SameOrderSampler(Resumable, DistributedSampler[int]):
     each rank, is therefore the same set of samples for every R that divides B. Where torch repeats samples to even out the ranks,
     here some ranks get one sample fewer than others, and may end the epoch one batch earlier.
 
-    Lightning leaves a loader alone that has this as its ``sampler``; inside a ``batch_sampler`` Lightning replaces it. Ranks are
-    those of the process group at the time of the iteration, or a single one where there is none, unless :meth:`deal` has set them.
-    The attributes ``num_replicas`` and ``rank`` are those of the last iteration, :func:`len` or :meth:`deal`.
+    Lightning leaves a loader alone that has this as its ``sampler``; inside a ``batch_sampler`` Lightning replaces it. The ranks
+    come from the process group at the time of the iteration, or from :meth:`deal`; without either there is one. The attributes
+    ``num_replicas`` and ``rank`` were set by the last iteration, :func:`len` or :meth:`deal`.
 
     Args:
         dataset: what is sampled; it needs a length.
         shuffle: whether every epoch (see ``set_epoch``, which Lightning calls) has an order of its own, or all have the dataset's.
-        seed: seed of the shuffling, the same on all ranks. Lightning's injected sampler takes that of ``seed_everything``, or 0.
+        seed: seed of the shuffling, the same on all ranks. Lightning's own sampler takes the seed of ``seed_everything``, or 0.
 
     Raises:
         TypeError: the dataset has no length, or is an ``IterableDataset``.
@@ -181,7 +181,7 @@ class BalancedBatchSampler(Resumable, Sampler[list[int]]):
     except in an epoch whose last window has fewer samples than there are ranks: some ranks then get no batch of it.
 
     With these strategies Lightning leaves the loader alone, and sets the ranks and the epoch. Elsewhere pass
-    ``Trainer(use_distributed_sampler=False)``; ranks are those of the process group at the time of the iteration, unless
+    ``Trainer(use_distributed_sampler=False)``; the ranks come from the process group at the time of the iteration, unless
     :meth:`deal` has set them.
 
     Args:

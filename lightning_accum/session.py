@@ -110,7 +110,7 @@ class Session:
             window.left_out = left_out
             accumulation.changes.gradients.forget()
             if window.counted is not None:
-                window.counted.values.clear()  # they are those of larger micro-batches
+                window.counted.values.clear()  # of larger micro-batches
             if sums is not None:
                 sums.restore_accumulated(parameters, kept)
             if is_zero_grad_due and not accumulation.is_zero_grad_due:
@@ -243,7 +243,7 @@ class Session:
 
         Args:
             done: micro-batches that this rank has run.
-            rounds: those of the rank with the most.
+            rounds: micro-batches of the rank with the most.
             has_boundary: the last of them ends the window.
         """
         for index in range(done, rounds):

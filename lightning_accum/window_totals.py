@@ -25,18 +25,18 @@ class ClosedWindow(NamedTuple):
         loss: the loss that the full batch would have had: the weighted mean, or the sum for a sum; nan if it had none.
         weight: the sum of the weights; 1 for a loss that is a sum, however many micro-batches it was added up from.
         micro_batches: micro-batches with a loss.
-        loader_batches: those of each rank, once its step was made; as is what follows.
-        gradient_norm: of the full batch, before clipping, where the Trainer clips by norm; else None.
+        loader_batches: loader batches of each rank. This field and the next two are set once the step was made.
+        gradient_norm: of the full batch, before clipping, if the Trainer clips by norm; else None.
         has_stepped: the optimizer has changed the parameters. False where a GradScaler left the step out, or ``training_step``
             returned None throughout: ``trainer.global_step`` counts these too, as ever in Lightning.
         left_out: micro-batches that were not finite, and are in none of the above.
-        slope: what the gradient of a mean was multiplied by, where the loss is a function of it.
+        slope: the factor of the gradient of a mean, if the loss is a function of that mean.
         is_flagged: a rank had raised its :attr:`Window.flag`.
         is_last: a rank had raised its :attr:`Window.is_last`.
         is_empty: nothing had any weight, so there is no gradient to step on.
         do_terms_disagree: the terms of the loss have denominators that are not proportional.
         do_factors_differ: a constant that the loss is multiplied or divided by is not the same in all micro-batches.
-        is_miscounted: what listed weights counted in loader batches is not what their micro-batches had.
+        is_miscounted: listed weights counted other numbers in loader batches than in their micro-batches.
         has_doubts: a micro-batch was read in a way that the check has not seen.
     """
 

@@ -75,7 +75,7 @@ class Accumulator(Loop):
 
     Raises:
         ValueError: an argument is out of its range, or two exclude each other, or the model is trained in a way that is not known.
-            In the loop, before a first step: the losses of micro-batches do not add up to that of their batch.
+            In the loop, before a first step: the losses of micro-batches do not add up to the loss of their batch.
 
     Example:
         >>> model = nn.Linear(2, 1)

@@ -45,7 +45,7 @@ class Training(Trained):
     """A model, its optimizer, and the ranks that train it: what a session and a checkpoint ask of a loop.
 
     Raises:
-        ValueError: the model is trained in a way that is not known, or the optimizer is not that of the model.
+        ValueError: the way in which the model is trained is unknown, or the optimizer has other parameters than the model.
     """
 
     skips_backward = False

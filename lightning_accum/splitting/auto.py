@@ -71,15 +71,15 @@ def free(device: torch.device) -> None:
 
 
 class MicroBatchSizes:
-    """The size of micro-batches that fits into memory, found by trying: a loader batch that ran out of it is as if it had not run.
+    """The size of micro-batches that fits into memory, found by trying. A loader batch that ran out of memory leaves no trace.
 
     A batch is one micro-batch until one fails. Half of its elements are the limit from then on, in rows of any length, rounded up
-    to a power of two, so that those of about one length have one size. In each later epoch the first loader batch that the limit
+    to a power of two, so that rows of about one length have one size. In each later epoch the first loader batch that the limit
     splits is tried at twice the limit, which is the limit from then on if that fits.
 
     Args:
         snapshotter: puts back what an attempt changed.
-        device: that of the module.
+        device: of the module.
         say: takes what was found.
 
     Example:

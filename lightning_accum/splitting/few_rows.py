@@ -20,12 +20,12 @@ from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 class FewRows:
     """Rows of a batch, as ``training_step`` gets it, and after them those that were kept of the batch before.
 
-    The first are those that show the most, see :func:`_telling_first`. There are ``number`` rows,
-    ``of_batch`` of them in the batch, and ``at_once`` in the larger of both. ``of_others`` are those of another batch that were
-    brought in by turns. ``kept`` are the first rows of the batch, a copy.
+    The most telling rows come first, see :func:`_telling_first`. There are ``number`` rows, ``of_batch`` of them in the batch, and
+    ``at_once`` in the larger of both batches. ``of_others`` are the rows of another batch that alternate with them. ``kept`` is a
+    copy of the first rows of the batch.
 
     Raises:
-        CannotCheckError: there are none in it, or none that can be found.
+        CannotCheckError: the batch has no rows, or none that can be found.
     """
 
     def __init__(

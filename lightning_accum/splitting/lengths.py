@@ -64,9 +64,10 @@ def read_lengths(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[
     inputs one value that is repeated up to the end of a row. Reads values: on an accelerator this waits for the device, so it is
     best asked of a batch that is still on the host.
 
-    ``key`` is the path, its last part, or the last words of that (``lengths`` for ``encoder_lengths`` and ``decoder_lengths``), of
-    masks of shape (rows, columns), not 0 where there is no padding (but 0 there if it is called ``key_padding_mask``), or of
-    lengths of shape (rows,). Returned are those of each dimension that has columns, by its size: an encoder-decoder has two.
+    ``key`` is the path, its last part, or the last words of its last part (``lengths`` for ``encoder_lengths`` and
+    ``decoder_lengths``), of masks of shape (rows, columns), not 0 where there is no padding (but 0 there if it is called
+    ``key_padding_mask``), or of lengths of shape (rows,). Returns the lengths by the size of their dimension: an encoder-decoder
+    has two.
 
     Raises:
         ArgumentError: there is no ``key``, or it is neither a mask nor lengths.

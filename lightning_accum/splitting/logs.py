@@ -21,7 +21,7 @@ from lightning_accum.micro_batch import Output, Weighed, loss_of_parts
 from lightning_accum.weighing.weight import weight_alone
 
 Arguments: TypeAlias = Mapping[str, Any]
-"""Those of ``LightningModule.log`` after the value, by name."""
+"""The arguments of ``LightningModule.log`` after the value, by name."""
 
 _MERGEABLE = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 """How states are reduced over ranks, where that holds for parts of a batch too. A mean does not: it has no weights."""
@@ -115,7 +115,7 @@ class BatchLog:
         """What was logged in the micro-batch that has run; the next one begins.
 
         Args:
-            loss: that of the micro-batch. What was logged of it without its graph, ``loss.detach()``, is weighed as it is.
+            loss: of the micro-batch. A value logged without its graph, ``loss.detach()``, gets the weight of the loss.
             weighed: what it brought into its window.
             rows: its samples.
         """
@@ -147,10 +147,10 @@ class Joined(NamedTuple):
 def joined_logs(outputs: Sequence[Output], warn: Callable[[str], None]) -> Iterator[Joined]:
     """What the batch of these micro-batches logs, in the order of logging.
 
-    A mean is weighted: a value with a graph by its own denominator, the loss without its graph by that of the loss, another by its
-    ``batch_size``, and by the weight of the loss where none was given. ``reduce_fx`` sum, min and max are applied as they are. A
-    metric that shows its value of the step shows that of the whole batch. Of a name that is logged several times in a step, the
-    first of each micro-batch make the first of the batch, and so on.
+    A mean is weighted: a value with a graph by its own denominator, ``loss.detach()`` by the weight of the loss, any other value by
+    its ``batch_size``, or by the weight of the loss if none was given. ``reduce_fx`` sum, min and max are applied as they are. A
+    metric that shows a value of the step shows the value of the whole batch. If a name is logged several times in a step, the first
+    values of the micro-batches make the first value of the batch, and so on.
     """
     computed: dict[tuple[int, ...], Sequence[Any]] = {}
     for key in dict.fromkeys(key for output in outputs for key in output.logs):

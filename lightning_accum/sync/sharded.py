@@ -45,7 +45,7 @@ class SharedRows:
     In the place of a rank without a loss another batch would run, whose keys and values the others would attend to.
 
     Args:
-        ranks: those of the training.
+        ranks: of the training.
         number: of the rows that this rank has parts of, from 0.
         of: how many there are.
     """

@@ -64,7 +64,7 @@ class GradientAccumulation(pl.Callback):
             once, on the loader's batch, and calls of these submodules run in micro-batches of ``micro_batch`` rows, or
             :class:`Tokens`, padding included: first without a graph, and again with one in the backward of the loss (gradient
             caching, arXiv 2101.06983). The loss sees the outputs of the whole batch, so any loss is exact:
-            contrastive losses, those of pairs or of batch statistics. What a submodule computes for one row must not depend on the
+            contrastive losses, losses of pairs or of batch statistics. What a submodule computes for one row must not depend on the
             others: before the first step, the gradients of some rows are compared with and without micro-batches. Over ranks
             ``training_step`` has to gather the outputs itself, by ``self.all_gather(..., sync_grads=True)``, if the loss is of
             the rows of all ranks. Submodules may be sharded with ``fully_shard``, not with FSDP1. Gradient penalties are exact.
@@ -99,10 +99,10 @@ class GradientAccumulation(pl.Callback):
         split: a function ``split(batch, size)`` that returns the micro-batches as a list, for batches that are not nested
             containers of tensors with one entry for each sample; ``split_lists`` for lists of images and targets. Without
             ``micro_batch`` the check alone cuts by it.
-        check: whether to try out, on up to 8 rows of the first batch, that the weighed losses of its parts, and their gradients,
-            add up to those of the whole. It runs ``training_step`` a few times more, with dropout off, and restores everything. If
-            they do not add up there is an error before the first step. A window that is one micro-batch on one rank needs no check,
-            and ``weight="equal"`` asks for what does not add up.
+        check: whether to try out, on up to 8 rows of the first batch, that the weighted losses of its parts, and their gradients,
+            add up to the loss and gradient of the whole. It runs ``training_step`` a few times more, with dropout off, and restores
+            everything. If they do not add up there is an error before the first step. A window that is one micro-batch on one rank
+            needs no check, and ``weight="equal"`` asks for what does not add up.
         log: whether to log the metrics above, and to show the loss and the number of steps in the progress bar (``w_loss``,
             ``w_steps``).
         validate_every: validate after every so many optimizer steps of ``trainer.global_step``, counted over all epochs, and at no

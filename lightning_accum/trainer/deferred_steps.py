@@ -47,7 +47,7 @@ class DeferredSteps:
     def find_held(self) -> None:
         """Defer schedulers, too, that the module keeps for itself, of such optimizers; and optimizers, where the Trainer has none.
 
-        Other optimizers, those of an inner loop, are the module's own business.
+        Other optimizers, as of an inner loop, are the module's own business.
         """
         optimizers = [optimizer for optimizer in self._trained.optimizers if optimizer.param_groups]
         held = [value for owner in (self._trained.module, *optimizers) for value in vars(owner).values()]

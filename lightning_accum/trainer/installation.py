@@ -74,7 +74,7 @@ def naming_launcher(strategy: Strategy) -> _Launcher | None:
     """The launcher of a strategy; it runs fits so that all ranks raise what the first of them failed with, before training too."""
     launcher, environment = strategy._launcher, getattr(strategy, "cluster_environment", None)
     if launcher is None and environment is not None and environment.creates_processes_externally:
-        # sharding strategies have none, under torchrun for example; that of DDP then starts no process either
+        # sharding strategies have none, under torchrun for example, where DDP's launcher starts no process either
         launcher = strategy._launcher = _SubprocessScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)  # type: ignore[attr-defined]
     if launcher is not None and "launch" not in vars(launcher):
         # an attribute and not a class, since a launcher is pickled where it spawns processes

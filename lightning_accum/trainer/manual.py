@@ -54,7 +54,7 @@ class ManualWindows(Windows):
     Args:
         trained: the module of the fit.
         schedulers: of the fit.
-        reduces_by_itself: every backward leaves gradients that are averaged over the ranks, as those of sharded modules are.
+        reduces_by_itself: every backward leaves gradients that are averaged over the ranks, as in sharded modules.
         row_wise: runs submodules in micro-batches.
         checks: at how many loader batches the losses may be checked.
     """
@@ -305,7 +305,7 @@ class ManualWindows(Windows):
 
     @override
     def partial_window(self, training: Trained, size: int) -> PartialWindow | None:
-        for index in range(int(self.ranks.largest(len(self.calls))[0])):  # those of all ranks
+        for index in range(int(self.ranks.largest(len(self.calls))[0])):  # of all ranks
             self.call(index)
         return super().partial_window(training, size)
 

@@ -103,8 +103,7 @@ def specialised(instance: Any, mixin: type, *, is_users_first: bool = False, **s
 
     Args:
         instance: what keeps its identity.
-        mixin: what its class is derived from in addition. The attributes that it annotates are its own, as are those of its bases
-            in this package.
+        mixin: an additional base of its class. It owns the attributes that it and its bases in this package annotate.
         is_users_first: a class of the user's, which Lightning's was derived to, overrides what the mixin does.
         state: attributes to begin with.
     """

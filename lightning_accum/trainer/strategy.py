@@ -1,4 +1,4 @@
-"""What all strategies share, a training's set-up and end; and that of one device, ``Trainer(strategy="accum")``."""
+"""The set-up and end of a training, shared by all strategies; and the strategy of one device, ``Trainer(strategy="accum")``."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ class AccumulationMixin(Engine):
         ready, seen = epoch_loop.batch_progress.current.ready, epoch_loop.batch_progress.total.ready
         is_inside_epoch = epoch_loop.restarting and ready < trainer.num_training_batches
         into_window = ready % trainer.accumulate_grad_batches if is_inside_epoch else 0  # as Lightning counts
-        steps = trainer.global_step if self.manual is None else 0  # which counts those of all optimizers
+        steps = trainer.global_step if self.manual is None else 0  # which counts the steps of all optimizers
         partial = windows.restart(seen, into_window, steps, seen - into_window, trainer.accumulate_grad_batches)
         if partial is not None:
             windows.restore(partial, self)

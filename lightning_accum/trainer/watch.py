@@ -206,7 +206,7 @@ class Watch:
         progress = self._progress.current
         is_running = progress.started == progress.ready > progress.processed
         if self._depth > 1 or not (is_running or self._is_stepping):
-            return  # a step that calls that of the class it extends is one; and between loader batches it is the user who steps
+            return  # a step that calls super().step() is one; between loader batches the user steps
         self._steps += 1
         if (self._steps > 1 or not self._is_stepping) and self._is_lightnings("optimizer_step"):
             seen = "for the second time in a window" if self._is_stepping else "no window has ended"

@@ -185,7 +185,7 @@ def verify(
             diagnosis = Diagnosis(runner, comparison)
             if devices > 1 and not diagnosis.breaks:  # else it has nothing to do with ranks
                 over_ranks = OverRanks(runner, comparison, diagnosis, devices, strategy)
-        except (RuntimeError, TypeError, ValueError) as error:  # those of nn.RNNBase are ValueErrors
+        except (RuntimeError, TypeError, ValueError) as error:  # nn.RNNBase raises ValueError
             if isinstance(error, AccumulationError) or not re.search(r"dtype|scalar type|type torch\.|Double|Float", str(error)):
                 raise
             raise MisconfiguredError(

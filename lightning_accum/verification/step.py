@@ -71,8 +71,8 @@ class StepTakenError(SystemExit):
 class StepRecorder(pl.Callback):
     """Copies what backward leaves, and where the step goes from there.
 
-    ``gradients`` are what it goes from instead, before clipping and hooks around the step: those of another step, so that what
-    comes after the backward can be compared. There have to be as many data-parallel ``ranks``.
+    If ``gradients`` of another step are given, the step goes from these, before clipping and its hooks, so that what comes after
+    the backward can be compared. The number of data-parallel ``ranks`` has to be the same.
     """
 
     def __init__(self, seed: int = 0, gradients: Sequence[Tensors] = (), ranks: int = 1) -> None:

@@ -18,9 +18,9 @@ from lightning_accum.whole.forms import INSTEAD, Form, Layer, Tree, check_output
 
 
 class RowWiseOutputs(torch.autograd.Function):
-    """Outputs of a call as those of one node in the graph of a step, however many micro-batches they are from.
+    """Makes the outputs of a call the outputs of one node in the graph of a step, however many micro-batches they are from.
 
-    After them it takes those of ``shadows``, which count for nothing, and have a backward all the same.
+    The outputs of ``shadows`` come after them. They count for nothing, but have a backward all the same.
     """
 
     @staticmethod

@@ -125,7 +125,8 @@ class Form(NamedTuple):
 def number_of_rows(layer: Layer, arguments: Tree, of_batch: int | None) -> int:
     """The rows of a call: the size of dimension 0 of its tensors.
 
-    Of several sizes it is that of the batch, or a multiple of it, as of two views that were joined; else that of the first tensor.
+    If there are several sizes, the batch size counts, or a multiple of it, as of two joined views; else the size of the first
+    tensor.
     """
     sizes = [leaf.size for leaf in arguments.leaves if leaf.size is not None and (leaf.is_tensor or type(leaf.value[0]) is str)]
     if not sizes:

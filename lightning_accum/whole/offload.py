@@ -1,6 +1,6 @@
 """A batch runs once, as it is, and what autograd saves for its backward waits in the memory of the host.
 
-Nothing is split, so the step is that of the batch whatever the module does: the values that come back are those that went away.
+Nothing is split, so the step is the step of the batch, whatever the module does: the same values come back that went away.
 What moves are storages, each once, however many views of it are saved: a few are on their way out while the forward goes on, and in
 the backward a few are fetched ahead, in the reverse order. Parameters, buffers, the batch, small tensors, tensors of other devices,
 layouts and subclasses stay.

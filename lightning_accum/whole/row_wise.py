@@ -97,7 +97,7 @@ class RowWise:
     def step(self, rows: int | None = None) -> Iterator[None]:
         """In here, from the forward to the end of the backward, calls of the submodules run in micro-batches.
 
-        ``rows`` are those of the batch, if that is known.
+        ``rows`` is the number of rows of the batch, if known.
         """
         self._rows, self._number, self._is_over = rows, 0, False
         with ExitStack() as stack:
