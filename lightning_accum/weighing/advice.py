@@ -26,6 +26,10 @@ OF_ANOTHER_MODE = (
     " divided by: GradientAccumulation(weight=...) with TokenCount(), SampleCount() or a function of the batch; or have the loader"
     " yield batches of 8 rows or more."
 )
+OF_LENGTHS = (
+    "The samples were padded to different lengths, as the loader batches of a window are: if the loss depends on padding, mask it,"
+    " or have the loader yield your effective batch."
+)
 OF_COMPILED = (
     "The terms of the loss have weights of their own, and torch.compile hides them. Compile the network alone, as in self.net ="
     " torch.compile(self.net), and add up the terms outside of it."

@@ -16,9 +16,11 @@ from lightning_accum.weighing.weight import Contribution
 _IGNORED = -100
 _LOOKS_AGAIN = 8
 _MOST_SIZES = 4
-Reason: TypeAlias = Literal["new terms", "other numbers", "time"]
-"""Why a micro-batch is looked at: terms that the check has not seen; numbers in the batch, or a weight, that it has not; or that it
-is time.
+_COMPARED = 64
+"""Micro-batches after the first check whose lengths are compared."""
+Reason: TypeAlias = Literal["new terms", "other numbers", "other lengths", "time"]
+"""Why a micro-batch is looked at: the check has not seen its terms, numbers in the batch or a weight, or the length of its rows; or
+it is time.
 """
 
 
@@ -43,6 +45,10 @@ class LaterLooks:
         """The number of each, by where it is in a batch; NaN for labels of which none is ignored. None before any was learned."""
         self.doubted: list[tuple[Denominator, Any, Reason]] = []
         """How much a micro-batch differs from those that were checked (it is not looked at if that is 0), its batch, and why."""
+        self.has_other_lengths = False
+        """A loader batch of the window has longer or shorter rows than the checked ones: it may be padded to another length."""
+        self._lengths: dict[tuple[Any, ...], torch.Size] = {}
+        self._to_compare = _COMPARED
         self._begun = 0
         self._sizes: set[int] | None = set()
         """Of the graphs of losses until now, in nodes; None if they differ in any case, as with a loop over a list."""
@@ -71,6 +77,7 @@ class LaterLooks:
         else:
             found = {path: n for path, n in before.items() if path not in tensors or not float(_unlike(tensors[path], n))}
         self.alike = found
+        self._lengths = self._lengths or {path: tensor.shape[1:] for path, tensor in tensors.items()}
         return before is not None and len(found) < len(before)
 
     def note(self, batch: Any, contribution: Contribution, is_time: bool) -> Denominator:
@@ -91,6 +98,14 @@ class LaterLooks:
         if isinstance(doubt, Tensor) or doubt:
             self.doubted.append((doubt, batch, reason))
         return doubt
+
+    def note_lengths(self, batch: Any) -> bool:
+        """Note the first loader batch, soon after training began, that has other lengths. Returns whether it is this one."""
+        self._to_compare -= 1
+        if self._to_compare < 0 or all(self._lengths.get(path, t.shape[1:]) == t.shape[1:] for path, t in tensors_of(batch)):
+            return False
+        self.has_other_lengths, self._to_compare = True, 0
+        return True
 
     def telling(self, others: Any) -> list[tuple[Any, Reason]]:
         """Which of the window to look at, and why: the last with new terms, and what differs most; ``others`` if nothing does."""
