@@ -22,7 +22,7 @@ from lightning_accum.step import BackwardObserver
 from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
 from lightning_accum.weighing.counted import Counted
-from lightning_accum.weighing.later import LaterLooks, is_power_of_two, is_time_to_look
+from lightning_accum.weighing.later import LaterLooks, is_time_to_look
 from lightning_accum.weighing.terms import Denominator, Term, keep_weight, scale_terms
 from lightning_accum.weighing.weight import Contribution, Reading, Weigher
 from lightning_accum.whole.row_wise import RowWise
@@ -105,7 +105,7 @@ class Accumulation(Windows):
     @override
     def begin_epoch(self, epoch: int) -> None:
         super().begin_epoch(epoch)
-        self._looks_anew = is_power_of_two(epoch)
+        self._looks_anew = epoch.bit_count() == 1  # epochs 1, 2, 4, 8, ...
         if self.splitting is not None:
             self.splitting.begin_epoch()
 

@@ -23,8 +23,7 @@ def check_doubted(checked: Checked) -> None:
         DoesNotAddUpError: it does not add up with rows that were checked. On all ranks.
     """
     later = checked.accumulation.later
-    has_other_lengths, later.has_other_lengths = checked.on_any(later.has_other_lengths), False
-    if has_other_lengths:
+    if checked.on_any(later.take_lengths()):
         _look_at(checked, checked.accumulation.checked_rows, "other lengths")
         if not checked.on_any(any(doubt for doubt, *_ in later.doubted)):
             return later.doubted.clear()

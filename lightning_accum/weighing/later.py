@@ -45,8 +45,7 @@ class LaterLooks:
         """The number of each, by where it is in a batch; NaN for labels of which none is ignored. None before any was learned."""
         self.doubted: list[tuple[Denominator, Any, Reason]] = []
         """How much a micro-batch differs from those that were checked (it is not looked at if that is 0), its batch, and why."""
-        self.has_other_lengths = False
-        """A loader batch of the window has longer or shorter rows than the checked ones: it may be padded to another length."""
+        self._has_other_lengths = False
         self._lengths: dict[tuple[Any, ...], torch.Size] = {}
         self._to_compare = _COMPARED
         self._begun = 0
@@ -104,8 +103,13 @@ class LaterLooks:
         self._to_compare -= 1
         if self._to_compare < 0 or all(self._lengths.get(path, t.shape[1:]) == t.shape[1:] for path, t in tensors_of(batch)):
             return False
-        self.has_other_lengths, self._to_compare = True, 0
+        self._has_other_lengths, self._to_compare = True, 0
         return True
+
+    def take_lengths(self) -> bool:
+        """Whether a loader batch of the window was noted: it may be padded to another length than the checked one."""
+        found, self._has_other_lengths = self._has_other_lengths, False
+        return found
 
     def telling(self, others: Any) -> list[tuple[Any, Reason]]:
         """Which of the window to look at, and why: the last with new terms, and what differs most; ``others`` if nothing does."""
@@ -124,11 +128,6 @@ def is_time_to_look(window: int) -> bool:
         [8, 64, 512]
     """
     return window > 1 and window == _LOOKS_AGAIN ** round(math.log(window, _LOOKS_AGAIN))
-
-
-def is_power_of_two(epoch: int) -> bool:
-    """Whether it is epoch 1, 2, 4, 8, ...: in its first window a loss is checked again."""
-    return epoch.bit_count() == 1
 
 
 def _number_of(tensor: Tensor) -> float | None:

@@ -23,14 +23,14 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 13_870,
-    "lines of the package": 20_740,
+    "lines of code": 13_905,
+    "lines of the package": 20_780,
     "files of the package": 108,
     "width of the package": 152,
     "lines of its largest file": 423,
     "files outside trainer/ that import Lightning": 0,
     "assignments to an attribute of another object": 207,
-    "lines of tests": 26_765,
+    "lines of tests": 26_780,
     "lines of tests in files that import private modules": 571,
 }
 
