@@ -30,7 +30,7 @@ CEILINGS = {
     "lines of its largest file": 423,
     "files outside trainer/ that import Lightning": 0,
     "assignments to an attribute of another object": 207,
-    "lines of tests": 26_780,
+    "lines of tests": 26_781,
     "lines of tests in files that import private modules": 571,
 }
 
