@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_accum.check import Check
 from lightning_accum.errors import DoesNotAddUpError
-from lightning_accum.looks import Checked, Rows, split_rows
-from lightning_accum.splitting.few_rows import FewRows, SplitRows
+from lightning_accum.looks import Checked, Rows, agree_on_rows, split_rows
+from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
 from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LATER_WEIGHTS, OF_LENGTHS
@@ -24,7 +24,8 @@ def check_doubted(checked: Checked) -> None:
     """
     later = checked.accumulation.later
     if checked.on_any(later.take_lengths()):
-        _look_at(checked, checked.accumulation.checked_rows, "other lengths")
+        if checked.of_dataset is not None:
+            _look_at(checked, checked.accumulation.checked_rows, "other lengths")
         if not checked.on_any(any(doubt for doubt, *_ in later.doubted)):
             return later.doubted.clear()
     looks = later.telling(checked.accumulation.checked_rows)
@@ -43,15 +44,18 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
     checked.sync.reshard()
     trial, counts_first = checked.trial(), accumulation.weigher.counts_first
     try:
-        if reason == "other lengths":
-            own: FewRows | SplitRows = trial.together(partial(_of_dataset, checked))
+        if reason == "other lengths":  # how far a sample is padded depends on those beside it
+            looked_at = agree_on_rows(checked, [rows], of_dataset=True)
         else:
             own = trial.together(lambda: split_rows(checked, rows)) or _beside_others(checked, trial, rows)
+            numbers = accumulation.ranks.largest(-own.of_batch, own.number, -own.at_once)
+            looked_at = Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False)
         modes, names = accumulation.weigher.modes, accumulation.weigher.names()
-        numbers = accumulation.ranks.largest(-own.of_batch, own.number, -own.at_once)
-        Check(checked, Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False), is_later=True).run()
+        Check(checked, looked_at, is_later=True).run()
     except DoesNotAddUpError as error:
-        raise DoesNotAddUpError(f"{error} {OF_LENGTHS}" if reason == "other lengths" else str(error)) from None
+        if reason != "other lengths":
+            raise
+        raise DoesNotAddUpError(f"{error} {OF_LENGTHS}") from None
     except CannotCheckError as problem:
         if not checked.on_any(is_count or reason == "new terms"):
             return  # it is weighted as before, and nothing contradicts that
@@ -65,13 +69,6 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
     if is_other or (weigher.names() != names if counts_first else weigher.counts_first):
         accumulation.leave_out_window()
         accumulation.warn_once(OF_LATER_WEIGHTS)
-
-
-def _of_dataset(checked: Checked) -> FewRows:
-    """Samples of the dataset: how far one is padded depends on those beside it."""
-    if checked.of_dataset is None:
-        raise CannotCheckError("samples cannot be drawn")
-    return checked.of_dataset()
 
 
 def _beside_others(checked: Checked, trial: Trial, rows: Any) -> FewRows:
