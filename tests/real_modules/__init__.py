@@ -1,1 +1,1 @@
-"""LightningModules in the shapes of public repositories: what a window should do with each, and what it does today."""
+"""LightningModules in the shapes of public repositories: what a window should do with each."""

@@ -52,21 +52,20 @@ class Warned:
 
 @dataclass(frozen=True)
 class Crashed:
-    """Another exception, or one of this package's after the first optimizer step. Only of today."""
+    """Another exception, or one of this package's after the first optimizer step."""
 
     error: str = ""
 
 
 @dataclass(frozen=True)
 class Silent:
-    """Not exact, without a warning. Only of today."""
+    """Not exact, without a warning."""
 
     deviation: float = math.inf
 
 
 Expected = Exact | Refused | Warned
 Outcome = Expected | Crashed | Silent
-FROM_GOOD_TO_BAD = (Exact, Refused, Warned, Crashed, Silent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +79,6 @@ class Row:
         batches: the rows of each loader batch, unequal in number. Two are a window; in split batches, two are one loader batch.
         collate: makes a batch of rows.
         windows, split: what should happen in windows of two loader batches, and with ``micro_batch``.
-        windows_today, split_today: what happens today, if that is something else.
         optimizers: make an optimizer of parameters; None is the module's own.
         micro_batch: of split batches.
         trainer: further arguments of the Trainer.
@@ -93,17 +91,12 @@ class Row:
     collate: Callable[[Any], Any] = default_collate
     windows: Expected = Exact()
     split: Expected = Exact()
-    windows_today: Outcome | None = None
-    split_today: Outcome | None = None
     optimizers: Sequence[Any] = (sgd, adamw)
     micro_batch: Any = 2
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     def expected(self, how: How) -> Expected:
         return self.windows if how == "windows" else self.split
-
-    def today(self, how: How) -> Outcome:
-        return (self.windows_today if how == "windows" else self.split_today) or self.expected(how)
 
 
 _TABLE: list[Row] = []
@@ -212,14 +205,6 @@ def holds(row: Row, how: How, measured: Outcome) -> bool:
     if isinstance(expected, Warned):
         return isinstance(measured, Warned) and expected.of.lower() in measured.of.lower()
     return isinstance(measured, Exact)
-
-
-@cache
-def today(row: Row, how: How) -> tuple[Outcome, bool]:
-    """What happens with the arguments that are expected to be exact, or else with none, and whether it is as expected."""
-    expected = row.expected(how)
-    outcome = measure(row, how, expected.argument if isinstance(expected, Exact) else None)
-    return outcome, holds(row, how, outcome)
 
 
 # --- data --------------------------------------------------------------------------------------------------------------
