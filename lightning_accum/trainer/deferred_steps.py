@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_accum.step import Trained
 from lightning_accum.trainer.from_lightning import pl
+from lightning_accum.trainer.watch import replacing
 
 
 class DeferredSteps:
@@ -42,7 +43,7 @@ class DeferredSteps:
         for one in (*optimizers, *schedulers):
             if id(one) not in self._known:
                 self._known.add(id(one))
-                self._undo.callback(self._intercept(one) if isinstance(one, Optimizer) else self._defer_scheduler(one))
+                self._undo.enter_context(self._intercepted(one) if isinstance(one, Optimizer) else self._scheduler_deferred(one))
 
     def find_held(self) -> None:
         """Defer schedulers, too, that the module keeps for itself, of such optimizers; and optimizers, where the Trainer has none.
@@ -85,9 +86,9 @@ class DeferredSteps:
             return f"{name} (not of configure_optimizers)"
         return name if len(optimizers) == 1 else f"optimizer {optimizers.index(optimizer)} ({name})"
 
-    def _intercept(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Have ``optimizer.step`` call :meth:`on_step`. Returns what makes it as it was."""
-        own, original = vars(optimizer).get("step"), optimizer.step  # a scheduler has put its own there, to count
+    def _intercepted(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """In here ``optimizer.step`` calls :meth:`on_step`."""
+        original = optimizer.step  # a scheduler has put its own there, to count
 
         @wraps(original)  # with the mark that a scheduler looks for
         def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -96,27 +97,19 @@ class DeferredSteps:
 
             return self.on_step(optimizer, run, closure)
 
-        def undo() -> None:
-            if own is None:
-                del optimizer.step
-            else:
-                optimizer.step = own  # type: ignore[method-assign]
+        return replacing(optimizer, step=MethodType(step, optimizer))  # a scheduler made later wants a method
 
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # a scheduler made later wants a method
-        return undo
-
-    def _defer_scheduler(self, scheduler: Any) -> Callable[[], None]:
-        """Have ``scheduler.step`` do nothing while steps are put off. Returns what makes it as it was."""
+    @contextmanager
+    def _scheduler_deferred(self, scheduler: Any) -> Iterator[None]:
+        """In here ``scheduler.step`` does nothing while steps are put off."""
         original, are_deferred = type(scheduler), self._are_deferred
 
         def step(self: Any, *args: Any, **kwargs: Any) -> None:
             if not are_deferred():
                 original.step(self, *args, **kwargs)
 
-        def undo() -> None:
-            scheduler.__class__ = original
-
         # by its class, since all attributes of a scheduler go into checkpoints
         names = {"step": step, "__module__": original.__module__, "__doc__": original.__doc__}
         scheduler.__class__ = type(original.__name__, (original,), names)
-        return undo
+        yield
+        scheduler.__class__ = original

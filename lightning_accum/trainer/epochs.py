@@ -1,21 +1,24 @@
-"""The loop over the batches of an epoch: when a window ends, and what is due then."""
+"""The loops over epochs and over their batches: when a window ends, and what is due then; epochs end on all ranks together."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
+from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import check_manual_batch
-from lightning_accum.trainer.from_lightning import _DataFetcher, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import _DataFetcher, _FitLoop, _PrefetchDataFetcher, pl, rank_zero_info
 from lightning_accum.trainer.optimization import WindowOptimization
+from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import WindowFetcher, is_agreeing
 from lightning_accum.trainer.validation import ValidatingEpochLoop
 from lightning_accum.trainer.watch import call_batch_end
@@ -23,7 +26,6 @@ from lightning_accum.user_warnings import rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
-    from lightning_accum.trainer.manual import ManualWindows
 
 
 class AccumulatingEpochLoop(ValidatingEpochLoop):
@@ -32,14 +34,12 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     strategy: Engine
     begins_anew: bool = False
     """The epoch of the checkpoint is over."""
-    batch: Any = None
-    """The last loader batch, where a callback is to get it that counts optimizer steps."""
     begun: int = 0
     """The loader batch that began last, counted from 1 over all epochs."""
     _advanced: int = 0
     """That which :meth:`advance` was called for."""
     _inspected: Any = None
-    _takes_batch_idx: bool = False
+    _arguments: tuple[str, ...] = ()
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
@@ -137,7 +137,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if self.strategy.policy.tail != "carry":
             self.finish_window()
             self.validate_if_due()
-        self.batch = None
+        self.optimization.batch = None
 
     @override
     def _should_check_val_epoch(self) -> bool:
@@ -150,14 +150,10 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         # Lightning inspects the signature of training_step again for every batch, at 20 us
         function = getattr(self.trainer.lightning_module.training_step, "__func__", None)
         if function is None or function is not self._inspected:
-            self._inspected = function
             kwargs = super()._build_kwargs(kwargs, batch, batch_idx)
-            self._takes_batch_idx = "batch_idx" in kwargs
+            self._inspected, self._arguments = function, (*kwargs,)
             return kwargs
-        kwargs["batch"] = batch
-        if self._takes_batch_idx:
-            kwargs["batch_idx"] = batch_idx
-        return kwargs
+        return OrderedDict(zip(self._arguments, (batch, batch_idx), strict=False))
 
     def end_loader_batch(self, accumulation: Accumulation, seen: int) -> None:
         """A loader batch has ended: so does the window, if it is one of tokens and has come to them."""
@@ -170,49 +166,39 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 
     def finish_window(self) -> None:
         """An unfinished window meets the end of its epoch, or of the training."""
-        accumulation = self.strategy.accumulation
-        seen = self.batch_progress.total.ready
-        if self.strategy.manual is not None:
-            self._drop_manual_window(self.strategy.manual, seen)
+        strategy, windows, seen = self.strategy, self.strategy.windows, self.batch_progress.total.ready
+        if windows is None or windows.boundary.position(seen) <= 0:
             return
-        if accumulation is None or accumulation.boundary.position(seen) <= 0:
+        if (is_dropped := windows.policy.tail == "drop") or strategy.accumulation is None:
+            lost = windows.discard(seen)
+            if is_dropped:
+                rank_zero_info(
+                    f"GradientAccumulation(tail='drop'): the gradients of {lost} loader batches at the end of epoch"
+                    f" {self.trainer.current_epoch} are dropped."
+                )
+            else:  # only the module's own training_step steps, and no loader batch is left for it to do so
+                rank_zero_warn(
+                    "Training ended inside a window, and the module steps by itself: the gradients of the last"
+                    f" {lost} loader batches are dropped."
+                )
+            if strategy.accumulation is not None:
+                strategy.sync.drop_accumulated()
+                strategy.module.zero_grad()
             return
-        if accumulation.policy.tail == "drop":
-            self._report_dropped(accumulation.discard(seen))
-            self.strategy.sync.drop_accumulated()
-            self.strategy.module.zero_grad()
-            return
-        accumulation.boundary.cut_short(seen)
+        windows.boundary.cut_short(seen)
         steps = self.global_step
         self.optimization.step_without_batch()
         # and what Lightning does at the end of a loader batch that ends a window
-        has_stepped, closed = self.global_step > steps, accumulation.closed
-        ended = self.trainer, {"loss": None if closed is None else closed.loss}, self.batch, self.batch_idx
+        has_stepped, closed = self.global_step > steps, strategy.accumulation.closed
+        ended = self.trainer, {"loss": None if closed is None else closed.loss}, self.optimization.batch, self.batch_idx
         if has_stepped:
             call_batch_end(pl.callbacks.WeightAveraging, *ended)
-        self.strategy.rows.flush()
+        strategy.rows.flush()
         self._update_learning_rates("step", update_plateau_schedulers=False)
         self._update_learning_rates("step", update_plateau_schedulers=True)
         self._batches_that_stepped += has_stepped
         if has_stepped:
             call_batch_end(pl.callbacks.ModelCheckpoint, *ended)
-
-    def _drop_manual_window(self, windows: ManualWindows, seen: int) -> None:
-        """Only the module's own training_step steps, and no loader batch is left for it to do so."""
-        lost = windows.discard(seen)
-        if lost > 0 and windows.policy.tail == "drop":
-            self._report_dropped(lost)
-        elif lost > 0:
-            rank_zero_warn(
-                f"Training ended inside a window, and the module steps by itself: the gradients of the last {lost} loader batches"
-                " are dropped."
-            )
-
-    def _report_dropped(self, lost: int) -> None:
-        rank_zero_info(
-            f"GradientAccumulation(tail='drop'): the gradients of {lost} loader batches at the end of epoch"
-            f" {self.trainer.current_epoch} are dropped."
-        )
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
@@ -272,3 +258,75 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             strategy.lr_scheduler_configs = configs
         if update_plateau_schedulers:  # they come last: a loader batch may end after the last of its windows
             clock.hold()
+
+
+# --- the loop over epochs -------------------------------------------------------------------------------------------------
+
+
+class AccumulatingFitLoop(_FitLoop):
+    """The last window ends with the training, and an epoch is as long as that of the rank that has the most."""
+
+    seams: ExitStack
+    """Ends with the fit."""
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        epoch_loop, epoch = cast("AccumulatingEpochLoop", self.epoch_loop), self.epoch_progress.current
+        is_processed = epoch.processed == epoch.ready  # type: ignore[attr-defined]  # the tracker of epochs has it
+        if not self.restarting or not is_processed or not epoch_loop.batch_progress.is_last_batch:
+            return
+        # The checkpoint is from after the last batch of an epoch. Lightning has ended that epoch, or does so once more where
+        # max_steps is set, but takes the next for the one that was under way: without its start, and on what its loader had left
+        if self.restarted_on_epoch_end:
+            self.epoch_progress.increment_completed()
+        self.reset_restart_stage()
+        epoch_loop.begins_anew = True
+
+    @override
+    def setup_data(self) -> None:
+        """Have all ranks end an epoch together, and draw the batches of a window before it runs where weights are counted ahead."""
+        before, strategy = self._data_fetcher, cast("Engine", self.trainer.strategy)
+        strategy.watch.called.add("_FitLoop.setup_data")
+        super().setup_data()
+        if (fetcher := self._data_fetcher) is before:
+            return
+        self.seams.close()  # what holds the fetcher of loaders that were reloaded
+        if not strategy.module.automatic_optimization:
+            return
+        lengths, policy = self._lengths(strategy.ranks), strategy.policy
+        draws_ahead = policy.may_count_terms and policy.may_be_longer_than_one(self.trainer.accumulate_grad_batches)
+        if type(fetcher) is _PrefetchDataFetcher and (strategy.ranks.world_size > 1 or draws_ahead):  # else training_step draws
+            is_done = not strategy.ranks.largest(not fetcher.done)[0]
+            own: dict[str, Any] = {"strategy": strategy, "states": deque(), "done": is_done}
+            self.seams.enter_context(specialised(fetcher, WindowFetcher, **own, **lengths))
+
+    def _lengths(self, ranks: Ranks) -> dict[str, Any]:
+        """Have an epoch end on all ranks with that of the rank that has the most. Returns what is known of their lengths."""
+        trainer: Any = self.trainer
+        own, inf = float(self.max_batches), float("inf")
+        longest, negated_shortest = ranks.largest(own, -own)
+        if longest != own:  # what Lightning derives from the loader of this rank is derived from that of the longest
+            self.max_batches = longest if longest == inf else int(longest)
+            self._last_train_dl_reload_epoch = trainer.current_epoch
+            interval: Any = None if trainer._val_check_time_interval is not None else trainer.val_check_interval
+            is_count = interval is None or isinstance(interval, int)
+            trainer.val_check_batch = interval if is_count else longest if longest == inf else max(1, int(longest * interval))
+        # beside tensor parallelism the weights of a window do not go to all ranks, and a SIGTERM neither
+        known = int(longest) if longest != inf and ranks.size == ranks.world_size else None
+        return {"longest": known, "is_one_empty": not negated_shortest}
+
+    @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        state, fetcher = super().on_save_checkpoint(), self._data_fetcher
+        if isinstance(fetcher, WindowFetcher) and fetcher.is_ahead and "combined_loader" in state:
+            state["combined_loader"] = fetcher.states[0]
+        return state
+
+    @override
+    def on_run_end(self) -> None:
+        epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
+        epoch_loop.finish_window()
+        epoch_loop.validate_if_due()
+        epoch_loop.strategy.watch.expect_schedulers()
+        super().on_run_end()

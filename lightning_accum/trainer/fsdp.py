@@ -35,10 +35,6 @@ class ShardedMixin(AccumulationMixin):
         self._fit.callback(sync.close)
         return sync
 
-    @override
-    def _main_gradients(self, dtype: torch.dtype) -> None:
-        return None  # whole gradients are the engine's, and so is their sum
-
     @abstractmethod
     def _sync_of_units(self) -> ShardedSync:
         """The reduction of the engine, once the module is sharded."""

@@ -14,8 +14,7 @@ from typing import Any, cast
 
 from lightning_accum.failures import reraise_first_rank_error
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.epochs import AccumulatingEpochLoop
-from lightning_accum.trainer.fit import AccumulatingFitLoop
+from lightning_accum.trainer.epochs import AccumulatingEpochLoop, AccumulatingFitLoop
 from lightning_accum.trainer.from_lightning import (
     Precision,
     SIGTERMException,

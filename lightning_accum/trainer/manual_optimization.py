@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
@@ -27,42 +26,28 @@ class WindowManualOptimization(_ManualOptimization):
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Run ``training_step`` on a loader batch, which calls the optimizers by itself."""
+        strategy, manual, before = self.strategy, self.strategy.manual, self.optim_step_progress.total.completed
         batch = next(iter(kwargs.values()), None)
-        with self.strategy.around_loader_batch(kwargs), self.strategy.running_row_wise(batch):
-            return self._run(kwargs, batch)
-
-    def _run(self, kwargs: OrderedDict[str, Any], batch: Any) -> dict[str, Any]:
-        manual, before = self.strategy.manual, self.optim_step_progress.total.completed
-        if manual is None:
-            outputs = super().run(kwargs)
-            self._call_window_hooks([], 1, before)
-            return outputs
-        epoch_loop = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop)
-        is_boundary = epoch_loop.begin_loader_batch(manual.boundary, "_ManualOptimization")
-        manual.check_batch(True, is_boundary)
-        check_manual_batch(self.trainer, self.strategy, kwargs)
-        manual.begin_training_step(batch, is_boundary)
-        outputs = super().run(kwargs)
-        seen = epoch_loop.batch_progress.total.ready
-        size = manual.boundary.position(seen)
-        manual.end_training_step(seen)
-        manual.announce(batch, self.trainer.accumulate_grad_batches, self.strategy.samples_of_loader())
-        if is_boundary:
-            self.strategy.end_window()
-            self._call_window_hooks(manual.closed, size, before)
+        with strategy.around_loader_batch(kwargs), strategy.running_row_wise(batch):
+            if manual is None:
+                outputs, closed, loader_batches = super().run(kwargs), list[ClosedWindow](), 1
+            else:
+                epoch_loop = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop)
+                is_boundary = epoch_loop.begin_loader_batch(manual.boundary, "_ManualOptimization")
+                manual.check_batch(True, is_boundary)
+                check_manual_batch(self.trainer, strategy, kwargs)
+                manual.begin_training_step(batch, is_boundary)
+                outputs, loader_batches = super().run(kwargs), manual.boundary.position(epoch_loop.begun)
+                manual.end_training_step(epoch_loop.begun)
+                manual.announce(batch, self.trainer.accumulate_grad_batches, strategy.samples_of_loader())
+                if not is_boundary:
+                    return outputs
+                strategy.end_window()
+                closed = manual.closed
+            if self.optim_step_progress.total.completed > before:
+                window = closed[0] if closed else ClosedWindow(math.nan, math.nan, 1)  # if nothing was weighed
+                call_window_hooks(self.trainer, window._replace(loader_batches=loader_batches, has_stepped=not window.is_empty))
         return outputs
-
-    def _call_window_hooks(self, closed: Sequence[ClosedWindow], loader_batches: int, before: int) -> None:
-        """A window has ended.
-
-        Args:
-            closed: what it was for each call of ``manual_backward``; none where nothing was weighed.
-            loader_batches: of each rank.
-            before: optimizer steps before its last loader batch.
-        """
-        if self.optim_step_progress.total.completed > before:
-            first = closed[0] if closed else ClosedWindow(math.nan, math.nan, 1)
-            call_window_hooks(self.trainer, first._replace(loader_batches=loader_batches, has_stepped=not first.is_empty))
 
     @override
     def _on_before_step(self) -> None:

@@ -38,10 +38,12 @@ class WindowOptimization(_AutomaticOptimization):
     strategy: Engine
     skips_backward: bool = False
     """Nothing is trained: StochasticWeightAveraging passes over the data."""
+    batch: Any = None
+    """The last loader batch of the epoch under way."""
     _others: Sequence[Any] = ()
-    """What ``training_step`` gets beside the loader batch under way."""
+    """What ``training_step`` gets beside it."""
     _is_silent: bool = False
-    """``training_step`` and backward of the loader batch under way need nothing around them."""
+    """``training_step`` and its backward need nothing around them."""
 
     @property
     def epoch_loop(self) -> Any:
@@ -50,64 +52,61 @@ class WindowOptimization(_AutomaticOptimization):
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        strategy, accumulation = self.strategy, self.strategy.accumulation
-        assert accumulation is not None
-        with _NOTHING_AROUND if strategy.offload is None else strategy.around_loader_batch(kwargs):
-            ends_window, seen = self._begin(kwargs, accumulation), self.epoch_loop.begun
-            run = partial(self._run, self.epoch_loop.batch, seen, ends_window)
-            outcome = run()
-            if ends_window:
-                outcome = self.step(outcome, run if accumulation.boundary.size == 1 else None)
-            elif strategy.watch.is_close:
-                strategy.watch.note_rates(strategy.optimizers[0])
-        self.epoch_loop.end_loader_batch(accumulation, seen)
+        outcome = self._run_loader_batch(kwargs)
         return {} if outcome.loss is None else {"loss": outcome.loss.detach().clone(), **outcome.extra}
 
     def run_without_batch(self) -> None:
         """A loader batch that ran no training_step counts in its window, with weight 0."""
-        strategy, accumulation = self.strategy, self.strategy.accumulation
+        self._run_loader_batch({})
+
+    def _run_loader_batch(self, kwargs: Mapping[str, Any]) -> Outcome:
+        strategy, accumulation, epoch_loop = self.strategy, self.strategy.accumulation, self.epoch_loop
         assert accumulation is not None
-        ends_window, seen = self._begin({}, accumulation), self.epoch_loop.begun
-        strategy.session.zero_grad(self, is_after_forward=False)
-        if accumulation.is_passthrough():
-            accumulation.discard(seen)
-            accumulation.after_optimizer_step(has_stepped=False)
-        else:
-            outcome = strategy.session.run_without_batch(self, seen, ends_window)
-            if ends_window:
-                self.step(outcome, None)
-            elif strategy.watch.is_close:
-                strategy.watch.note_rates(strategy.optimizers[0])
-        self.epoch_loop.end_loader_batch(accumulation, seen)
+        attributes: dict[str, Any] = vars(self.trainer.lightning_module)  # of a Module, setting one takes microseconds
+        before, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"  # as Lightning, for `self.log`
+        try:
+            with torch.enable_grad(), _NOTHING_AROUND if strategy.offload is None else strategy.around_loader_batch(kwargs):
+                ends_window, seen = self._begin(kwargs, accumulation), epoch_loop.begun
+                session, again = strategy.session, None
+                if kwargs:
+                    run = partial(session.run, self, self.batch, seen, ends_window)
+                    outcome, again = run(), run if accumulation.boundary.size == 1 else None
+                else:
+                    session.zero_grad(self, is_after_forward=False)
+                    if accumulation.is_passthrough():
+                        accumulation.discard(seen)
+                        accumulation.after_optimizer_step(has_stepped=False)
+                        outcome, ends_window = Outcome(None), False
+                    else:
+                        outcome = session.run_without_batch(self, seen, ends_window)
+                if ends_window:
+                    outcome = self.step(outcome, again)
+                elif strategy.watch.is_close:
+                    strategy.watch.note_rates(strategy.optimizers[0])
+        finally:
+            attributes["_current_fx_name"] = before
+        epoch_loop.end_loader_batch(accumulation, seen)
+        return outcome
 
     def _begin(self, kwargs: Mapping[str, Any], accumulation: Accumulation) -> bool:
         """A loader batch begins; ``kwargs`` are empty if this rank has none. Returns whether the window ends with it."""
-        strategy, epoch_loop, splitting = self.strategy, self.epoch_loop, accumulation.splitting
+        strategy, splitting = self.strategy, accumulation.splitting
         self.skips_backward = self._skip_backward
         if self.skips_backward:
             accumulation.window.discard()
-        ends_window: bool = epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
+        ends_window: bool = self.epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
         if strategy.watch.is_close:
             strategy.watch.find_other_rates(strategy.optimizers[0], accumulation.warn_once)
         if kwargs:
-            epoch_loop.batch, *self._others = kwargs.values()
+            self.batch, *self._others = kwargs.values()
             self._is_silent = _is_silent(self.trainer, strategy)
         if splitting is not None and kwargs:
-            self.plan_ahead(epoch_loop.batch)
+            self.plan_ahead(self.batch)
         elif splitting is not None:
             splitting.plan = None
         if not self.skips_backward and (strategy.row_wise is not None or accumulation.checks_left):
             try_out(self.trainer, strategy, kwargs)
         return ends_window
-
-    def _run(self, batch: Any, seen: int, ends_window: bool) -> Outcome:
-        attributes: dict[str, Any] = vars(self.trainer.lightning_module)  # of a Module, setting one takes microseconds
-        before, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"  # as Lightning, for `self.log`
-        try:
-            with torch.enable_grad():
-                return self.strategy.session.run(self, batch, seen, ends_window)
-        finally:
-            attributes["_current_fx_name"] = before
 
     # --- a window that is counted before it runs -------------------------------------------------------------------------
 
@@ -178,21 +177,20 @@ class WindowOptimization(_AutomaticOptimization):
 
     def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
         """``training_step``: the loss of a micro-batch, and what else it returned."""
-        step = self.trainer.lightning_module.training_step if self._is_silent else self._training_step_with_hooks
-        output: Any = step(batch, *self._others)
+        strategy = self.strategy
+        output: Any
+        if self._is_silent:
+            output = self.trainer.lightning_module.training_step(batch, *self._others)
+        else:
+            with strategy.watch.training_step(self.trainer.lightning_module) if strategy.watch.is_close else _NOTHING_AROUND:
+                output = call._call_strategy_hook(self.trainer, "training_step", batch, *self._others)
+            strategy.post_training_step()
         if isinstance(output, Tensor):
             return output, _NOTHING
         result = _result_of(output)
         if result.closure_loss is None:
             Closure.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning.")
         return result.closure_loss, result.extra
-
-    def _training_step_with_hooks(self, *args: Any) -> Any:
-        strategy = self.strategy
-        with strategy.watch.training_step(self.trainer.lightning_module) if strategy.watch.is_close else _NOTHING_AROUND:
-            output = call._call_strategy_hook(self.trainer, "training_step", *args)
-        strategy.post_training_step()
-        return output
 
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""

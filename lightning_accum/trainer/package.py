@@ -95,21 +95,14 @@ def register() -> None:
 
 def _register(strategies: ModuleType) -> None:
     """Add the strategies to Lightning's, under the names of its own with ``accum`` in front."""
-    entries: list[tuple[str, str, dict[str, Any]]] = [
-        ("accum", "AccumulationStrategy", {}),
-        ("accum_fsdp", "FSDPAccumulationStrategy", {}),
-        ("accum_fsdp_cpu_offload", "FSDPAccumulationStrategy", {"cpu_offload": True}),
-        ("accum_model_parallel", "ModelParallelAccumulationStrategy", {}),
-    ]
-    for launcher, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-        entries.append((f"accum_ddp{launcher}", "DDPAccumulationStrategy", {"start_method": start_method}))
-        for find_unused in (True, False):
-            name = f"accum_ddp{launcher}_find_unused_parameters_{str(find_unused).lower()}"
-            arguments = {"start_method": start_method, "find_unused_parameters": find_unused}
-            entries.append((name, "DDPAccumulationStrategy", arguments))
+    registry, package = strategies.StrategyRegistry, _REGISTRIES[strategies.__name__]
+    entries: list[tuple[str, str, dict[str, Any]]] = [("accum", "AccumulationStrategy", {})]
+    entries += [("accum_model_parallel", "ModelParallelAccumulationStrategy", {})]
+    for name, entry in registry.items():
+        if (kind := name.partition("_")[0]) in ("ddp", "fsdp"):
+            entries.append((f"accum_{name}", f"{kind.upper()}AccumulationStrategy", entry["init_params"]))
     for name, strategy, arguments in entries:
-        make = partial(_make, _REGISTRIES[strategies.__name__], strategy)
-        strategies.StrategyRegistry.register(name, make, description=strategy, override=True, **arguments)
+        registry.register(name, partial(_make, package, strategy), description=strategy, override=True, **arguments)
 
 
 def _make(package: str, strategy: str, **arguments: Any) -> Any:

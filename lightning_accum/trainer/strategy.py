@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.check import MOST_BATCHES
 from lightning_accum.exclusions import Asked, refuse
-from lightning_accum.main_gradients import MainGradients, main_gradients
+from lightning_accum.main_gradients import main_gradients
 from lightning_accum.nonfinite import Guard
 from lightning_accum.session import Session
 from lightning_accum.splitting.auto import MicroBatchSizes
@@ -62,10 +62,10 @@ class AccumulationMixin(Engine):
         if trainer is None or trainer.state.fn != "fit":
             return
         self._end_fit()  # one that could not be torn down
-        if classes := [callback for callback in callbacks_of(trainer) if isinstance(callback, type)]:
+        callbacks = callbacks_of(trainer)
+        if classes := [callback for callback in callbacks if isinstance(callback, type)]:
+            callbacks[:] = [callback for callback in callbacks if callback not in classes]  # a class cannot be told of the error
             name = classes[0].__name__
-            objects = [callback for callback in callbacks_of(trainer) if callback not in classes]
-            trainer.callbacks = objects  # type: ignore[attr-defined]  # set by a connector; a class cannot be told of the error
             raise MisconfiguredError(f"callbacks=[{name}] is a class: pass an instance of it, {name}(...)")
         self._from_before, self._fit = frozenset(vars(self)), ExitStack()
         self.watch = Watch(model, trainer.fit_loop.epoch_loop.batch_progress)
@@ -76,9 +76,8 @@ class AccumulationMixin(Engine):
         if not model.automatic_optimization:
             # Lightning refuses manual optimization with it, and looks only once, before the environment is set up
             self._hidden_size, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
-        if not any(isinstance(callback, GradientAccumulation) for callback in callbacks_of(trainer)):
+        if not _policies(trainer):
             self._fit.enter_context(_inserted(GradientAccumulation(), trainer))  # the strategy alone: default policy
-        self._fit.callback(_disconnect_callbacks, trainer)
 
     def _of_this_fit(self) -> set[str]:
         """The attributes that this package has stored in the strategy since the fit began."""
@@ -111,51 +110,61 @@ class AccumulationMixin(Engine):
         # or abort ("Invalid thread pool!", pytorch/pytorch#178535; read in torch 2.13 and 2.15); here there is only one
         torch.set_num_threads(torch.get_num_threads())
         super().setup_environment()
-        self._show_window_size()
+        trainer: Any = self.trainer()
+        if self._hidden_size is not None:
+            trainer.accumulate_grad_batches, self._hidden_size = self._hidden_size, None
         self.ranks = self._ranks()
-        if self._fit is None or self.trainer().fast_dev_run:  # type: ignore[attr-defined]  # set by a function
-            return
-        policies = [callback.policy for callback in callbacks_of(self.trainer()) if isinstance(callback, GradientAccumulation)]
-        if policies and policies[0].validate_every is not None:  # several callbacks are an error later
-            self._fit.enter_context(validating_every(policies[0].validate_every, self.trainer()))
+        if self._fit is not None and not trainer.fast_dev_run:
+            for callback in _policies(trainer)[:1]:  # several are an error later
+                if callback.policy.validate_every is not None:
+                    self._fit.enter_context(validating_every(callback.policy.validate_every, trainer))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self.accumulation = None
-        if trainer.state.fn == "fit":
-            for hook, made in {"connect": "_fit", "setup_environment": "ranks"}.items():
-                if vars(self).get(made) is None:
-                    raise seams.broken(f"Strategy.{hook} was not called before Strategy.setup.")
-            self.watch.called.add("Strategy.setup")
-            (callback,) = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
-            self.policy = callback.policy
+        if trainer.state.fn != "fit":
+            super().setup(trainer)
+            return
+        for hook, made in {"connect": "_fit", "setup_environment": "ranks"}.items():
+            if vars(self).get(made) is None:
+                raise seams.broken(f"Strategy.{hook} was not called before Strategy.setup.")
+        self.watch.called.add("Strategy.setup")
+        (callback,) = _policies(trainer)
+        self.policy = callback.policy
         super().setup(trainer)
-        if trainer.state.fn == "fit":
-            if differing := seams.changed():
-                rank_zero_info(f"GradientAccumulation: {seams.in_words(differing)} Each step is watched.")
-            self._begin(trainer)
-            if self.windows is not None:
-                callback.connect(self)
+        if differing := seams.changed():
+            rank_zero_info(f"GradientAccumulation: {seams.in_words(differing)} Each step is watched.")
+        self._begin(trainer)
+        assert self._fit is not None
+        if self.windows is not None:
+            callback.connect(self)
+            self._fit.callback(callback.disconnect)
 
     def _begin(self, trainer: pl.Trainer) -> None:
-        module = self.module
+        module, policy, size = self.module, self.policy, trainer.accumulate_grad_batches
+        is_manual = not module.automatic_optimization
+        asked = (policy, size, module, is_manual, self.optimizers, self.parameters(), type(self).__name__)
         with misconfigured():
-            refuse(self._asked(trainer))
-            self.row_wise = row_wise_of(self.policy, module, self.ranks, self.reduces_every_backward_by_itself)
-        if self.row_wise is not None and self.row_wise.proofs_left and not module.automatic_optimization:
+            refuse(Asked(*asked, ranks=self.ranks.size, **self._engine()))
+            self.row_wise = row_wise_of(policy, module, self.ranks, self.reduces_every_backward_by_itself)
+        if self.row_wise is not None and self.row_wise.proofs_left and is_manual:
             rank_zero_warn(unproven(self.row_wise, "the module optimizes by itself"))
-        self.offload = Offload(self.root_device) if self.policy.offload else None
-        if not module.automatic_optimization:
-            self._begin_manual(trainer)
+        self.offload = Offload(self.root_device) if policy.offload else None
+        is_long, is_split = policy.may_be_longer_than_one(size), policy.micro_batch is not None
+        if is_manual:
+            self._begin_manual(is_long)
             return
-        is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
-        is_split = self.policy.micro_batch is not None
         warn_of_batch_norm(module, is_split, is_long, rank_zero_warn)
         is_one_backward = not (is_split or is_long or self.ranks.size > 1)
         if not is_one_backward or self.row_wise is not None:
             warn_of_hooks(module, rank_zero_warn)
         self.gradient_reads = None if is_one_backward else gradient_reads(trainer, rank_zero_warn)
-        sums = None if self.policy.accumulate_dtype is None else self._main_gradients(self.policy.accumulate_dtype)
+        sums, dtype = None, policy.accumulate_dtype
+        is_engines = self.reduces_every_backward_by_itself  # it has the whole gradients, and so their sum
+        if dtype is not None and not is_engines and (sums := main_gradients(dtype, self.parameters)) is None:
+            rank_zero_info(
+                f"GradientAccumulation(accumulate_dtype={dtype}): no parameter has a narrower type, so it changes nothing."
+            )
         self.snapshotter = Undo(module, self.root_device)
         self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(), sums, self.row_wise)
         assert self._fit is not None
@@ -166,45 +175,17 @@ class AccumulationMixin(Engine):
                 self.accumulation.checks_left = MOST_BATCHES
             else:
                 self.accumulation.verdict = Verdict(None, seen=reason)
-        self.sync = self._make_sync()
-        self.session = Session(self, self.accumulation, self._guard(sums), self.announce)
+        self.sync, guard = self._make_sync(), None
+        if policy.on_nonfinite != "propagate":
+            guard = Guard(self, sums or self.sync, policy.on_nonfinite == "skip", self._batch_in_words, _log.info)
+        self.session = Session(self, self.accumulation, guard, self.announce)
         self.watch.attend(self.optimizers[0])
         self.watch.may_skip_steps = self.scaler is not None or not self.has_lightnings_precision
         self._fit.callback(self.watch.forget_optimizer)
 
-    def _main_gradients(self, dtype: torch.dtype) -> MainGradients | None:
-        """Where gradients are added up; None where that is done in ``dtype`` without."""
-        if (sums := main_gradients(dtype, self.parameters)) is None:
-            rank_zero_info(
-                f"GradientAccumulation(accumulate_dtype={dtype}): no parameter has a narrower type, so it changes nothing."
-            )
-        return sums
-
-    def _guard(self, sums: MainGradients | None) -> Guard | None:
-        """What looks whether micro-batches are finite."""
-        if self.policy.on_nonfinite == "propagate":
-            return None
-
-        def where() -> str:
-            trainer = self.trainer()
-            batch = trainer.fit_loop.epoch_loop.batch_idx
-            return f"Batch {batch} of epoch {trainer.current_epoch} on rank {self.global_rank}"
-
-        return Guard(self, sums or self.sync, self.policy.on_nonfinite == "skip", where, _log.info)
-
-    def _asked(self, trainer: pl.Trainer) -> Asked:
-        """What this training is asked for."""
-        return Asked(
-            self.policy,
-            trainer.accumulate_grad_batches,
-            self.module,
-            not self.module.automatic_optimization,
-            self.optimizers,
-            self.parameters(),
-            type(self).__name__,
-            ranks=self.ranks.size,
-            **self._engine(),
-        )
+    def _batch_in_words(self) -> str:
+        trainer = self.trainer()
+        return f"Batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch} on rank {self.global_rank}"
 
     def _engine(self) -> dict[str, Any]:
         """What is peculiar to the engine, as fields of :class:`lightning_accum.exclusions.Asked`."""
@@ -226,9 +207,8 @@ class AccumulationMixin(Engine):
         )
         return held
 
-    def _begin_manual(self, trainer: pl.Trainer) -> None:
+    def _begin_manual(self, is_long: bool) -> None:
         ranks, module = self.ranks, self.module
-        is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         assert self._fit is not None
         if ranks.size == 1 and not is_long:
             how = f", {offload_in_words(ranks.device)}" if self.policy.offload else ""
@@ -244,11 +224,6 @@ class AccumulationMixin(Engine):
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         self.manual = ManualWindows(self.policy, self, schedulers, rank_zero_warn, reduces, self.row_wise, checks)
         self._fit.callback(self.manual.steps.end)
-
-    def _show_window_size(self) -> None:
-        size, self._hidden_size = self._hidden_size, None
-        if size is not None:
-            self.trainer().accumulate_grad_batches = size
 
     def _splitting(self) -> Splitting | None:
         policy = self.policy
@@ -306,10 +281,8 @@ def _inserted(callback: GradientAccumulation, trainer: pl.Trainer) -> Iterator[N
     callbacks[:] = [other for other in callbacks if other is not callback]
 
 
-def _disconnect_callbacks(trainer: pl.Trainer) -> None:
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, GradientAccumulation):
-            callback.disconnect()
+def _policies(trainer: pl.Trainer) -> list[GradientAccumulation]:
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
 
 
 # --- one device -------------------------------------------------------------------------------------------------------
