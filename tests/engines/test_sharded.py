@@ -130,10 +130,10 @@ class WithValidation(Dealt):
 @pytest.mark.some_cases(1)
 @ENGINES
 def test_validation_inside_a_window_sees_the_last_step_and_changes_nothing(engine: str, reshard: bool | None) -> None:
-    options = {"val_check_interval": 3, "num_sanity_val_steps": 0, "max_epochs": EPOCHS}
+    options = {"val_check_interval": 3, "num_sanity_val_steps": 1, "max_epochs": EPOCHS}
     found = trained(Validated(reshard_after_forward=reshard), 2, engine, {}, WithValidation(rows_of(6)), **options)
-    # after 3 and 6 loader batches of either epoch, when 1, 3, 4 and 6 steps were made
-    by_hand = [train_by_hand(Language(), list(map(pad, windows_in(6, 2, steps))), 1) for steps in (1, 3, 4, 6)]
+    # before the check, and after 3 and 6 loader batches of either epoch, when 1, 3, 4 and 6 steps were made
+    by_hand = [train_by_hand(Language(), list(map(pad, windows_in(6, 2, steps))), 1) for steps in (0, 1, 3, 4, 6)]
     assert error_of_updates(found, by_hand[-1], Language()) < EXACT
     expected = [module.training_step(pad(ROWS[:2]), 0).item() for module in by_hand]
     for rank in range(2):

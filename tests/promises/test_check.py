@@ -16,8 +16,7 @@ import pytest
 import torch
 from changing import Changes
 from lightning.pytorch.callbacks import LambdaCallback
-from sharded import DoublePrecision, ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
-from support import Hide, Toy, classified, ddp, fit, labelled, loader, pad, sentences, trainer, warned
+from support import Hide, Toy, classified, ddp, fit, labelled, loader, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -604,46 +603,6 @@ def test_a_loss_that_gathers_all_rows_of_its_window_is_trained_and_one_that_cann
 
     by_rank = [labelled(8, 8, seed=seed) for seed in (1, 2)]
     assert is_told_of_on_two_ranks(Gathers(classified), by_rank, window=window) == (window == 2)
-
-
-class Sharded(ShardedLanguage):
-    """Checked after a validation, which leaves parameters gathered, on ranks whose batches have other sizes."""
-
-    def __init__(self, seen: str = "") -> None:
-        super().__init__()
-        self.seen = seen
-
-    def train_dataloader(self) -> Any:
-        rows, rank = sentences(30), self.trainer.global_rank
-        return loader([pad(rows[i + 2 * rank : i + 5]) for i in range(0, 30, 5)])
-
-    def val_dataloader(self) -> Any:
-        return self.train_dataloader()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.seen == "fails" and len(batch["labels"]) < 3:
-            raise ValueError("few rows")
-        return super().training_step(batch, batch_idx)
-
-
-def _fit_sharded(engine: str, seen: str, **policy: Any) -> dict[str, Tensor]:
-    strategy, plugins = (fsdp2(), []) if engine == "fsdp2" else (fsdp1(), [DoublePrecision()])
-    arguments = {"strategy": strategy, "plugins": plugins, "devices": 2, "num_sanity_val_steps": 1}
-    run = trainer(callbacks=[GradientAccumulation(2, **policy)], **arguments)
-    run.fit(Sharded(seen))
-    return run.whole
-
-
-@needs_sharding_on_cpu
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("seen", ["", "fails"])
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_sharded_modules_train_as_without_the_check(engine: str, seen: str) -> None:
-    checked, unchecked = _fit_sharded(engine, seen), _fit_sharded(engine, seen, check=False)
-    assert all(torch.equal(checked[name], value) for name, value in unchecked.items())
 
 
 def test_a_fault_of_the_package_in_the_check_is_an_error_and_not_an_unchecked_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from known import case, classified, exact_or_refused, open_until, rows_of, scheduled, split_exact_or_refused
+from known import case, classified, open_until, outcome, outcome_split, rows_of, scheduled
 from lightning.pytorch.callbacks import LambdaCallback
 from processes import run_ranks
 from support import (
@@ -66,7 +66,7 @@ def mean_over_padding(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     "loss", [mean_over_padding, lambda net, batch: None if (batch["labels"] == -100).all() else mean_over_padding(net, batch)]
 )
 def test_padding_is_trimmed_only_if_rows_that_have_a_loss_show_that_it_is_harmless(loss: Any) -> None:
-    split_exact_or_refused(partial(reader, loss), [padded(seed, ignored=(2, 4)) for seed in range(2)])
+    assert outcome_split(partial(reader, loss), [padded(seed, ignored=(2, 4)) for seed in range(2)]) == "exact"
 
 
 def test_a_resumed_training_trims_only_what_its_own_module_shows_to_be_harmless(tmp_path: Path) -> None:  # 0.5 before
@@ -128,14 +128,14 @@ NETS = {
     ],
 )
 def test_a_row_wise_submodule_whose_rows_depend_on_each_other_in_a_call_is_refused(loss: Any, net: str, sizes: list[int]) -> None:
-    split_exact_or_refused(partial(Toy, loss, net=NETS[net]), labelled(*sizes), row_wise="net")
+    assert outcome_split(partial(Toy, loss, net=NETS[net]), labelled(*sizes), row_wise="net") == "refused"
 
 
 # --- 3, 10: weights ---
 @open_until(22, "without the check, half of a sum and a sum by two rows are the same: the gradient is 4 times too large (3)")
 def test_a_sum_times_one_over_its_number_of_rows_is_a_mean_without_the_check_too() -> None:
     module = partial(Toy, lambda net, batch: classified(net, batch, reduction="sum") * (1 / len(batch[0])))
-    exact_or_refused(module, rows_of(*[2] * 8), GradientAccumulation(4, check=False))
+    assert outcome(module, rows_of(*[2] * 8), GradientAccumulation(4, check=False)) == "exact"
 
 
 @pytest.mark.parametrize(  # in the first rows each is on one side of its kink
@@ -147,21 +147,41 @@ def test_a_kink_above_means_of_the_batch_is_not_taken_for_a_sum_that_is_hidden(l
         fit(Toy(lambda net, batch: loss(net(batch[0]))), labelled(4, 4, 4, 4), GradientAccumulation(2))
 
 
-@pytest.mark.parametrize("is_mean", [True, False])  # 0.5 and 0.16 before
-def test_a_compiled_loss_is_weighted_by_counts_in_one_unit_and_is_no_function_of_a_mean(is_mean: bool) -> None:
-    def loss(net: nn.Module, batch: Any) -> Tensor:
-        return classified(net, batch, "sum") / (batch[1] >= 0).sum() if is_mean else net(batch[0]).square().mean().sqrt()
-
-    compiled = torch.compile(loss, backend="aot_eager")
-    exact_or_refused(partial(Toy, compiled), [*rows_of(3), *rows_of(6, 3, 3, ignored=0.5)])
+def mean_of_labelled(net: nn.Module, batch: Any) -> Tensor:
+    return classified(net, batch, "sum") / (batch[1] >= 0).sum()
 
 
-def test_one_row_that_counts_does_not_show_that_a_loss_is_a_sum() -> None:  # 1.4 before
-    def loss(net: nn.Module, batch: Any) -> Tensor:
-        return Hide.apply(classified(net, (batch[0], batch[1] * 103 - 100), "sum") / batch[1].count_nonzero().clamp(min=1))
+def root_of_a_mean(net: nn.Module, batch: Any) -> Tensor:
+    return net(batch[0]).square().mean().sqrt()
 
-    batches = [[inputs, (torch.arange(8) >= 8 - n).long()] for (inputs, _), n in zip(labelled(8, 8, 8), (1, 5, 3), strict=True)]
-    split_exact_or_refused(partial(Toy, loss), batches)
+
+def mean_of_the_first_class(net: nn.Module, batch: Any) -> Tensor:  # one row counts in the first batch
+    return Hide.apply(classified(net, (batch[0], batch[1] * 103 - 100), "sum") / batch[1].count_nonzero().clamp(min=1))
+
+
+def with_a_norm(net: Any, batch: Any) -> Tensor:
+    return classified(net, batch) + torch.linalg.matrix_norm(net.weight, 2)
+
+
+FEW_AND_IGNORED = [*rows_of(3), *rows_of(6, 3, 3, ignored=0.5)]
+OF_ONE_CLASS = [[(x, label) for (x, _), label in zip(rows, (torch.arange(8) >= 8 - n).long(), strict=True)]
+                for rows, n in zip(rows_of(8, 8, 8), (1, 5, 3), strict=True)]  # fmt: skip
+WEIGHED: dict[str, tuple[Any, Any, Any, str]] = {  # a loss, rows, a policy, what comes of it
+    # 0.5 and 0.16 before
+    "a compiled mean, by counts in one unit": (torch.compile(mean_of_labelled, backend="aot_eager"), FEW_AND_IGNORED, 2, "exact"),
+    "a compiled function of a mean": (torch.compile(root_of_a_mean, backend="aot_eager"), FEW_AND_IGNORED, 2, "refused"),
+    # 1.4 before
+    "one row that counts shows no sum": (mean_of_the_first_class, OF_ONE_CLASS, GradientAccumulation(micro_batch=2), "refused"),
+    # an error in window 2, if labels are ignored there
+    "a norm by singular values": (with_a_norm, [*rows_of(4, 4), *rows_of(4, 4, ignored=0.5)], 2, "exact"),
+    "the weight of a bfloat16 loss": (lambda *nb: classified(*nb).bfloat16(), rows_of(257, 129, 257, 131), 2, "exact"),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_a_loss_that_was_weighed_wrongly_is_exact_or_refused(name: str) -> None:
+    loss, rows, policy, expected = WEIGHED[name]
+    assert outcome(partial(Toy, loss), rows, policy) == expected
 
 
 def test_rows_that_are_centered_from_a_later_step_on_are_refused_before_it() -> None:  # 0.1 before, until window 8
@@ -171,15 +191,6 @@ def test_rows_that_are_centered_from_a_later_step_on_are_refused_before_it() -> 
     with pytest.raises(AccumulationError):
         fit(module := Toy(loss), labelled(*[8] * 8), GradientAccumulation(2))
     assert module.global_step == 2
-
-
-def test_a_norm_by_singular_values_is_a_penalty() -> None:  # an error in window 2, if labels are ignored there
-    rows = [*rows_of(4, 4), *rows_of(4, 4, ignored=0.5)]
-    exact_or_refused(partial(Toy, lambda net, batch: classified(net, batch) + torch.linalg.matrix_norm(net.weight, 2)), rows)
-
-
-def test_the_weight_of_a_bfloat16_loss_is_not_rounded() -> None:
-    exact_or_refused(partial(Toy, lambda net, batch: classified(net, batch).bfloat16()), rows_of(257, 129, 257, 131))
 
 
 # --- 4, 5, 6: what others do to parameters, gradients, schedulers and hooks ---
@@ -195,17 +206,19 @@ STEPS = LambdaCallback(
 
 
 @pytest.mark.parametrize(
-    ("net", "optimizer", "callbacks"),
+    ("net", "optimizer", "callbacks", "expected"),
     [
-        ("linear", partial(LooksAhead, lr=0.05), []),
-        ("frozen, linear", partial(LooksAheadInPlace, lr=0.05), []),
-        ("linear", sgd, [CLEARS]),
-        ("linear", sgd, [STEPS]),
+        ("linear", partial(LooksAhead, lr=0.05), [], "refused"),
+        ("frozen, linear", partial(LooksAheadInPlace, lr=0.05), [], "refused"),
+        ("linear", sgd, [CLEARS], "refused"),
+        ("linear", sgd, [STEPS], "warned"),
     ],
 )
-def test_what_an_optimizer_or_a_hook_changes_inside_a_window_is_noticed_or_exact(net: str, optimizer: Any, callbacks: Any) -> None:
-    arguments = {"optimizer": optimizer, "trainer": {"callbacks": callbacks}, "may_warn": bool(callbacks)}
-    exact_or_refused(partial(Toy, classified, net=NETS[net]), rows_of(2, 3, 4, 5), **arguments)
+def test_what_an_optimizer_or_a_hook_changes_inside_a_window_is_noticed(
+    net: str, optimizer: Any, callbacks: Any, expected: str
+) -> None:
+    arguments = {"optimizer": optimizer, "trainer": {"callbacks": callbacks}}
+    assert outcome(partial(Toy, classified, net=NETS[net]), rows_of(2, 3, 4, 5), **arguments) == expected
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"])
@@ -224,7 +237,7 @@ def test_a_loss_that_pairs_noise_with_rows_is_refused() -> None:  # 0.4 before
 
     # the micro-batches of a loader batch draw what the whole one draws
     seeds = LambdaCallback(on_train_batch_start=lambda trainer, module, batch, batch_idx: torch.manual_seed(batch_idx))
-    split_exact_or_refused(partial(Toy, transported), labelled(16, 16, 16), 4, trainer={"callbacks": [seeds]})
+    assert outcome_split(partial(Toy, transported), labelled(16, 16, 16), 4, trainer={"callbacks": [seeds]}) == "refused"
 
 
 def packed_graphs(rows: Sequence[Any]) -> dict[str, Tensor]:
@@ -254,19 +267,20 @@ class Quantizes(nn.Linear):  # its codes begin as means of the first batch that 
 
 
 @pytest.mark.parametrize(
-    ("loss", "net", "collate"),
+    ("loss", "net", "collate", "expected"),
     [
         (  # retrieval with two contexts a query: 0.08 before
             lambda net, batch: F.cross_entropy(net(batch["q"]) @ net(batch["c"]).T, 2 * torch.arange(len(batch["q"]))),
             "linear",
             lambda rows: {"q": torch.stack([q for q, _ in rows]), "c": torch.cat([q.outer(q)[:2] for q, _ in rows])},
+            "refused",
         ),
-        (of_graphs, "centers", packed_graphs),  # 0.6 before
-        (classified, "quantizes", default_collate),  # 0.5 before
+        (of_graphs, "centers", packed_graphs, "refused"),  # 0.6 before
+        (classified, "quantizes", default_collate, "warned"),  # 0.5 before
     ],
 )
-def test_what_cannot_be_checked_and_does_not_add_up_is_warned_of_or_refused(loss: Any, net: str, collate: Any) -> None:
-    exact_or_refused(partial(Toy, loss, net=NETS[net]), rows_of(4, 4, 4, 4), may_warn=True, collate=collate)
+def test_what_shows_no_rows_and_does_not_add_up_is_told(loss: Any, net: str, collate: Any, expected: str) -> None:
+    assert outcome(partial(Toy, loss, net=NETS[net]), rows_of(4, 4, 4, 4), collate=collate) == expected
 
 
 # --- 9, 10: precision ---
@@ -279,7 +293,7 @@ def centering_gradient(strength: float, net: Callable[[Tensor], Tensor], batch: 
 def test_a_gradient_that_does_not_add_up_is_refused_in_low_precision_too(strength: float, is_bfloat16: bool, limit: float) -> None:
     loss = torch.autocast("cpu", torch.bfloat16, enabled=is_bfloat16)(partial(centering_gradient, strength))
     rows = [[(inputs.float(), label) for inputs, label in batch] for batch in rows_of(4, 4, 4, 4)]
-    exact_or_refused(lambda: Toy(loss).float(), rows, limit=limit, trainer={"precision": "32-true"})
+    assert outcome(lambda: Toy(loss).float(), rows, limit=limit, trainer={"precision": "32-true"}) == "refused"
 
 
 def test_a_parameter_with_a_gradient_that_is_not_finite_hides_nothing_of_the_others() -> None:  # 0.4 before
@@ -287,7 +301,7 @@ def test_a_parameter_with_a_gradient_that_is_not_finite_hides_nothing_of_the_oth
         return centering_gradient(1.0, lambda x: net(x) + (net.bias - net.bias.detach()).square().sum().sqrt(), batch)
 
     replaces = LambdaCallback(on_before_optimizer_step=lambda trainer, module, optimizer: module.net.bias.grad.nan_to_num_())
-    exact_or_refused(partial(Toy, loss), rows_of(4, 4, 4, 4), trainer={"callbacks": [replaces]})
+    assert outcome(partial(Toy, loss), rows_of(4, 4, 4, 4), trainer={"callbacks": [replaces]}) == "refused"
 
 
 def test_a_backward_that_writes_into_its_gradient_changes_no_other_micro_batch() -> None:  # 0.084 before
@@ -461,4 +475,4 @@ def test_schedulers_are_where_those_of_lightning_are_without_accumulation(
     ],
 )
 def test_a_loss_that_does_not_add_up_is_refused_in_manual_optimization_too(loss: Any) -> None:
-    exact_or_refused(partial(ManualToy, loss), rows_of(4, 4, 4, 4))
+    assert outcome(partial(ManualToy, loss), rows_of(4, 4, 4, 4)) == "refused"

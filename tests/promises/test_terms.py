@@ -12,8 +12,6 @@ import torch
 from harness import Dealt, assert_one_window_one_batch, on, windows_of
 from lightning.pytorch.callbacks import Callback
 from losses_of_terms import COUNTS, LOSSES, OF_NOTHING, Function, OfTerms, rows, that_only_shows, where_there_is, windows_of_tokens
-from resumed import Module as Resumed
-from resumed import assert_goes_on
 from support import Asking, SaveAfter, StatefulLoader, ddp, error_of_updates, fit, warned
 from torch import Tensor
 from torch.multiprocessing import ProcessRaisedException
@@ -25,7 +23,6 @@ from lightning_accum import (
     DoesNotAddUpError,
     GradientAccumulation,
     SampleCount,
-    TokenCount,
     Tokens,
     UnreadableLossError,
 )
@@ -494,17 +491,3 @@ def test_a_stream_is_drawn_as_far_as_the_window_and_only_with_a_weight_for_each_
     seen, policy = Seen(stream), GradientAccumulation(4, weight=weight, check=False)
     fit(OfTerms(LOSSES[THREE].of), DataLoader(stream, batch_size=None), policy, seen, max_steps=3, max_epochs=-1)
     assert seen.ahead == ahead * 3
-
-
-class Scored(Resumed):
-    """Of two terms."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        of_tokens = super().training_step(batch, batch_idx)
-        return of_tokens + 0.3 * (self.net(batch["input_ids"])[:, 0].mean(-1) - 1).square().mean()
-
-
-@pytest.mark.exhaustive
-def test_on_two_ranks_a_checkpoint_inside_a_window_goes_on_to_rounding() -> None:
-    """What was drawn ahead and not trained on comes again."""
-    assert_goes_on(ddp, 2, (4,), weight=[TokenCount(), SampleCount()], module=Scored, window=3)

@@ -5,7 +5,6 @@ References are to Lightning-AI/pytorch-lightning. Figures of Lightning itself we
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -53,72 +52,6 @@ def test_fp16_and_none_on_the_boundary_is_as_if_it_had_not_been_there(missing: A
     assert run.global_step == 1
 
 
-class WithBuffers(Scalar):
-    """DistributedDataParallel broadcasts buffers in its forward: a rank that stays away would be out of step."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.register_buffer("calls", torch.zeros(3))
-
-
-@pytest.mark.parametrize("kind", [Scalar, WithBuffers])
-def test_a_rank_with_nothing_at_all_adds_nothing(kind: type[Scalar]) -> None:
-    module = kind(by_rank=[[x(7), x(5), None, None, None, NONE_LOSS], [x(6), x(6), x(2), x(4), x(1), x(3)]])
-    fit(module, None, strategy=ddp(), devices=2, accumulate_grad_batches=2)  # Lightning: RuntimeError
-    assert module.total == 6.0 + 3.0 + 2.0
-
-
-# --- schedulers -------------------------------------------------------------------------------------------------------
-
-
-class Scheduled(Scalar):
-    frequency = 1
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10**6)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": self.frequency}]
-
-
-@pytest.mark.parametrize(("frequency", "steps"), [(1, 4), (2, 2), (4, 1)])
-def test_scheduler_frequency_counts_optimizer_steps_17544_12894(frequency: int, steps: int) -> None:
-    module = Scheduled([x(i) for i in range(16)])
-    module.frequency = frequency
-    run = fit(module, None, GradientAccumulation(4))
-    assert run.lr_scheduler_configs[0].scheduler.last_epoch == steps  # Lightning: 4 with each frequency
-
-
-def test_the_scheduler_waits_if_the_scaler_skips_a_step_16228_18828() -> None:
-    class PlantedInf(Scheduled):
-        """The gradient of the second window overflows, as float16 gradients do."""
-
-        scheduler_seen: tuple[int, ...] = ()
-
-        def on_after_backward(self) -> None:
-            if self.trainer.fit_loop.batch_idx // 2 == 1:
-                self.w.grad.fill_(math.inf)
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            self.scheduler_seen += (self.lr_schedulers().last_epoch,)
-
-    module = PlantedInf([x(i) for i in (1, 3, 5, 7, 9, 11)])
-    run = fit(module, None, GradientAccumulation(2), plugins=fp16_on_cpu())
-    assert module.scheduler_seen == (0, 1, 1, 1, 1, 2)  # Lightning: (0, 1, 1, 2, 2, 3)
-    assert module.total == 2.0 + 10.0
-    assert run.callback_metrics["window/optimizer_steps"] == 2
-
-
-def test_estimated_stepping_batches_of_an_epoch_schedule() -> None:
-    class Asks(Scalar):
-        def configure_optimizers(self) -> Any:
-            self.estimate = self.trainer.estimated_stepping_batches
-            return super().configure_optimizers()
-
-    module = Asks([x(i) for i in range(8)])
-    run = fit(module, None, GradientAccumulation({0: 1, 1: 8}), max_epochs=3)
-    assert module.estimate == run.global_step == 10  # Lightning: 24
-
-
 # --- what callbacks see -----------------------------------------------------------------------------------------------
 
 
@@ -134,81 +67,6 @@ def test_outputs_carry_the_loss_of_the_micro_batch() -> None:
 
     fit(Watches([x(8), x(4)]), None, GradientAccumulation(2))
     assert seen == [(8.0, 0), (4.0, 1)]  # Lightning: 4.0 and 2.0
-
-
-# --- DistributedDataParallel ------------------------------------------------------------------------------------------
-
-
-def test_a_parameter_used_only_before_the_boundary_is_reduced() -> None:
-    class TwoBranches(Scalar):
-        def __init__(self, **kwargs: Any) -> None:
-            super().__init__(**kwargs)
-            self.rare = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-            self.never = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
-
-        def loss(self, x: Any) -> Any:
-            return ((self.w + self.rare if x.numel() == 2 else self.w) * x).mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1.0, weight_decay=0.5)
-
-    module = TwoBranches(by_rank=[[x(1, 2), x(3)], [x(4), x(5)]])  # mosaicml/composer #9
-    fit(module, None, GradientAccumulation(2, check=False), strategy=ddp(find_unused_parameters=True), devices=2)
-    assert module.total == pytest.approx(15 / 5, rel=1e-15)
-    assert -module.rare.item() == pytest.approx(3 / 5, rel=1e-15)
-    assert module.never.item() == 1.0  # never used: no gradient, so no weight decay either
-
-
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
-def test_static_graph_works_19354_20704(sync: str) -> None:
-    module = Scalar(by_rank=[[x(i) for i in range(8)], [x(i, 2 * i) for i in range(8)]])
-    fit(module, None, strategy=ddp(static_graph=True, sync=sync), devices=2, accumulate_grad_batches=4)
-    expected = sum(torch.cat([*(x(i) for i in w), *(x(i, 2 * i) for i in w)]).mean().item() for w in (range(4), range(4, 8)))
-    assert module.total == pytest.approx(expected, rel=1e-14)  # Lightning: SystemError
-
-
-def test_labels_shifted_in_the_model_are_counted_as_the_model_counts() -> None:
-    """A naive count of ``labels != -100`` takes in position 0 of every row, which predicts nothing."""
-
-    class Shifts(Scalar):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            logits = torch.stack([self.w.expand_as(batch), torch.zeros_like(batch)], -1)
-            return F.cross_entropy(logits[:, :-1].flatten(0, 1), (batch[:, 1:] > 0).long().flatten())
-
-    module = Shifts([torch.ones(1, 9, dtype=torch.float64), torch.tensor([[1.0, -1.0]], dtype=torch.float64)])
-    fit(module, None, GradientAccumulation(2))
-    # 8 predictions of class 1 pull by +1/2 each, one of class 0 by -1/2
-    assert module.gradients == pytest.approx([(8 * 0.5 - 1 * 0.5) / 9], rel=1e-15)
-
-
-def test_manual_optimization_in_windows_5054() -> None:
-    """Lightning refuses it; Accelerate's wrapped optimizer lets the gradients of one optimizer's loss leak into the other's."""
-
-    class TwoOptimizers(Scalar):
-        def __init__(self, batches: Any) -> None:
-            super().__init__(batches)
-            self.automatic_optimization = False
-            self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD([parameter], lr=1.0) for parameter in (self.w, self.v)]
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            for optimizer, parameter in zip(self.optimizers(), (self.w, self.v), strict=True):
-                optimizer.zero_grad()  # clears what the other's loss has left there
-                self.manual_backward(((self.w + self.v) * batch).mean() * (1 if parameter is self.w else 2))
-            for optimizer in self.optimizers():
-                optimizer.step()
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            pass
-
-    batches = WINDOWS["micro-batches of 1 and 9 tokens, 20350"][0]
-    with pytest.raises(Exception, match="not supported for manual optimization"):
-        fit(TwoOptimizers(batches), None, strategy="auto", accumulate_grad_batches=2)
-    module = TwoOptimizers(batches)
-    fit(module, None, accumulate_grad_batches=2)
-    assert (-module.w.item(), -module.v.item()) == pytest.approx((3 * 4.6, 2 * 4.6), rel=1e-15)
 
 
 # --- figures that others have published: Accelerate's guides on gradient accumulation --------------------------------------

@@ -30,6 +30,7 @@ ENGINES = [
     on("fsdp2 of 4"),
     *(on(engine, sync="micro_batch") for engine in ("ddp", "fsdp2", "fsdp1", "fsdp2 and tensor", "fsdp1 by layer")),
     on("fsdp1 by layer"),
+    on("ddp", static_graph=True),
     on("fsdp2 of 4", sync="shard"),
     on("named mesh", mesh={"data_parallel": 2, "tensor_parallel": 2}),
     on("ddp", bucket_cap_mb=SMALL),
@@ -37,7 +38,6 @@ ENGINES = [
     on("ddp", bucket_cap_mb=SMALL, gradient_as_bucket_view=True, sync="micro_batch"),
     on("ddp", find_unused_parameters=True, bucket_cap_mb=SMALL),
     on("ddp", find_unused_parameters=True, gradient_as_bucket_view=True),
-    on("ddp", static_graph=True),
     on("ddp", static_graph=True, bucket_cap_mb=SMALL, gradient_as_bucket_view=True),
     on("ddp", broadcast_buffers=False),
 ]

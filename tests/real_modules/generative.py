@@ -59,21 +59,6 @@ class BetaAutoencoder(Autoencoder):
         return {"loss": losses["reconstruction"] + 4 * losses["kl"], **losses}
 
 
-@real_module("imputation of missing values", dealt(image))
-class MissingValues(Autoencoder):
-    """Reconstruction over what was seen, divergence over samples, with a learned scale of the noise and an annealed factor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_scale = nn.Parameter(torch.tensor(0.1))
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        z, *posterior = self.sample(batch)
-        distance = (self.decoder(z) - batch["x"]).square() * batch["seen"]
-        reconstruction = (-2 * self.log_scale).exp() * distance.sum() / batch["seen"].sum() + self.log_scale
-        return reconstruction + 0.1 * (1 + self.global_step) * self.divergence(*posterior).mean()
-
-
 @real_module("beta-TC-VAE", dealt(image), windows=ONE, split=by("encoder"))
 class TotalCorrelation(Autoencoder):
     """The density of a code is estimated from all posteriors of the batch."""
@@ -181,41 +166,3 @@ class TransportFromNoise(FlowMatching):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         x = batch["x"]
         return self.of_paths(torch.randn_like(x), x, torch.rand(len(x), 1))
-
-
-def ray(generator: Generator) -> dict[str, Tensor]:
-    """Some rays have a depth; more in some batches than in others."""
-    has_depth = torch.rand((), generator=generator) < 0.6
-    return {
-        "origin": torch.randn(3, generator=generator),
-        "direction": F.normalize(torch.randn(3, generator=generator), dim=0),
-        "color": torch.rand(3, generator=generator),
-        "depth": torch.rand((), generator=generator).where(has_depth, torch.tensor(math.nan)),
-        "jitter": torch.rand(6, generator=generator),
-    }
-
-
-@real_module("NeRF, coarse and fine, with depths of some rays", dealt(ray))
-class RadianceField(LightningModule):
-    """Colors of two renderings are means over rays, and the depth one over the rays that have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.coarse, self.fine = mlp(3, 8, 4), mlp(3, 8, 4)
-
-    def render(self, net: nn.Module, batch: dict[str, Tensor], at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        out = net(batch["origin"][:, None] + at[..., None] * batch["direction"][:, None])
-        passed = (-F.softplus(out[..., 3]) * 0.3).exp()
-        before = torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1].cumprod(1)], 1)
-        weight = before * (1 - passed)
-        return (weight[..., None] * out[..., :3].sigmoid()).sum(1), (weight * at).sum(1), weight
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        at = (torch.arange(6) + batch["jitter"]) / 6
-        coarse, _, weight = self.render(self.coarse, batch, at)
-        cumulated = (weight.detach() + 0.01).cumsum(1)
-        drawn = torch.searchsorted(cumulated / cumulated[:, -1:], at.contiguous()).clamp(max=5)
-        fine, depth, _ = self.render(self.fine, batch, torch.cat([at, at.gather(1, drawn) + 0.05], 1).sort(1).values)
-        has_depth = ~batch["depth"].isnan()
-        of_depth = (depth - batch["depth"])[has_depth].abs().sum() / has_depth.sum().clamp(min=1)
-        return F.mse_loss(coarse, batch["color"]) + F.mse_loss(fine, batch["color"]) + 0.1 * of_depth

@@ -1,14 +1,17 @@
-"""Text and speech."""
+"""Text: preferences and retrieval."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Generator, Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from real_modules.expected import ONE, by
 from real_modules.table import dealt, padded, randint, real_module
 
 WORDS = 11
@@ -16,27 +19,6 @@ WORDS = 11
 
 def words(generator: Generator, shortest: int = 3, longest: int = 8) -> Tensor:
     return torch.randint(1, WORDS, (randint(shortest, longest, generator),), generator=generator)
-
-
-def translated(generator: Generator) -> dict[str, Tensor]:
-    return {"source": words(generator), "target": words(generator, 4, 9)}
-
-
-@real_module("sequence to sequence translation", dealt(translated), collate=padded())
-class TranslationWithLabelSmoothing(LightningModule):
-    """Attends to the source; 0 is padding in both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.source, self.target = nn.Embedding(WORDS, 6, padding_idx=0), nn.Embedding(WORDS, 6, padding_idx=0)
-        self.decoder, self.head = nn.GRU(6, 6, batch_first=True), nn.Linear(12, WORDS)
-        self.criterion = nn.CrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        memory, (queries, _) = self.source(batch["source"]), self.decoder(self.target(batch["target"][:, :-1]))
-        scores = (queries @ memory.mT).masked_fill((batch["source"] == 0).unsqueeze(1), -1e9)
-        logits = self.head(torch.cat([queries, scores.softmax(-1) @ memory], dim=-1))
-        return self.criterion(logits.reshape(-1, WORDS), batch["target"][:, 1:].reshape(-1))
 
 
 def answered(generator: Generator) -> dict[str, Tensor]:
@@ -72,3 +54,32 @@ class DirectPreferenceOptimization(LightningModule):
         of_pairs = -F.logsigmoid(0.1 * margin).mean()
         self.log_dict({"of_pairs": of_pairs, "accuracy": (margin > 0).double().mean()})
         return of_pairs - 0.2 * chosen.sum() / mask.sum()
+
+
+def retrieved(generator: Generator) -> dict[str, Tensor]:
+    """A question, a context that answers it, and one that does not."""
+    return {"query": words(generator), "good": words(generator), "bad": words(generator)}
+
+
+def two_contexts_a_query(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Twice as many contexts as queries."""
+    contexts = [row[name] for row in rows for name in ("good", "bad")]
+    queries = padded()([{"query": row["query"]} for row in rows])
+    return {**queries, "contexts": pad_sequence(contexts, True), "good": 2 * torch.arange(len(rows))}
+
+
+@real_module(
+    *("dense passage retrieval", dealt(retrieved)), collate=two_contexts_a_query, windows=ONE, split=by("query", "context")
+)
+class TwoContextsAQuery(LightningModule):
+    """Each query has to find its own among all contexts of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.context = (nn.Sequential(nn.Embedding(WORDS, 6), nn.Linear(6, 6)) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        queries, contexts = batch["query"], batch["contexts"]
+        of_queries = (self.query(queries).tanh() * (queries > 0)[..., None]).sum(1)
+        of_contexts = (self.context(contexts).tanh() * (contexts > 0)[..., None]).sum(1)
+        return F.cross_entropy(of_queries @ of_contexts.T, batch["good"])

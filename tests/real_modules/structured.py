@@ -1,4 +1,4 @@
-"""Graphs, trajectories, series, and losses that are sums of many things."""
+"""Graphs, series, and losses that are sums of many things."""
 
 from __future__ import annotations
 
@@ -149,37 +149,6 @@ class EnergiesForcesAndBonds(LightningModule):
         of_bonds = F.cross_entropy(self.kind(messages), batch["kinds"])
         self.log("energy", F.l1_loss(energy, batch["energy"]), batch_size=len(energy))
         return 0.1 * F.mse_loss(energy, batch["energy"]) + (slope + batch["forces"]).square().sum(-1).mean() + of_bonds
-
-
-# --- space and time ----------------------------------------------------------------------------------------------------
-
-
-def scene(generator: Generator) -> dict[str, Tensor]:
-    """Agents that are seen for some steps, in a scene of up to five."""
-    is_seen = torch.rand(5, 6, generator=generator) < 0.7
-    is_seen[randint(1, 5, generator) :] = False
-    is_seen[0, -1] = True
-    return {"past": torch.randn(5, 4, generator=generator), "future": torch.randn(5, 6, 2, generator=generator), "is_seen": is_seen}
-
-
-@real_module("motion prediction", dealt(scene))
-class TrajectoriesOfMaskedAgents(LightningModule):
-    """The best of three modes for each agent: means over agents, over steps that were seen, and over scenes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.modes, self.scores = nn.Linear(4, 8), nn.Linear(8, 3 * 12), nn.Linear(8, 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        hidden, is_seen = torch.relu(self.encoder(batch["past"])), batch["is_seen"]
-        paths = self.modes(hidden).unflatten(-1, (3, 6, 2))
-        errors = (paths - batch["future"].unsqueeze(2)).square().sum(-1) * is_seen.unsqueeze(2)
-        best = errors.detach().sum(-1).argmin(-1)
-        agents = is_seen.any(-1)
-        of_modes = F.cross_entropy(self.scores(hidden)[agents], best[agents])
-        of_paths = errors.gather(2, best[..., None, None].expand(-1, -1, 1, 6)).sum() / is_seen.sum()
-        end_of_first = F.smooth_l1_loss(paths[:, 0, 0, -1], batch["future"][:, 0, -1])
-        return of_paths + 0.5 * of_modes + 0.2 * end_of_first
 
 
 def series(generator: Generator) -> tuple[Tensor, Tensor]:
