@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -36,10 +37,11 @@ class LoaderBatch(NamedTuple):
     is_stopped: bool = False
 
 
+@dataclass(eq=False)
 class Ranks:
     """The ranks of a training, and those among them whose gradients are averaged.
 
-    Args:
+    Attributes:
         device: of this rank.
         size: ranks whose gradients are averaged.
         group: these ranks; None for all.
@@ -49,27 +51,20 @@ class Ranks:
         same_rows: so many of those whose gradients are averaged have parts of the same rows.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        size: int = 1,
-        group: dist.ProcessGroup | None = None,
-        world_size: int = 1,
-        rank: int = 0,
-        timeout: timedelta | None = None,
-        same_rows: int = 1,
-    ) -> None:
-        self.device = device
-        self.size = size
-        self.same_rows = same_rows
-        self.group = group
-        self.world_size = world_size
-        self.rank = rank
+    device: torch.device
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    world_size: int = 1
+    rank: int = 0
+    timeout: timedelta | None = None
+    same_rows: int = 1
+
+    def __post_init__(self) -> None:
         self._world: dist.ProcessGroup | None = None
-        self._device = device
-        if world_size > 1 and device.type != "cpu" and dist.is_gloo_available():
+        self._device = self.device
+        if self.world_size > 1 and self.device.type != "cpu" and dist.is_gloo_available():
             # from host to host: the answer is needed there, and asking for it on the device would wait for all that it has to do
-            self._world, self._device = dist.new_group(backend="gloo", timeout=timeout), torch.device("cpu")
+            self._world, self._device = dist.new_group(backend="gloo", timeout=self.timeout), torch.device("cpu")
 
     @property
     def is_first(self) -> bool:

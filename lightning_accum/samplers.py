@@ -6,58 +6,20 @@ import math
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from copy import copy
 from heapq import heapreplace
 from itertools import islice, pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from torch import distributed as dist
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 from typing_extensions import override
 
 from lightning_accum.errors import ArgumentError, WrongTypeError
 from lightning_accum.policy import is_natural
 
-T = TypeVar("T")
 
-
-class Resumable:
-    """A sampler that knows its place in an epoch, for loaders that save it in checkpoints: torchdata's ``StatefulDataLoader``."""
-
-    epoch: int
-    _yielded = _begin_at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        """The place in the data."""
-        return {"epoch": self.epoch, "yielded": self._yielded, "ranks": self.find_ranks()}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Begin the next iteration where :meth:`state_dict` was taken, on any number of ranks; at an end, at the beginning."""
-        self.set_epoch(state["epoch"])
-        own = self.find_ranks()
-        self._begin_at = state["yielded"] * state.get("ranks", own) // own % max(1, len(self))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch. Lightning calls it."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def find_ranks(self) -> int:
-        """Have the ranks be those of the process group, unless they were set. Returns how many share the samples."""
-        raise NotImplementedError
-
-    def _resumed(self, items: Iterable[T]) -> Iterator[T]:
-        """What is left of the items of an epoch."""
-        self._yielded, self._begin_at = self._begin_at, 0
-        for item in islice(items, self._yielded, None):
-            self._yielded += 1
-            yield item
-
-
-class SameOrderSampler(Resumable, DistributedSampler[int]):
-    """The same global order on any number of ranks, without repeats.
+class SameOrderSampler(DistributedSampler[Any]):
+    """The same global order on any number of ranks, without repeats; a ``StatefulDataLoader`` of torchdata resumes it anywhere.
 
     An epoch has the order of :class:`torch.utils.data.DistributedSampler` with the same seed, which is also the sampler that
     Lightning injects. Of R ranks, rank r gets the positions r, r + R, r + 2R, ... of it. A window of B samples, B / R from
@@ -65,8 +27,7 @@ class SameOrderSampler(Resumable, DistributedSampler[int]):
     here some ranks get one sample fewer than others, and may end the epoch one batch earlier.
 
     Lightning leaves a loader alone that has this as its ``sampler``; inside a ``batch_sampler`` Lightning replaces it. The ranks
-    come from the process group at the time of the iteration, or from :meth:`deal`; without either there is one. The attributes
-    ``num_replicas`` and ``rank`` were set by the last iteration, :func:`len` or :meth:`deal`.
+    come from the process group at the time of the iteration, or from :meth:`deal`; without either there is one.
 
     Args:
         dataset: what is sampled; it needs a length.
@@ -96,6 +57,7 @@ class SameOrderSampler(Resumable, DistributedSampler[int]):
     """
 
     _is_dealt = False
+    _yielded = _begin_at = 0
 
     def __init__(self, dataset: Dataset[Any], shuffle: bool = True, seed: int = 0) -> None:
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
@@ -124,24 +86,42 @@ class SameOrderSampler(Resumable, DistributedSampler[int]):
         self._is_dealt = True
         self.num_replicas, self.rank = num_replicas, rank
 
-    def __iter__(self) -> Iterator[int]:
+    @override
+    def __iter__(self) -> Iterator[Any]:
         """The indices of this rank's samples."""
-        self.find_ranks()
-        return self._resumed(super().__iter__())
+        self._yielded, self._begin_at = self._begin_at, 0
+        for item in islice(self._items(), self._yielded, None):
+            self._yielded += 1
+            yield item
 
-    def __len__(self) -> int:
-        """How many samples this rank gets."""
-        self.find_ranks()
-        return self.num_samples
+    def _items(self) -> Iterable[Any]:
+        """What this rank gets in an epoch."""
+        self._find_ranks()
+        return super().__iter__()
 
     @override
-    def find_ranks(self) -> int:
-        """Have the ranks be those of the process group, unless they were set. Returns how many share the samples."""
+    def __len__(self) -> int:
+        """How many samples this rank gets."""
+        self._find_ranks()
+        return self.num_samples
+
+    def _find_ranks(self) -> None:
+        """Have the ranks be those of the process group, unless they were set."""
         if not self._is_dealt:  # each time anew: a length may have been asked for before there were processes
             has_group = dist.is_available() and dist.is_initialized()
             self.num_replicas, self.rank = (dist.get_world_size(), dist.get_rank()) if has_group else (1, 0)
         leave_out_repeats(self)
-        return self.num_replicas
+
+    def state_dict(self) -> dict[str, int]:
+        """The position in the data."""
+        self._find_ranks()
+        return {"epoch": self.epoch, "yielded": self._yielded, "ranks": self.num_replicas}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Begin the next iteration where :meth:`state_dict` was taken, on any number of ranks; at an end, at the beginning."""
+        self.set_epoch(state["epoch"])
+        length, own = len(self), self.num_replicas
+        self._begin_at = state["yielded"] * state.get("ranks", own) // own % max(1, length)
 
 
 def leave_out_repeats(sampler: DistributedSampler[Any]) -> None:
@@ -168,21 +148,20 @@ def leave_out_repeats(sampler: DistributedSampler[Any]) -> None:
 # --- equal work for all ranks ----------------------------------------------------------------------------------------
 
 
-class BalancedBatchSampler(Resumable, Sampler[list[int]]):
+class BalancedBatchSampler(SameOrderSampler):
     """A ``batch_sampler`` that gives the ranks equal work: the windows of :class:`SameOrderSampler`, shared out by length.
 
-    A window is ``window`` loader batches of every rank, ``window * ranks * batch_size`` samples. It holds the same samples as it
-    does with a :class:`SameOrderSampler` of the same seed, in every epoch, so a training that is exact in its windows goes the
-    same way. Which rank gets which of them is chosen so that the sums of their lengths are about even: longest first, each to the
-    rank with the least. Inside a rank the longest samples come first, in batches of about as many samples each.
+    A window is ``window`` loader batches of every rank, ``window * ranks * batch_size`` samples: the same samples as with a
+    :class:`SameOrderSampler` of the same seed, so a training that is exact in its windows goes the same way. They are shared out
+    so that the sums of their lengths are about even: longest first, each to the rank with the least. Inside a rank the longest
+    samples come first, in batches of about as many samples each.
 
     Ranks and batches have different numbers of samples, so gradients need weights: use it with the strategies of this package,
     and a ``GradientAccumulation`` of as many loader batches as ``window``. Every rank has the same number of loader batches,
     except in an epoch whose last window has fewer samples than there are ranks: some ranks then get no batch of it.
 
     With these strategies Lightning leaves the loader alone, and sets the ranks and the epoch. Elsewhere pass
-    ``Trainer(use_distributed_sampler=False)``; the ranks come from the process group at the time of the iteration, unless
-    :meth:`deal` has set them.
+    ``Trainer(use_distributed_sampler=False)``.
 
     Args:
         lengths: the length of each sample, in the order of the dataset, as a list, an array or a tensor; or its cost, such as
@@ -213,37 +192,20 @@ class BalancedBatchSampler(Resumable, Sampler[list[int]]):
         for name, value in (("batch_size", batch_size), ("window", window)):
             if not is_natural(value):
                 raise ArgumentError(f"BalancedBatchSampler({name}={value!r}): expected a whole number from 1")
-        self.batch_size, self.window, self._lengths = batch_size, window, _read_lengths(lengths)
-        self.sampler = SameOrderSampler(range(len(self._lengths)), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
-        """Has the order of the samples, the ranks, and the epoch, for which Lightning looks here."""
-
-    def deal(self, num_replicas: int, rank: int) -> None:
-        """Set the ranks, as :meth:`SameOrderSampler.deal` does."""
-        self.sampler.deal(num_replicas, rank)
+        # not batch_size: by that and drop_last Lightning takes a batch sampler for one that it can make anew
+        self._batch_size, self.window, self._lengths = batch_size, window, _read_lengths(lengths)
+        super().__init__(range(len(self._lengths)), shuffle, seed)  # type: ignore[arg-type]
 
     @property
-    def epoch(self) -> int:  # type: ignore[override]
-        """That whose order is next."""
-        return self.sampler.epoch
+    def sampler(self) -> BalancedBatchSampler:
+        """Where Lightning looks for ``set_epoch``."""
+        return self
 
     @override
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch. Lightning calls that of :attr:`sampler`."""
-        self.sampler.set_epoch(epoch)
-
-    @override
-    def find_ranks(self) -> int:
-        """Have the ranks be those of the process group, as :meth:`SameOrderSampler.find_ranks` does."""
-        return self.sampler.find_ranks()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """The indices of this rank's samples, a list for each of its loader batches."""
-        return self._resumed(self._of_epoch())
-
-    def _of_epoch(self) -> Iterator[list[int]]:
-        of_all = copy(self.sampler)
-        of_all.deal(1, rank=0)
-        self.find_ranks()
+    def _items(self) -> Iterator[list[int]]:
+        of_all: DistributedSampler[int] = DistributedSampler(self.dataset, 1, 0, self.shuffle, self.seed)
+        of_all.set_epoch(self.epoch)
+        self._find_ranks()
         order, size = list(of_all), self._samples_in_window
         for start in range(0, len(order), size):
             yield from self._of_this_rank(order[start : start + size])
@@ -251,18 +213,19 @@ class BalancedBatchSampler(Resumable, Sampler[list[int]]):
     def _of_this_rank(self, indices: Sequence[int]) -> list[list[int]]:
         """The loader batches that this rank has of a window."""
         batches = self._batches_of(len(indices))
-        at_least = batches if len(indices) >= self.sampler.num_replicas else 0
+        at_least = batches if len(indices) >= self.num_replicas else 0
         lengths = [self._lengths[index] for index in indices]
-        own = share_evenly(lengths, self.sampler.num_replicas, at_least)[self.sampler.rank]
+        own = share_evenly(lengths, self.num_replicas, at_least)[self.rank]
         by_length = [indices[place] for place in sorted(own, key=lengths.__getitem__, reverse=True)]
         ends = [len(own) * number // batches for number in range(batches + 1)]
         return [by_length[start:end] for start, end in pairwise(ends) if end > start]
 
+    @override
     def __len__(self) -> int:
         """How many loader batches this rank gets in an epoch."""
-        self.find_ranks()
+        self._find_ranks()
         windows, rest = divmod(len(self._lengths), self._samples_in_window)
-        return windows * self.window + (self._batches_of(rest) if self.sampler.rank < rest else 0)
+        return windows * self.window + (self._batches_of(rest) if self.rank < rest else 0)
 
     def check_length_of(self, dataset: object) -> None:
         """Refuse a dataset of another number of samples.
@@ -279,17 +242,17 @@ class BalancedBatchSampler(Resumable, Sampler[list[int]]):
     @property
     def digest(self) -> int:
         """A number that is the same on two ranks only if they share out the same samples alike."""
-        numbers = array("d", [*self._lengths, self.batch_size, self.window, self.sampler.shuffle, self.sampler.seed])
+        numbers = array("d", [*self._lengths, self._batch_size, self.window, self.shuffle, self.seed])
         return zlib.crc32(numbers.tobytes())
 
     @property
     def _samples_in_window(self) -> int:
-        return self.window * self.sampler.num_replicas * self.batch_size
+        return self.window * self.num_replicas * self._batch_size
 
     def _batches_of(self, samples: int) -> int:
         """The loader batches that each rank has of a window of so many samples: no more than it can have samples."""
-        ranks = self.sampler.num_replicas
-        return min(math.ceil(samples / (ranks * self.batch_size)), max(1, samples // ranks))
+        ranks = self.num_replicas
+        return min(math.ceil(samples / (ranks * self._batch_size)), max(1, samples // ranks))
 
 
 def _read_lengths(lengths: Any) -> list[float]:
