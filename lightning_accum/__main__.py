@@ -17,13 +17,7 @@ from lightning_accum.errors import ArgumentError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Returns:
-        The exit status: 0 for success, 1 where the command ran and failed.
-
-    Raises:
-        SystemExit: with status 2 if the arguments are wrong, with 0 for ``--help``.
+    """Run the command line. Returns the exit status: 0 for success, 1 if the command failed; exits with 2 for wrong arguments.
 
     Example:
         >>> main(["demo", "--epochs", "0"])
@@ -116,7 +110,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         return 1
     arguments.out.mkdir(parents=True, exist_ok=True)  # not to learn after a minute of training that there can be none
     print("One small language model, trained 11 times with 32 samples a step: a minute.\n", flush=True)
-    from lightning_accum.demo.run import run_demo
+    from lightning_accum.demo import run_demo
 
     return run_demo(arguments.epochs, arguments.out)
 

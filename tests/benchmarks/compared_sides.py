@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_accum import GradientAccumulation, SameOrderSampler
-from lightning_accum.demo.model import ByteModel, collate, count_targets
+from lightning_accum.demo import ByteModel, collate, count_targets
 
 GLOBAL_BATCH, MICRO_BATCH, SEED = 32, 4, 5
 

@@ -211,8 +211,7 @@ def test_nothing_above_the_line_imports_lightning_or_what_is_below() -> None:
 
 
 ON_THE_HOST = {
-    "demo/model.py": "the demo trains there",
-    "demo/run.py": "the demo trains there",
+    "demo.py": "the demo trains there",
     "trainer/results.py": "numbers for a logger, the mean of an epoch",
     "trainer/noise.py": "numbers of a checkpoint",
     "parameter_changes.py": "the type of what is there already",
