@@ -140,13 +140,12 @@ def compare_window_with_batch(
     """
     make = partial(copy.deepcopy, module) if isinstance(module, nn.Module) else module
     trainer = {"accelerator": "cpu", "use_distributed_sampler": False, "max_epochs": 1, **QUIET, **(trainer or {})}
-    size: Any
+    size, tail, data = trainer.get("accumulate_grad_batches", 1), "step", batches
     if isinstance(policy, int):
-        in_windows, size, tail = {**trainer, "accumulate_grad_batches": policy}, policy, "step"
+        in_windows, size = {**trainer, "accumulate_grad_batches": policy}, policy
     else:
         in_windows = {**trainer, "callbacks": [copy.deepcopy(policy), *trainer.get("callbacks", [])]}
-        size, tail = policy.policy.window or trainer.get("accumulate_grad_batches", 1), policy.policy.tail
-    data = batches
+        size, tail = policy.policy.window or size, policy.policy.tail
     if isinstance(batches, Sequence):
         each = [list(own) for own in batches] if by_rank else [list(batches[rank::devices]) for rank in range(devices)]
         data = _Dealt(each, collate)
@@ -154,11 +153,9 @@ def compare_window_with_batch(
     if windows is None:
         raise ArgumentError("Pass windows=, the rows of each: they are counted for so many loader batches of a list alone.")
     kind = strategy if isinstance(strategy, str) else strategy()
-    in_windows = {**in_windows, "strategy": kind, "devices": devices, "max_epochs": epochs}
-    results = _train(make(), data, optimizer, in_windows, ckpt_path)
-    full = _Dealt([windows], collate)
+    results = _train(make(), data, optimizer, {**in_windows, "strategy": kind, "devices": devices, "max_epochs": epochs}, ckpt_path)
     on_batches = {**trainer, "strategy": "auto", "devices": 1, "limit_train_batches": 1.0, **(reference or {})}
-    (expected,) = _train(make(), full, optimizer, on_batches)
+    (expected,) = _train(make(), _Dealt([windows], collate), optimizer, on_batches)
     before, losses = expected["before"], expected["losses"]
     if ckpt_path is None and distance(results[0]["before"], before) != 0:
         raise ArgumentError("module makes modules that differ from the beginning. Set a seed in it, or pass a module.")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -69,23 +69,18 @@ class Comparison:
         self.layout: Layout | None = None
         with suppress(UnsplittableBatchError):
             self.layout = Layout(full)
-
-    @property
-    def rows(self) -> int | None:
-        """Samples in the full batch, if it shows them."""
-        return None if self.layout is None else self.layout.size
+        self.rows = None if self.layout is None else self.layout.size
 
     def reversed(self) -> Any:
         """The full batch with its rows in the other order: the same mean, added up differently."""
-        return self.full if self.layout is None else self.layout.take(list(reversed(range(self.layout.size))))
+        return self.full if self.layout is None else self.layout.take([*range(self.layout.size)][::-1])
 
     def padded(self) -> list[Any]:
         """The loader batches with the padding that they have in the full batch; none if there is no such padding."""
         if self.layout is None or not self.padding:
             return []
-        rows = iter(range(self.layout.size))
-        sizes = [Layout(batch, self.layout.kinds).size for batch in self.batches]
-        return [self.layout.take(list(islice(rows, size))) for size in sizes]
+        ends = [0, *accumulate(Layout(batch, self.layout.kinds).size for batch in self.batches)]
+        return [self.layout.take([*range(*both)]) for both in pairwise(ends)]
 
 
 class Diagnosis:
@@ -115,28 +110,26 @@ class Diagnosis:
             self.window = self._runner.accumulated(comparison.batches, self.change, self.full.gradients)
         self.loss, self.gradient = self.window.loss, Difference.between(self.window.gradient, self.full.gradient)
         if self.gradient.largest <= self.tolerance:
-            self._check_step(self.window)
+            self._check_step()
         if not self.breaks and (refusal is not None or self.gradient.largest > self.tolerance):
             self._find_breaks(refusal)  # beside random numbers nothing else can be found out
-        self._check_buffers(self.window)
+        self._check_buffers()
 
     def _add(self, name: str, found: str, size: float, without: float | None = None, mend: str | None = None) -> None:
         self.breaks.append(Break(name, found, size, without, mend or _MENDS[name]))
 
     def _measure_noise(self) -> float:
         """How far the full batch is from itself. What is more than rounding is looked into."""
-        most, drawn = most_noise(self.full.dtype), self.full
-        for self.change in (Change(), Change(evens_noise=True)):
-            self.full = drawn if self.change == Change() else self._runner.full(self._comparison.full, self.change)
+        most, noise = most_noise(self.full.dtype), self._from_itself(self._comparison.reversed())
+        if noise > most:
+            self.change = Change(evens_noise=True)
+            self.full = self._runner.full(self._comparison.full, self.change)
             noise = self._from_itself(self._comparison.reversed())
-            if noise <= most:
-                break
         of_itself = noise if noise <= most else self._from_itself(self._comparison.full)
         if of_itself > most:
-            found = (
-                "The full batch, run twice, gives two gradients: it has non-deterministic operations, or draws random numbers that"
-            )
-            self._add("random numbers", f"{found} cannot be made the same for batches of all sizes (a permutation).", of_itself)
+            found = "The full batch, run twice, gives two gradients: its operations are not deterministic, or it draws random"
+            found += " numbers that cannot be the same for batches of all sizes (a permutation)."
+            self._add("random numbers", found, of_itself)
         elif self.full.noise:
             self.notes.append(
                 f"Random numbers ({', '.join(sorted(self.full.noise))}) were made the same for every row, to compare batches of"
@@ -182,7 +175,7 @@ class Diagnosis:
     def _look_into_the_rest(self, full: Step, batches: Sequence[Any], left: float) -> None:
         """What cannot be taken out, and the check has not seen."""
         # the mean of the same batch twice is the batch's own: what differs was carried from one to the other
-        twice = self._runner.twice(self._comparison.full, self.change._replace(fixes_batch_idx=True))
+        twice = self._runner.full(self._comparison.full, self.change._replace(fixes_batch_idx=True), times=2)
         if (carried := _difference(twice, full)) > self.tolerance:
             found = "The same batch twice gives another gradient than once: the module carries something to the next training_step"
             self._add("state", f"{found} (a hidden state, a counter, a buffer that each forward updates).", carried)
@@ -197,21 +190,19 @@ class Diagnosis:
 
     # --- what comes after the gradients -------------------------------------------------------------------------------
 
-    def _check_step(self, window: Step) -> None:
-        if elsewhere(window, self.full):
+    def _check_step(self) -> None:
+        if moved_differently(self.window, self.full):
             found = "The gradients are equal, but the steps move the parameters differently: the learning rate, the optimizer or a"
             self._add("optimizer step", f"{found} hook around the step differs.", self.gradient.largest)
         if all(torch.equal(after, self.full.before[name]) for name, after in self.full.after.items()):
             self.notes.append("The step moved no parameter, as with a learning rate that begins at 0: gradients were compared.")
 
-    def _check_buffers(self, window: Step) -> None:
+    def _check_buffers(self) -> None:
         """What the steps after this one go by."""
         if any(found.name in ("BatchNorm", "state", "random numbers") for found in self.breaks):
             return
         most = max(self.tolerance, _SMALLEST_DIFFERENCE_OF_BUFFERS)
-        differences = {name: difference(window.buffers.get(name), buffer) for name, buffer in self.full.buffers.items()}
-        changed = {name: value for name, value in differences.items() if value > most}
-        if changed:
+        if changed := differing(self.window.buffers, self.full.buffers, most):
             updated = [layer for layer in self.full.batch_norm if any(name.startswith(f"{layer}.") for name in changed)]
             found = f"After the step {listed(list(changed))} differ by {max(changed.values()):.1e}"
             found += " from their values after the full batch: each forward updates them once."
@@ -225,8 +216,7 @@ def _difference(step: Step, full: Step) -> float:
 # --- how far two steps are apart --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """How much two sets of tensors differ, relative to the second: all together, and each by name."""
 
     overall: float
@@ -238,28 +228,27 @@ class Difference:
         return max(math.inf if math.isnan(value) else value for value in (self.overall, *self.by_name.values()))
 
     @classmethod
-    def between(cls, found: Tensors, expected: Tensors) -> Difference:
-        """Measure. A tensor that is much smaller than is typical is measured by a share of that size."""
-        distances = {name: _distance(found[name], tensor) for name, tensor in expected.items()}
+    def between(cls, found: Mapping[str, Tensor | None], expected: Tensors) -> Difference:
+        """Measure. A missing tensor, or one of another shape, differs infinitely; a tiny one is measured by the typical size."""
+        distances = {name: _distance(found.get(name), tensor) for name, tensor in expected.items()}
         sizes = {name: _norm(tensor) for name, tensor in expected.items()}
         size, elements = math.hypot(*sizes.values()), sum(tensor.numel() for tensor in expected.values())
         typical = _SMALLEST_SHARE * size / math.sqrt(max(1, elements))
         least = {name: max(sizes[name], typical * math.sqrt(tensor.numel())) for name, tensor in expected.items()}
-        by_name = {name: _ratio(distances[name], least[name]) for name in expected}
-        return cls(_ratio(math.hypot(*distances.values()), size), by_name)
+        return cls(_ratio(math.hypot(*distances.values()), size), {name: _ratio(distances[name], least[name]) for name in least})
 
 
-def difference(found: Tensor | None, expected: Tensor) -> float:
-    """How far a tensor is from another, relative to it; infinite if it is missing or of another shape."""
-    if found is None or found.shape != expected.shape:
-        return math.inf
-    return Difference.between({"": found}, {"": expected}).largest
+def differing(found: Tensors, expected: Tensors, most: float) -> dict[str, float]:
+    """The tensors that differ by more than ``most``, each relative to itself, and by how much."""
+    sizes = {name: Difference.between(found, {name: tensor}).largest for name, tensor in expected.items()}
+    return {name: size for name, size in sizes.items() if size > most}
 
 
-def elsewhere(step: Step, full: Step) -> list[str]:
-    """The parameters that are not where the same gradient has taken those of the full batch, up to the optimizer's rounding."""
+def moved_differently(step: Step, full: Step) -> list[str]:
+    """The parameters that the same gradient has not moved to the same values, up to the optimizer's rounding."""
 
     def rounding(name: str, tensor: Tensor) -> float:
+        """Of a step, and of the parameter itself."""
         eps = torch.finfo(tensor.dtype).eps
         return 1024 * eps * _distance(tensor, full.before[name]) + 4 * eps * _norm(tensor)
 
@@ -278,15 +267,15 @@ def most_noise(dtype: torch.dtype) -> float:
     return min((2**16 if dtype == torch.float64 else 2**12) * torch.finfo(dtype).eps, 0.25)
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    return 0.0 if torch.equal(a, b) else _norm(a.to(torch.float64) - b.to(torch.float64))
+def _distance(found: Tensor | None, expected: Tensor) -> float:
+    if found is None or found.shape != expected.shape:
+        return math.inf
+    return 0.0 if torch.equal(found, expected) else _norm(found.double() - expected.double())
 
 
 def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.to(torch.float64)))
+    return float(torch.linalg.vector_norm(tensor.double()))
 
 
 def _ratio(part: float, whole: float) -> float:
-    if whole == 0:
-        return 0.0 if part == 0 else math.inf
-    return part / whole
+    return part / whole if whole else math.inf if part else 0.0

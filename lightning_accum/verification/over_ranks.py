@@ -23,8 +23,21 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from lightning_accum.trainer.from_lightning import MisconfiguredError, Strategy, fabric, pl
 from lightning_accum.trainer.model_parallel import ModelParallelAccumulationStrategy
 from lightning_accum.user_warnings import listed
-from lightning_accum.verification.examination import Break, Comparison, Diagnosis, Difference, difference, elsewhere
-from lightning_accum.verification.step import Change, Step, StepRecorder, StepRunner, Tensors
+from lightning_accum.verification.examination import Break, Comparison, Diagnosis, Difference, differing, moved_differently
+from lightning_accum.verification.step import Change, Step, StepRunner, Tensors
+
+_OTHER_LOSSES = (
+    "Return the loss as one process would. Look for what depends on the rank or the number of ranks: parameters and buffers made"
+    " from other random numbers (seed_everything with one seed), factors in training_step, random numbers in it, and attributes."
+)
+_OTHER_GRADIENTS = (
+    "Look for what multiplies losses or gradients by the rank or the number of ranks, for communication hooks, and for parameters"
+    " that no group reduces."
+)
+_OTHER_STEPS = (
+    "Compare what configure_optimizers and the hooks around the step do on each rank: they may depend on the rank or on the number"
+    " of ranks."
+)
 
 
 class OverRanks:
@@ -49,9 +62,6 @@ class OverRanks:
 
     def _of_losses(self, parts: Sequence[Step]) -> list[Break]:
         """Losses of ranks that are others than those of the same rows in one process."""
-        mend = "Return the loss as one process would. Look for what goes by the rank or the number of ranks: parameters and buffers"
-        mend += " that were made from other random numbers (seed_everything with one seed), factors in training_step, random"
-        mend += " numbers in it, and attributes."
         breaks = []
         for rank, (step, part) in enumerate(zip(self._steps, parts, strict=True)):
             own, alone = (torch.tensor(one.losses, dtype=torch.float64) for one in (step, part))
@@ -59,40 +69,37 @@ class OverRanks:
                 found = f"Rank {rank} has {len(own)} micro-batches with a loss, and one process has {len(alone)} on the same rows."
             elif not torch.allclose(own, alone, rtol=16 * self._tolerance, atol=0.0, equal_nan=True):
                 worst = int((own - alone).abs().argmax())
-                found = f"A micro-batch of rank {rank} has the loss {own[worst]:.9g}, and in one process {alone[worst]:.9g}"
-                found += f": {own[worst] / alone[worst]:.6g} times."
+                times = f"{alone[worst]:.9g}: {own[worst] / alone[worst]:.6g} times."
+                found = f"A micro-batch of rank {rank} has the loss {own[worst]:.9g}, and in one process {times}"
             else:
                 continue
             seen, expected = {**step.before, **step.buffers}, {**part.before, **part.buffers}
-            if others := [name for name, tensor in expected.items() if difference(seen.get(name), tensor) > self._tolerance]:
+            if others := list(differing(seen, expected, self._tolerance)):
                 found += f" {listed(others)} {'are' if len(others) > 1 else 'is'} not what one process has."
-            breaks.append(self._break("loss of a rank", found, mend))
+            breaks.append(self._break("loss of a rank", found, _OTHER_LOSSES))
         return breaks
 
     def _of_gradients(self, parts: Sequence[Step]) -> Break:
         """The losses are right, so what becomes of their gradients is not: by what multiples of the ranks' own is it seen?"""
         off = [name for name, size in self.gradient.by_name.items() if not size <= self._tolerance]
         found = f"The losses are right, but on rank {self._worst} the reduced gradients of {listed(off)} are not the full batch's"
-        flat = (
-            torch.cat([step.gradient[name].to(torch.float64).flatten() for name in off])
-            for step in (self._full, self._steps[self._worst], *parts)
-        )
-        expected, seen, *own = flat
+        steps = (self._full, self._steps[self._worst], *parts)
+        expected, seen, *own = (torch.cat([step.gradient[name].double().flatten() for name in off]) for step in steps)
         columns, targets = torch.stack(own, 1), torch.stack([expected, seen], 1)
         weights = torch.linalg.lstsq(columns, targets, driver="gelsd").solution
         if bool((targets - columns @ weights).norm() <= max(100 * self._tolerance, 1e-9) * targets.norm()):
             counts = ", ".join(f"{count:.6g}" for count in (weights[:, 1] / weights[:, 0]).tolist())
             found += f": the rows of ranks 0 to {self.ranks - 1} count {counts} times as much as they should"
-        mend = "Look for what multiplies losses or gradients by the rank or the number of ranks, for communication hooks, and for"
-        return self._break("gradients of the ranks", f"{found}.", f"{mend} parameters that no group reduces.")
+        return self._break("gradients of the ranks", f"{found}.", _OTHER_GRADIENTS)
 
     def _of_step(self) -> list[Break]:
         """Steps of ranks that do not end where the full batch's did, from the same gradients."""
-        mend = "Compare what configure_optimizers and the hooks around the step do on each rank: they may go by the rank or by the"
-        mend += " number of ranks."
-        moved = {rank: off for rank, step in enumerate(self._steps) if (off := elsewhere(step, self._full))}
+        moved = {rank: off for rank, step in enumerate(self._steps) if (off := moved_differently(step, self._full))}
         found = "Rank {} has the gradient of the full batch, but its step moves {} differently."
-        return [self._break(f"optimizer step of rank {rank}", found.format(rank, listed(off)), mend) for rank, off in moved.items()]
+        return [
+            self._break(f"optimizer step of rank {rank}", found.format(rank, listed(off)), _OTHER_STEPS)
+            for rank, off in moved.items()
+        ]
 
 
 def _steps(
@@ -129,9 +136,9 @@ def _run_rank(sent: bytes) -> Step:
         batches = [apply_to_collection(batch, Tensor, lambda t: t.double() if t.is_floating_point() else t) for batch in batches]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        recorder = StepRecorder(gradients=gradients, ranks=ranks)
-        runner.fit(batches, change, recorder, [runner.policy_for(batches)], strategy=strategy, **trainer)
-    return recorder.step
+        step = Step(given=gradients, ranks=ranks)
+        runner.fit(batches, change, step, [runner.policy_for(batches)], strategy=strategy, **trainer)
+    return step
 
 
 # --- processes, of the demo too ---------------------------------------------------------------------------------------
@@ -145,15 +152,9 @@ class RanksFailedError(MisconfiguredError):
 
 
 def run_on_ranks(job: Callable[[], Any], devices: int, seconds: float = MOST_SECONDS) -> list[Any]:
-    """Run a job, which can be pickled, on every rank.
+    """The results of a job, which can be pickled, on all ranks, or a RanksFailedError after so many seconds.
 
     Each is in a fresh process: one that was forked after torch has used its threads can hang.
-
-    Returns:
-        The result of each.
-
-    Raises:
-        RanksFailedError: a rank failed, or has not ended in so many seconds.
     """
     method = "spawn"
     if sys.platform != "win32":  # what takes seconds to import is imported once, by a server that the ranks are forked from

@@ -79,9 +79,6 @@ class Report:
         return f"Not equal: {self.module} does not do {where} what it does on the full batch ({names})."
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         """As plain text of up to 100 columns."""
         paragraphs = [[self.verdict, self.compared]]
         for found in self.breaks:
@@ -175,12 +172,11 @@ def verify(
     GradientAccumulation(**arguments)  # says what is wrong with them
     trainer = {"precision": precision, "accelerator": accelerator}
     trainer |= {"gradient_clip_val": gradient_clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
-    over_ranks = None
+    over_ranks, hooks = None, data if isinstance(data, pl.LightningDataModule) else None
     with pl.utilities.seed.isolate_rng(include_cuda=accelerator in ("gpu", "cuda")):
         state = ModuleState(module)
         comparison = _read_data(module, state, data, size, join)
         try:
-            hooks = data if isinstance(data, pl.LightningDataModule) else None
             runner = StepRunner(given, state, arguments, trainer, hooks)
             diagnosis = Diagnosis(runner, comparison)
             if devices > 1 and not diagnosis.breaks:  # else it has nothing to do with ranks
@@ -209,7 +205,7 @@ def _read_data(module: pl.LightningModule, state: ModuleState, data: Any, window
         if window == 1:
             return whole
         if whole.layout is None or whole.layout.size < window:
-            found = "how it is made of rows does not show" if whole.layout is None else f"it has {whole.rows} rows"
+            found = "its rows cannot be told apart" if whole.layout is None else f"it has {whole.rows} rows"
             raise MisconfiguredError(
                 f"verify(window={window}) got one batch, to be cut into the {window} batches of a window, but {found}. Pass a"
                 " loader or a list of batches, or micro_batch= instead of window=."
@@ -250,8 +246,8 @@ def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
             f"verify needs data: {type(module).__name__} has no train_dataloader. Pass data=<a batch, a loader or"
             " a LightningDataModule>."
         )
-    if data is None or isinstance(data, pl.LightningDataModule):
-        owner: Any = module if data is None else data
+    owner: Any = module if data is None else data
+    if isinstance(owner, (pl.LightningModule, pl.LightningDataModule)):
         owner.prepare_data()
         owner.setup("fit")
         data = owner.train_dataloader()
@@ -289,18 +285,14 @@ def _report(
     module: pl.LightningModule, comparison: Comparison, seen: Diagnosis, over_ranks: OverRanks | None, precision: Any
 ) -> Report:
     full, window, result = seen.full, seen.window, over_ranks or seen
-    notes = []
-    if full.dropout:
-        where = listed(full.dropout, " places")
-        notes.append(f"Dropout was switched off ({where}): micro-batches draw other numbers than their batch.")
-    if comparison.padding:
-        notes.append(f"To be put together, {comparison.padding}.")
-    notes += seen.notes
-    notes += [warning for warning in window.warnings if warning not in full.warnings]
+    where = listed(full.dropout, " places")
+    notes = [f"Dropout was switched off ({where}): micro-batches draw other numbers than their batch."] if full.dropout else []
+    notes += [f"To be joined, {comparison.padding}."] if comparison.padding else []
+    notes += seen.notes + [warning for warning in window.warnings if warning not in full.warnings]
     parts, batches = f"{window.parts} micro-batches", len(comparison.batches)
     if batches > 1:
         parts = f"{batches} loader batches" + (", split into micro-batches," if window.parts > 1 else "")
-    by_size = sorted(result.gradient.by_name.items(), key=lambda row: -row[1] if row[1] == row[1] else -math.inf)
+    by_size = sorted(result.gradient.by_name.items(), key=lambda row: -math.inf if math.isnan(row[1]) else -row[1])
     size = "" if comparison.rows is None else f" of {comparison.rows} rows"
     return Report(
         module=type(module).__name__,

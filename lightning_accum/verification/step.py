@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -40,45 +40,38 @@ _REPORTED = (AccumulationWarning, UserWarning)
 """Warnings of this package and of the module; Lightning's hints have categories of their own."""
 
 
-@dataclass
-class Step:
-    """What one optimizer step did. Tensors are copies in host memory, by name; complex ones are viewed as real."""
+class StepTakenError(SystemExit):
+    """Ends the fit after its first step. It is no failure: what looks for exceptions lets it pass."""
 
-    before: dict[str, Tensor] = field(default_factory=dict)  # the trained parameters
-    after: dict[str, Tensor] = field(default_factory=dict)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each call of the closure, as backward has left them
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # after the step
-    loss: float = float("nan")  # of the batch or of the window
-    losses: list[float] = field(default_factory=list)  # of all backwards
-    dtype: torch.dtype = torch.float64  # the narrowest in the graph of the loss
-    parts: int = 1  # the micro-batches that the last loader batch was split into
-    weight: str | None = None  # of each micro-batch, in words
-    warnings: list[str] = field(default_factory=list)
-    noise: set[str] = field(default_factory=set)  # the random operations that gave every row the same numbers
-    dropout: list[str] = field(default_factory=list)  # where it was switched off
-    batch_norm: list[str] = field(default_factory=list)  # layers that normalise by statistics of the batch they see
+
+class Step(pl.Callback):
+    """What one optimizer step did. Tensors are copies in host memory, by name; complex ones are viewed as real.
+
+    If ``given`` gradients of another step, the step goes from these, before clipping and its hooks, so that what comes after the
+    backward can be compared. The number of data-parallel ``ranks`` has to be the same.
+    """
+
+    def __init__(self, seed: int = 0, given: Sequence[Tensors] = (), ranks: int = 1) -> None:
+        self._seed, self._given, self._ranks = seed, given, ranks
+        self._trained: dict[str, nn.Parameter] = {}
+        self.before: dict[str, Tensor] = {}  # the trained parameters
+        self.after: dict[str, Tensor] = {}
+        self.gradients: list[dict[str, Tensor]] = []  # of each call of the closure, as backward has left them
+        self.buffers: dict[str, Tensor] = {}  # after the step
+        self.loss = float("nan")  # of the batch or of the window
+        self.losses: list[float] = []  # of all backwards
+        self.dtype = torch.float64  # the narrowest in the graph of the loss
+        self.parts = 1  # the micro-batches that the last loader batch was split into
+        self.weight: str | None = None  # of each micro-batch, in words
+        self.warnings: list[str] = []
+        self.noise: set[str] = set()  # the random operations that gave every row the same numbers
+        self.dropout: list[str] = []  # where it was switched off
+        self.batch_norm: list[str] = []  # layers that normalise by statistics of the batch they see
 
     @property
     def gradient(self) -> dict[str, Tensor]:
         """Of the first call of the closure; zeros where there is none."""
         return self.gradients[0]
-
-
-class StepTakenError(SystemExit):
-    """Ends the fit after its first step. It is no failure: what looks for exceptions lets it pass."""
-
-
-class StepRecorder(pl.Callback):
-    """Copies what backward leaves, and where the step goes from there.
-
-    If ``gradients`` of another step are given, the step goes from these, before clipping and its hooks, so that what comes after
-    the backward can be compared. The number of data-parallel ``ranks`` has to be the same.
-    """
-
-    def __init__(self, seed: int = 0, gradients: Sequence[Tensors] = (), ranks: int = 1) -> None:
-        self.step, self._gradients = Step(), gradients
-        self._seed, self._ranks = seed, ranks
-        self._trained: dict[str, nn.Parameter] = {}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -89,8 +82,7 @@ class StepRecorder(pl.Callback):
                 f" {type(trainer.strategy).__name__} has {found} data-parallel ranks. Pass an object of the"
                 f" strategy whose data_parallel_size is {self._ranks}."
             )
-        self.step.dropout = switch_off_dropout(pl_module)
-        self.step.batch_norm = batch_norm_layers(pl_module)
+        self.dropout, self.batch_norm = switch_off_dropout(pl_module), batch_norm_layers(pl_module)
         seed_everything(self._seed)
 
     @override
@@ -98,18 +90,18 @@ class StepRecorder(pl.Callback):
         if batch_idx == 0:  # the module's own on_train_start may add parameters or change them
             named = named_parameters_of(pl_module, trainer.optimizers)
             self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-            self.step.before = _copies(self._trained.items())
+            self.before = _copies(self._trained.items())
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        self.step.dtype = narrowest_dtype(loss)
-        self.step.losses.append(float(loss.detach()))
+        self.dtype = narrowest_dtype(loss)
+        self.losses.append(float(loss.detach()))
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._trained.items()}
-        self.step.gradients.append(_copies((n, g if g.layout is torch.strided else g.to_dense()) for n, g in found.items()))
-        for gradients in self._gradients[len(self.step.gradients) - 1 :][:1]:
+        self.gradients.append(_copies((n, g if g.layout is torch.strided else g.to_dense()) for n, g in found.items()))
+        for gradients in self._given[len(self.gradients) - 1 :][:1]:
             for name, gradient in gradients.items():
                 if (own := self._trained[name].grad) is not None:
                     _write(own, torch.view_as_complex(gradient) if own.is_complex() else gradient)
@@ -118,16 +110,14 @@ class StepRecorder(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, strategy = self.step, trainer.strategy
-        if not step.gradients and batch_idx + 1 < trainer.accumulate_grad_batches:
+        if not self.gradients and batch_idx + 1 < trainer.accumulate_grad_batches:
             return
-        step.after, step.buffers = _copies(self._trained.items()), _copies(pl_module.named_buffers())
-        step.loss = step.losses[0] if step.losses else step.loss
-        accumulation = strategy.accumulation if isinstance(strategy, Engine) else None
+        self.after, self.buffers = _copies(self._trained.items()), _copies(pl_module.named_buffers())
+        self._trained, self._given, self.loss = {}, (), self.losses[0] if self.losses else self.loss
+        accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Engine) else None
         if accumulation is not None and accumulation.closed is not None:
-            step.loss, step.weight = float(accumulation.closed.loss), accumulation.weigher.criterion
-            if accumulation.splitting is not None and accumulation.splitting.plan is not None:
-                step.parts = len(accumulation.splitting.plan.pieces)
+            self.loss, self.weight = float(accumulation.closed.loss), accumulation.weigher.criterion
+            self.parts = len(accumulation.plan.pieces) if accumulation.plan is not None else 1
         raise StepTakenError
 
 
@@ -162,6 +152,7 @@ class ModuleState:
 
     def __init__(self, module: pl.LightningModule) -> None:
         trainer, name = module._trainer, type(module).__name__
+        undo = Undo(module, module.device, is_deep=True)
         if trainer is not None and trainer.state.status == "running":
             raise MisconfiguredError(
                 f"verify runs {name} itself, which is in a training now: call verify before trainer.fit or after it."
@@ -169,7 +160,6 @@ class ModuleState:
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
                 raise MisconfiguredError(f"{path} has no shape yet. Run a batch through {name} before verify.")
-        undo = Undo(module, module.device, is_deep=True)
         if found := undo.iterators():
             raise MisconfiguredError(
                 f"verify runs the module several times from the same state, but {found[0]} is an iterator, which cannot"
@@ -182,8 +172,7 @@ class ModuleState:
         """In here the module has no Trainer and no gradients, and may be changed."""
         self._module._trainer = None
         try:
-            for parameter in self._module.parameters():
-                parameter.grad = None
+            self._module.zero_grad()
             yield
         finally:
             try:
@@ -221,45 +210,35 @@ class StepRunner:
     trainer: Mapping[str, Any]
     hooks: pl.LightningDataModule | None = None
 
-    def full(self, batch: Any, change: Change = _UNCHANGED, seed: int = 0) -> Step:
-        """The step of plain Lightning on one batch."""
-        return self._run([batch], change, StepRecorder(seed), [], strategy="auto")
-
-    def twice(self, batch: Any, change: Change = _UNCHANGED) -> Step:
-        """The step of plain Lightning on the mean of one batch with itself."""
-        return self._run([batch] * 2, change, StepRecorder(), [], strategy="auto", accumulate_grad_batches=2)
+    def full(self, batch: Any, change: Change = _UNCHANGED, seed: int = 0, times: int = 1) -> Step:
+        """The step of plain Lightning on one batch, or on the mean of several of it."""
+        return self._run([batch] * times, change, Step(seed), [], strategy="auto", accumulate_grad_batches=times)
 
     def accumulated(
         self, batches: Sequence[Any], change: Change = _UNCHANGED, gradients: Sequence[Tensors] = (), **policy: Any
     ) -> Step:
         """The step of this package on a window of these loader batches, after its check of the first; from other ``gradients``."""
-        recorder = StepRecorder(gradients=gradients)
-        return self._run(batches, change, recorder, [self.policy_for(batches, **policy)], strategy="accum")
+        return self._run(batches, change, Step(given=gradients), [self.policy_for(batches, **policy)], strategy="accum")
 
     def policy_for(self, batches: Sequence[Any], **policy: Any) -> GradientAccumulation:
         """The callback for a window of these loader batches."""
         return GradientAccumulation(**{"log": False, **self.policy, **policy, "window": len(batches)})
 
-    def _run(self, batches: Sequence[Any], change: Change, recorder: StepRecorder, callbacks: list[Any], **arguments: Any) -> Step:
+    def _run(self, batches: Sequence[Any], change: Change, step: Step, callbacks: list[Any], **arguments: Any) -> Step:
         with self.state.restored_afterwards(), warnings.catch_warnings(record=True) as caught, torch.enable_grad():
             warnings.simplefilter("always")
-            self.fit(batches, change, recorder, callbacks, **arguments)
-        messages = (str(warning.message) for warning in caught if warning.category in _REPORTED)
-        recorder.step.warnings = list(dict.fromkeys(messages))
-        return recorder.step
+            self.fit(batches, change, step, callbacks, **arguments)
+        step.warnings.extend(dict.fromkeys(str(warning.message) for warning in caught if warning.category in _REPORTED))
+        return step
 
-    def fit(self, batches: Sequence[Any], change: Change, recorder: StepRecorder, callbacks: Sequence[Any], **trainer: Any) -> None:
+    def fit(self, batches: Sequence[Any], change: Change, step: Step, callbacks: Sequence[Any], **trainer: Any) -> None:
         """Fit the module for a step: without preparing data again, without its callbacks and without what is taken out."""
         inner, noise = uncompiled(self.module), NoiseOfRows()
-        recorder.step.noise = noise.found
-        inner.prepare_data, inner.configure_callbacks = lambda: None, list
-        for hook in _TRANSFER_HOOKS:  # the data module's take precedence over the module's own
-            if self.hooks is not None and pl.utilities.model_helpers.is_overridden(hook, self.hooks):
-                setattr(inner, hook, getattr(self.hooks, hook))
         original = inner.training_step
 
         @functools.wraps(original)
         def training_step(*args: Any, **kwargs: Any) -> Any:
+            """The module's own, without what is taken out."""
             if change.freezes_batch_norm:
                 freeze_batch_norm(inner)
             if change.fixes_batch_idx and len(args) > 1:
@@ -268,8 +247,13 @@ class StepRunner:
             with noise if change.evens_noise else nullcontext():
                 return original(*args, **kwargs)
 
+        replaced: dict[str, Any] = {"prepare_data": lambda: None, "configure_callbacks": list}
+        for hook in _TRANSFER_HOOKS:  # the data module's take precedence over the module's own
+            if self.hooks is not None and pl.utilities.model_helpers.is_overridden(hook, self.hooks):
+                replaced[hook] = getattr(self.hooks, hook)
         if change != _UNCHANGED:
-            inner.training_step = training_step
+            replaced["training_step"] = training_step
+        vars(inner).update(replaced)
         with quiet(), suppress(StepTakenError):
             seed_everything(0)  # for what setup and configure_model make
             # copies each time: a module may change its batch
@@ -277,14 +261,17 @@ class StepRunner:
             loader = DataLoader(data, batch_size=None, collate_fn=copy.deepcopy)
             trainer = {"devices": 1, "max_epochs": 1, "num_sanity_val_steps": 0, **QUIET, **self.trainer, **trainer}
             trainer |= {"logger": pl.loggers.logger.DummyLogger(), "limit_val_batches": 0, "use_distributed_sampler": False}
-            made = pl.Trainer(**trainer, callbacks=[*callbacks, recorder])
+            made = pl.Trainer(**trainer, callbacks=[*callbacks, step])
             if forks_or_spawns(made.strategy.launcher):
                 raise MisconfiguredError(
                     f"verify starts the ranks itself: pass a {type(made.strategy).__name__} without start_method, or a strategy's"
                     " name."
                 )
             made.fit(self.module, loader)
-        if not recorder.step.gradients:
+        step.noise.update(noise.found)
+        for name in ("log", "log_dict"):  # which the Trainer has set, and which lead to it
+            vars(step).pop(name, None)
+        if not step.gradients:
             raise MisconfiguredError(
                 f"{type(inner).__name__} took no optimizer step on {len(batches)}"
                 f" batch{'es' * (len(batches) > 1)}: training_step returned no loss, the loss had no weight, or its"
