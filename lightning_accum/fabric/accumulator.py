@@ -212,7 +212,7 @@ class Accumulator(Loop):
         self._is_backward_done = self._has_failed = False
         self._kept.forget()
         self.passes, self.loader_batches = state_dict["passes"], state_dict["loader_batches"]
-        accumulation.epoch = self.passes
+        accumulation.begin_epoch(self.passes)
         with self._words:
             accumulation.resume(state_dict["accumulation"])
             window = accumulation.restart(seen, 0, 0, 0, int(self._size(1)))
@@ -225,4 +225,4 @@ class Accumulator(Loop):
                 accumulation.restore(window, self._training)
                 accumulation.end_loader_batch(seen)
                 self._keep_gradients()
-        accumulation.resumed_state = {}
+        accumulation.resume({})

@@ -151,11 +151,12 @@ class Loop(Passes):
             RuntimeError: it is called outside of the loop, before ``backward``, or again.
             ValueError: the losses of the window cannot be added up, for a reason that is named.
         """
-        if clip_norm is not None and clip_value is not None:
+        limits = {name: limit for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)) if limit is not None}
+        if len(limits) > 1:
             raise ArgumentError("step(clip_norm=..., clip_value=...): give one of them")
-        for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-            if value is not None and not value > 0:
-                raise ArgumentError(f"step({name}={value!r}): expected a number above 0; {math.inf} measures and does not clip")
+        for name, limit in limits.items():
+            if not limit > 0:
+                raise ArgumentError(f"step({name}={limit!r}): expected a number above 0; {math.inf} measures and does not clip")
         micro_batch = self._inside("step")
         if not self._is_backward_done:
             self._refuse_unfinished()
@@ -163,29 +164,22 @@ class Loop(Passes):
         if self._is_step_done:
             raise UsageError("step is called twice in a micro-batch")
         self._is_step_done = True
+        accumulation = self._accumulation
+        if not (self._ends_window or (accumulation.policy.ends_by_tokens and micro_batch.ends_loader_batch)):
+            return False
         with self._words:
-            if not self._end_window(micro_batch):
+            self._refuse_changes()
+            if not self._ends_window and not accumulation.is_full():
                 return False
+            self._session.end_window(self._seen, micro_batch.is_boundary)
         has_stepped, self.gradient_norm = False, None
-        closed = self._accumulation.closed
-        if closed is None or not closed.is_empty:
-            if clip_norm is not None or clip_value is not None:
-                self.gradient_norm = self._training.clip(clip_norm, clip_value)
+        if accumulation.closed is None or not accumulation.closed.is_empty:
+            self.gradient_norm = self._training.clip(clip_norm, clip_value) if limits else None
             has_stepped = self._training.step()
-        self._accumulation.after_optimizer_step(has_stepped)
+        accumulation.after_optimizer_step(has_stepped)
         self._training.zero_grad()
         self._keep_gradients(is_between_windows=True)
         return has_stepped
-
-    def _end_window(self, micro_batch: MicroBatch) -> bool:
-        """End the window, if it ends with this micro-batch. Returns whether it did."""
-        if not (self._ends_window or (self._accumulation.policy.ends_by_tokens and micro_batch.ends_loader_batch)):
-            return False
-        self._refuse_changes()
-        if not self._ends_window and not self._accumulation.is_full():
-            return False
-        self._session.end_window(self._seen, micro_batch.is_boundary)
-        return True
 
     def discard(self) -> None:
         """Drop what the unfinished window has accumulated. On all ranks."""

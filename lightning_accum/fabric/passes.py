@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, cast
@@ -55,11 +56,7 @@ class Passes:
     """Loader batches of the pass under way that are done; 0 between passes."""
 
     def _splitting(self) -> Splitting | None:
-        """How loader batches are split; None if each is a micro-batch.
-
-        Raises:
-            ValueError: lengths are named, and cannot be tried out.
-        """
+        """How loader batches are split; None if each is a micro-batch."""
         policy = self.policy
         if policy.micro_batch is None:
             return None
@@ -73,13 +70,7 @@ class Passes:
         return Splitting(policy.micro_batch, trim, policy.split, warn, lambda: self._samples)
 
     def _micro_batches(self, loader: Iterable[Any], skip: int, is_last: bool) -> Iterator[Part]:
-        """One pass.
-
-        Args:
-            loader: yields loader batches.
-            skip: loader batches that are drawn and passed over.
-            is_last: with ``tail="carry"``, the window under way ends with the data.
-        """
+        """One pass: ``skip`` loader batches are drawn and passed over. If it ``is_last``, ``tail="carry"`` ends the window too."""
         accumulation, boundary = self._accumulation, self._accumulation.boundary
         size = getattr(loader, "batch_size", None)
         self._samples = frozenset((size,)) if isinstance(size, int) else frozenset()
@@ -115,19 +106,19 @@ class Passes:
 
     def _begin_loader_batch(self, batch: Any) -> None:
         """Plan how it is split, and check it or count its window, if that is due."""
-        accumulation, training = self._accumulation, self._training
+        accumulation, training, loss_of = self._accumulation, self._training, self._loss_of
         if accumulation.splitting is not None:
             accumulation.splitting.plan = None
             if batch is not None:
                 self.plan_ahead(batch)
         row_wise, batches = accumulation.row_wise, [] if batch is None else [batch]
-        if row_wise is not None and row_wise.proofs_left and self._loss_of is not None:
+        if row_wise is not None and row_wise.proofs_left and loss_of is not None:
             warn, position = self._words.rank_zero_warn, accumulation.position
-            prove_row_wise(training, row_wise, self._loss_of, batches, self._samples, warn, position)
-        if accumulation.checks_left and self._loss_of is not None:
+            prove_row_wise(training, row_wise, loss_of, batches, self._samples, warn, position)
+        if accumulation.checks_left and loss_of is not None:
             is_long = self.policy.may_be_longer_than_one(1)
             may_count = self.policy.may_count_first(is_long)
-            checked = Checked(training, self._loss_of, accumulation, self._samples, is_long, self._say, may_count)
+            checked = Checked(training, loss_of, accumulation, self._samples, is_long, self._say, may_count)
             check_first_batch(checked, batches)
             accumulation.look_at_doubted = partial(check_doubted, checked)
         if accumulation.window.counted is not None:
@@ -149,10 +140,9 @@ class Passes:
 
     def plan_ahead(self, batch: Any) -> None:
         """Plan how it is split."""
-        splitting, training = self._accumulation.splitting, self._training
+        splitting, step = self._accumulation.splitting, cast("LossOfBatch", self._loss_of)  # without it nothing is trimmed
         assert splitting is not None
-        step = cast("LossOfBatch", self._loss_of)  # without it nothing is trimmed
-        proof = partial(difference_by_padding, trained=training, training_step=step, weight=self.policy.weight)
+        proof = partial(difference_by_padding, trained=self._training, training_step=step, weight=self.policy.weight)
         splitting.begin(batch, proof)
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
@@ -180,12 +170,10 @@ class Passes:
 
 def _length_of(loader: Iterable[Any]) -> float:
     """Number of batches of a loader, or inf if unknown. The length of a stream is not relied on."""
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        return math.inf
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return math.inf
+    with suppress(TypeError, RuntimeError):  # as some loaders raise that have no length
+        if not isinstance(getattr(loader, "dataset", None), IterableDataset):
+            return len(loader)  # type: ignore[arg-type]
+    return math.inf
 
 
 # --- messages in the words of a loop ----------------------------------------------------------------------------------
@@ -205,14 +193,10 @@ _NAMES = {  # the first that fits is taken
 
 
 class Words:
-    """Puts the names of a hand-written loop into messages that are written for fits. As a context, into errors raised in it.
+    """Puts the names of a hand-written loop into messages that are written for fits. As a context, into errors raised in it."""
 
-    Args:
-        loss: what computes the loss in a loop, where a fit has its ``training_step``.
-    """
-
-    def __init__(self, loss: str) -> None:
-        self._names = {**_NAMES, "training_step": loss}
+    def __init__(self, name_of_loss: str) -> None:
+        self._names = {**_NAMES, "training_step": name_of_loss}
         self._pattern = re.compile("|".join(map(re.escape, self._names)))
 
     def __call__(self, message: str) -> str:
@@ -227,8 +211,7 @@ class Words:
         """Warn, on rank zero."""
         rank_zero_warn(self(message))
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, AccumulationError):  # errors of the user's code stay as they are

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,11 +42,7 @@ _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 class Training(Trained):
-    """A model, its optimizer, and the ranks that train it: what a session and a checkpoint ask of a loop.
-
-    Raises:
-        ValueError: the way in which the model is trained is unknown, or the optimizer has other parameters than the model.
-    """
+    """A model, its optimizer, and the ranks that train it: what a session and a checkpoint ask of a loop."""
 
     skips_backward = False
 
@@ -64,7 +60,12 @@ class Training(Trained):
             raise ArgumentError(reason)
         self.optimizers = [self.raw_optimizer]
         self.precision_plugin = getattr(getattr(fabric, "strategy", None), "precision", None)
-        self.ranks = self._ranks()
+        size, rank, device = 1, 0, next((own.device for own in self.module.parameters()), torch.device("cpu"))
+        if fabric is not None:
+            device, size, rank = fabric.device, fabric.world_size, fabric.global_rank
+        elif self.ddp is not None:
+            size, rank = dist.get_world_size(), dist.get_rank()
+        self.ranks = Ranks(device, size, None, size, rank)
         self.snapshotter = Undo(self.module, self.ranks.device)
         self._is_stepping, self._refuse_step = False, refuse_step
         if self.raw_optimizer in _hooks:  # of an Accumulator that this one takes the place of
@@ -120,14 +121,6 @@ class Training(Trained):
             )
         return None
 
-    def _ranks(self) -> Ranks:
-        if self.fabric is not None:
-            device, size, rank = self.fabric.device, self.fabric.world_size, self.fabric.global_rank
-        else:
-            device = next((own.device for own in self.module.parameters()), torch.device("cpu"))
-            size, rank = (1, 0) if self.ddp is None else (dist.get_world_size(), dist.get_rank())
-        return Ranks(device, size, None, size, rank)
-
     def asked(self, policy: Policy) -> Asked:
         """What this training is asked for."""
         engine: dict[str, Any] = {}
@@ -164,6 +157,7 @@ class Training(Trained):
         precision: Any = self.precision_plugin
 
         def loss(batch: Any) -> Tensor:
+            """The loss of a batch."""
             converts = precision is not None and any(map(is_narrow, self.module.parameters()))
             with torch.enable_grad(), precision.forward_context() if converts else nullcontext():
                 return loss_of(self.module, precision.convert_input(batch) if converts else batch)
@@ -208,9 +202,8 @@ class Training(Trained):
             how = {"clip_val": value} if norm is None else {"max_norm": norm, "error_if_nonfinite": False}
             found = self.fabric.clip_gradients(self.model, self.optimizer, **how)
             return found.full_tensor() if isinstance(found, DTensor) else found
-        if norm is not None:
-            return nn.utils.clip_grad_norm_(self._stepped(), norm)
-        assert value is not None
+        if value is None:
+            return nn.utils.clip_grad_norm_(self._stepped(), cast("float", norm))
         nn.utils.clip_grad_value_(self._stepped(), value)
         return None
 

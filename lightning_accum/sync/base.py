@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
@@ -107,16 +108,17 @@ class WrappedSync(GradientSync):
     _stand_in: Tensor | None = None
     """The loss in the place of one that is missing, as the engine returned it."""
 
+    @abstractmethod
     def _run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``step`` inside the engine's forward."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _loss_without_batch(self) -> Tensor | None:
         """A loss that stands in for a missing one; None where no rank waits for its backward."""
-        raise NotImplementedError
 
     def _forward_or_stand_in(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def or_stand_in(*args: Any, **kwargs: Any) -> Any:
+            """The loss of the step, or what stands in for it."""
             output = step(*args, **kwargs)
             if output is None:
                 output = self._stand_in = self._loss_without_batch()
@@ -161,20 +163,18 @@ def gradients_in_place(
 @contextmanager
 def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """Have the next call of ``module`` run ``function``, which may itself call ``module.forward``."""
-    original = vars(module).get("forward")
-
-    def restore() -> None:
-        if original is None:
-            vars(module).pop("forward", None)
-        else:
-            module.forward = original
+    own = vars(module)
+    original = {name: own[name] for name in ("forward",) if name in own}
 
     def once(*args: Any, **kwargs: Any) -> Any:
-        restore()
+        """The next call."""
+        own.pop("forward")
+        own.update(original)
         return function(*args, **kwargs)
 
-    module.forward = once
+    own["forward"] = once
     try:
         yield
     finally:
-        restore()
+        own.pop("forward", None)
+        own.update(original)

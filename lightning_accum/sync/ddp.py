@@ -24,15 +24,11 @@ from lightning_accum.weighing.safeguards import gradients_of_zero, zero_loss_of
 
 
 class DDPSync(WrappedSync):
-    """Reduction of the gradients of a DistributedDataParallel module.
+    """Reduces once a window, or at every micro-batch (in split batches at the last of each loader batch).
 
-    Reducing more often than once a window is exact too: an averaged gradient stays what it is under another average.
-
-    Args:
-        ddp: the wrapped module.
-        policy: reduce once a window, or at every micro-batch (in split batches at the last of each loader batch).
-        finishes_after_backward: what was accumulated is reduced after the last backward of a window. Until then a micro-batch may
-            fail on this rank alone, so it runs outside of the wrapper, whose forward the other ranks may wait for.
+    Reducing more often than once a window is exact too: an averaged gradient stays what it is under another average. If it
+    ``finishes_after_backward``, what was accumulated is reduced after the last backward of a window. Until then a micro-batch may
+    fail on this rank alone, so it runs outside of the wrapper, whose forward the other ranks may wait for.
     """
 
     def __init__(self, ddp: DistributedDataParallel, policy: SyncPolicy = "window", finishes_after_backward: bool = False) -> None:
@@ -97,10 +93,8 @@ class DDPSync(WrappedSync):
     def complete_reduction(self, micro_batch: MicroBatch) -> None:
         """Reduce what earlier micro-batches gave gradients to, and the last one did not reach.
 
-        DistributedDataParallel waits for every parameter in the backward of the last, and would leave all unreduced.
-
-        Raises:
-            RuntimeError: DistributedDataParallel's own, for a parameter that no micro-batch of this rank has used.
+        DistributedDataParallel waits for every parameter in the backward of the last, and would leave all unreduced. Its own
+        RuntimeError is for a parameter that no micro-batch of this rank has used.
         """
         node, self._last_node = self._last_node, None
         if node is None or self._ddp.find_unused_parameters or self._ddp.static_graph:
@@ -160,11 +154,7 @@ class DDPSync(WrappedSync):
 
     @override
     def end_window(self) -> None:
-        """Look for gradients that are reduced by nobody, and remember which parameters a static graph uses.
-
-        Raises:
-            RuntimeError: there are some.
-        """
+        """Refuse gradients that nobody reduces, and remember which parameters a static graph uses."""
         self._refuse_unreduced()
         if not self._used and self._ddp.static_graph:
             self._used = [parameter for parameter in self._trainable if parameter.grad is not None]
@@ -194,11 +184,6 @@ class WideDDPSync(GradientSync):
 
     It reduces nothing then, so its forward is left out, and ``find_unused_parameters`` and ``static_graph``, which prepare its
     reduction, change nothing.
-
-    Args:
-        ddp: the wrapped module.
-        sums: what is reduced.
-        ranks: over which.
     """
 
     def __init__(self, ddp: DistributedDataParallel, sums: MainGradients, ranks: Ranks) -> None:

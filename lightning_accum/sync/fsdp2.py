@@ -26,13 +26,8 @@ class FSDP2Sync(ShardedSync):
     ``fully_shard`` reduces a group of parameters as one flat tensor, of those that have a gradient on this rank. Where another rank
     has a gradient of others that are as large, these are added up with them; where they are of another size, it hangs or dies. So
     all parameters of a group get one, of zeros if they have none. Those that no rank has reached have None again after a window.
-
-    Args:
-        module: what they are in.
-        policy: reduce once a window, at every micro-batch, or of replicas of shards within the shards at every micro-batch and
-            over the replicas once a window.
-        engine: runs it.
-        ranks: whose gradients are averaged.
+    With the policy ``"shard"``, replicas of shards are reduced within the shards at every micro-batch, and over the replicas once a
+    window.
     """
 
     def __init__(self, module: nn.Module, policy: ShardedSyncPolicy, engine: ShardedEngine, ranks: Ranks) -> None:
@@ -110,11 +105,7 @@ class FSDP2Sync(ShardedSync):
 
     @override
     def complete_reduction(self, micro_batch: MicroBatch) -> None:
-        """Reduce what was accumulated in modules that the last backward has not come to.
-
-        Raises:
-            RuntimeError: fully_shard reduces in another way than the versions of torch that were read.
-        """
+        """Reduce what was accumulated in modules that the last backward has not reached."""
         if self._is_of_window and not self._is_called and any(map(_has_gradient, self._trained)):
             raise SeamError(f"torch {torch.__version__} does not call FSDPParamGroup.post_backward to reduce gradients.")
         self._is_of_window = False
@@ -287,6 +278,7 @@ def _reduce_accumulated(roots: Iterable[Any]) -> bool:
         return False
 
     def end_of_backward(gradient: Tensor) -> None:
+        """What each root does at the end of a backward."""
         for queue_end in queue_ends:
             queue_end()  # type: ignore[misc]
 

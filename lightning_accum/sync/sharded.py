@@ -42,12 +42,8 @@ class ShardedEngine(Protocol):
 class SharedRows:
     """Whether ranks with parts of the same rows, as in context parallelism, had a loss in the same micro-batches of a window.
 
-    In the place of a rank without a loss another batch would run, whose keys and values the others would attend to.
-
-    Args:
-        ranks: of the training.
-        number: of the rows that this rank has parts of, from 0.
-        of: how many there are.
+    In the place of a rank without a loss another batch would run, whose keys and values the others would attend to. This rank has
+    parts of the rows of ``number``, from 0; there are ``of`` such sets of rows.
     """
 
     def __init__(self, ranks: Ranks, number: int, of: int) -> None:
@@ -63,16 +59,10 @@ class SharedRows:
         self._seen = 1
 
     def end_window(self) -> None:
-        """Compare. Called on all ranks.
-
-        Raises:
-            RuntimeError: on all ranks, some that have parts of the same rows had a loss, and others had none.
-        """
-        largest = [-inf] * self._of
-        smallest = largest.copy()
-        largest[self._number], smallest[self._number] = self._seen, -self._seen
+        """Raise, on all ranks, if some that have parts of the same rows had a loss, and others had none."""
+        own = [self._seen if number == self._number else None for number in range(self._of)]
         self.forget()
-        found = self._ranks.largest(*largest, *smallest)
+        found = self._ranks.largest(*(-inf if seen is None else sign * seen for sign in (1, -1) for seen in own))
         if any(most != -fewest for most, fewest in zip(found[: self._of], found[self._of :], strict=True)):
             raise UsageError(
                 "A rank returned no loss for a batch for which other ranks, with parts of the same rows, returned one. With"
@@ -89,12 +79,7 @@ class ShardedSync(WrappedSync):
 
     Where this rank has no loss, it takes part in the forward and backward of the others: with what its sharded modules have given
     before training_step returned None, or else with the last micro-batch that had a loss, again. Its gradients are zeros, nothing
-    that it logs is taken, and what it changed in the module is put back.
-
-    Args:
-        units: the modules that were sharded.
-        policy: reduce once a window, at every micro-batch, or in part at every micro-batch and in part once a window.
-        engine: runs them.
+    that it logs is taken, and what it changed in the module is put back. ``units`` are the modules that were sharded.
     """
 
     is_waited_for_in_forward = True
@@ -122,8 +107,8 @@ class ShardedSync(WrappedSync):
     def _note_output(self, unit: nn.Module, arguments: Any, output: Any) -> None:
         self._unused_roots.discard(unit)
         if self.may_lack_loss and torch.is_grad_enabled():
-            tensors = [output] if isinstance(output, Tensor) else torch.utils._pytree.tree_leaves(output)
-            self._outputs += [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
+            leaves = torch.utils._pytree.tree_leaves(output)
+            self._outputs += [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     @override
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -221,13 +206,7 @@ class ShardedSync(WrappedSync):
 
 
 class FSDP1Sync(ShardedSync):
-    """Reduce-scatter of FullyShardedDataParallel modules.
-
-    Args:
-        module: one, or what they are in.
-        policy: reduce once a window, or at every micro-batch.
-        engine: runs it.
-    """
+    """Reduce-scatter of the FullyShardedDataParallel modules in a module."""
 
     can_forget_forward = False
 
