@@ -33,48 +33,28 @@ def check_format(state: Mapping[str, Any]) -> None:
 
 @dataclass
 class PartialLoss:
-    """One loss of an unfinished window.
+    """One loss of an unfinished window."""
 
-    Attributes:
-        weight_scale: what the weights, and so the gradients, were divided by.
-        weighed: what :meth:`Window.weighed` says of the micro-batches of all ranks.
-        gradients: their sum over the ranks, on the host, by the name of the parameter; empty on ranks that do not keep them.
-        term_totals: what each term of the loss is divided by in all of the window, if that was counted ahead.
-        loader_batches_left: of that window.
-        units: see :meth:`Weigher.units_to_keep`.
-    """
-
-    weight_scale: float | None
-    weighed: list[list[Any]]
-    gradients: dict[str, Tensor]
-    term_totals: list[float] | None = None
-    loader_batches_left: float = 0
-    units: dict[int, dict[Any, float]] = field(default_factory=dict)
+    weight_scale: float | None  # what the weights, and so the gradients, were divided by
+    weighed: list[list[Any]]  # what Window.weighed says of the micro-batches of all ranks
+    gradients: dict[str, Tensor]  # summed over the ranks, on the host, by parameter; empty on ranks that do not keep them
+    term_totals: list[float] | None = None  # what each term is divided by in all of the window, if that was counted ahead
+    loader_batches_left: float = 0  # of that window
+    units: dict[int, dict[Any, float]] = field(default_factory=dict)  # see Weigher.units_to_keep
 
 
 @dataclass
 class PartialWindow:
-    """A window that a checkpoint was taken inside of.
+    """A window that a checkpoint was taken inside of."""
 
-    Attributes:
-        policy: what ends it, in words. With another policy it cannot go on.
-        position: loader batches that it had.
-        size: loader batches that it would have; None if tokens end it.
-        tokens: what it has to reach, if tokens end it.
-        ranks: those whose gradients are averaged.
-        losses: in the order of their backward calls.
-        scale: by which a GradScaler had multiplied the losses.
-        left_out: micro-batches that were not finite, over all ranks.
-    """
-
-    policy: str
-    position: int
-    size: float | None
-    tokens: int | None
-    ranks: int
-    losses: list[PartialLoss]
-    scale: float = 1.0
-    left_out: int = 0
+    policy: str  # what ends it, in words: with another policy it cannot go on
+    position: int  # loader batches that it had
+    size: float | None  # loader batches that it would have; None if tokens end it
+    tokens: int | None  # what it has to reach, if tokens end it
+    ranks: int  # those whose gradients are averaged
+    losses: list[PartialLoss]  # in the order of their backward calls
+    scale: float = 1.0  # by which a GradScaler had multiplied the losses
+    left_out: int = 0  # micro-batches that were not finite, over all ranks
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers."""
@@ -130,20 +110,10 @@ def restore_loss(
     scale: float,
     warn: Callable[[str], None],
 ) -> None:
-    """Give a loss and the parameters what a checkpoint holds.
+    """Give a loss and the parameters what a checkpoint holds, or raise a ValueError if a parameter has another shape now.
 
-    The first rank has all weights, and each rank its part of the gradients, whose mean over the ranks ends the window.
-
-    Args:
-        window: of the loss, takes the weights.
-        kept: of it, in the checkpoint.
-        named: the parameters.
-        ranks: as many as then, or others.
-        scale: the present scale of the losses, divided by the scale in the checkpoint.
-        warn: takes a warning.
-
-    Raises:
-        ValueError: a gradient has another shape than its parameter.
+    The first rank has all weights, and each rank its part of the gradients, whose mean over the ranks ends the window. ``scale``
+    is the present scale of the losses, divided by the scale in the checkpoint.
     """
     sums = window.sums
     window.weigher.units.update(kept.units)

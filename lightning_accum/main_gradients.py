@@ -61,13 +61,9 @@ class GradientSums:
 
     @torch.no_grad()
     def reduce(self, ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the sums over the ranks, in their own type. Called on all ranks.
+        """Average the sums over the ranks, in their own type. Called on all ranks, with the same parameters.
 
         A parameter that only other ranks have used gets their mean, and one that no rank has used stays without.
-
-        Args:
-            ranks: those whose gradients are averaged.
-            parameters: all that may have a sum on a rank, in the same order on all. A sum is dense, or sparse on all ranks.
         """
         if not parameters:
             return
@@ -99,11 +95,8 @@ class MainGradients(GradientSums):
     """The sums of the gradients of a window, each in the wider of its parameter's type and ``dtype``.
 
     Inside a window ``parameter.grad`` is None but during the backward, where the gradients of one parameter at a time are there.
-    The weight of a micro-batch is multiplied in as its gradients are added, so that it is not rounded to the narrow type.
-
-    Args:
-        parameters: gives those whose gradients are added up; asked at the beginning of every window. Frozen ones may be among
-            them, and be trained later.
+    The weight of a micro-batch is multiplied in as its gradients are added, so that it is not rounded to the narrow type. The
+    ``parameters`` are asked for at the beginning of every window: frozen ones may be among them, and be trained later.
     """
 
     def __init__(self, dtype: torch.dtype, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:

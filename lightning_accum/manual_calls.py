@@ -24,29 +24,17 @@ _SAME_CALLS = (
 
 @dataclass
 class ManualMicroBatch:
-    """The loader batch that ``training_step`` runs on.
-
-    Attributes:
-        batch: it.
-        defers_steps: steps of optimizers and schedulers are deferred, since it does not end its window.
-        moves: a deferred step changes parameters a little.
-        is_running: it is in ``training_step``.
-        next_call: the number of its next backward call.
-        stepped: the optimizers whose step it has called.
-        versions: of the parameters before it.
-        before: what was in ``.grad`` before its first backward.
-        begun: the time when it entered ``training_step``.
-    """
+    """The loader batch that ``training_step`` runs on."""
 
     batch: Any = None
-    defers_steps: bool = False
-    moves: bool = False
-    is_running: bool = False
-    next_call: int = 0
-    stepped: list[str] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    before: dict[nn.Parameter, Tensor] | None = None
-    begun: float = field(default_factory=time.monotonic)
+    defers_steps: bool = False  # steps of optimizers and schedulers are deferred, since it does not end its window
+    moves: bool = False  # a deferred step changes parameters a little
+    is_running: bool = False  # it is in training_step
+    next_call: int = 0  # the number of its next backward call
+    stepped: list[str] = field(default_factory=list)  # the optimizers whose step it has called
+    versions: list[int] = field(default_factory=list)  # of the parameters before it
+    before: dict[nn.Parameter, Tensor] | None = None  # what was in .grad before its first backward
+    begun: float = field(default_factory=time.monotonic)  # when it entered training_step
 
     def warn_of_others(self, stepped: list[str], calls: int, warn: Callable[[str], None]) -> None:
         """Its ``training_step`` has run: does it call what the first of the window has ``stepped``, and as many backwards?"""
@@ -65,11 +53,7 @@ class ManualMicroBatch:
             )
 
     def compare_places(self, ranks: Ranks, is_end: bool) -> None:
-        """Compare where the ranks are in the ``training_step`` that ends a window, or whether all have ended it alike.
-
-        Raises:
-            RuntimeError: on all ranks, one is elsewhere.
-        """
+        """Raise, on all ranks, if they are at different places in the ``training_step`` that ends a window, or ended it unlike."""
         if ranks.size == 1:
             return
         line, left = ("", ", and left training_step") if is_end else (f" ({users_line()})", "")
@@ -86,12 +70,7 @@ class ManualMicroBatch:
     def wait_for_others(self, ranks: Ranks, most_calls: int) -> None:
         """Where each backward waits for the other ranks, leave ``training_step`` with them. Called on all, if all come to it.
 
-        Args:
-            ranks: that wait for each other.
-            most_calls: of backward, in any loader batch before.
-
-        Raises:
-            RuntimeError: this rank has called backward less often than before, and others are still in training_step.
+        Raise if this rank has called backward less often than before (``most_calls``), and others are still in training_step.
         """
         may_be_early = self.next_call < most_calls or not most_calls
         if not have_all_left(may_be_early, PATIENCE + 10 * (time.monotonic() - self.begun)):
@@ -102,11 +81,7 @@ class ManualMicroBatch:
 
 
 def check_batches(ranks: Ranks, has_batch: bool) -> None:
-    """A loader batch is next that reduces gradients. Called on all ranks.
-
-    Raises:
-        RuntimeError: on all ranks, some have a batch and others have None, and those that have one would wait for the others.
-    """
+    """Raise, on all ranks, if some have a batch that reduces gradients and others None: those would wait for these."""
     some_have, some_lack = ranks.largest(has_batch, not has_batch)
     if some_have and some_lack:
         has, others = ("", "another has None for it") if has_batch else ("None for ", "others have a batch")

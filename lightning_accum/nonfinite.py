@@ -27,18 +27,12 @@ from lightning_accum.weighing.terms import Denominator
 
 
 class Guard:
-    """Looks at each micro-batch of a training, and leaves out those that are not finite, or reports them.
+    """Looks at each micro-batch of a training, and leaves out those that are not finite, or raises an error.
 
     Leaving out a micro-batch drops its gradient, and restores what it changed in the module, random state included
-    (:class:`Undo`).
-
-    Args:
-        trained: that runs them. If it has a GradScaler, which looks at gradients by itself, the loss alone is looked at.
-        gradients: keeps the window's gradients until they are reduced.
-        leaves_out: whether to leave them out, or to raise an error.
-        where: says in words which loader batch is under way.
-        inform: prints what was left out, after a warning about the first.
-        warn: takes the warning, on any rank.
+    (:class:`Undo`). ``gradients`` keeps the window's gradients until they are reduced, ``where`` says in words which loader batch
+    is under way, and ``inform`` prints what was left out, after a warning about the first. Beside a GradScaler, which looks at
+    gradients by itself, the loss alone is looked at.
     """
 
     def __init__(
@@ -68,11 +62,7 @@ class Guard:
 
     @contextmanager
     def watching(self, loss: Tensor, weight: Denominator | None) -> Iterator[None]:
-        """The backward of a micro-batch runs in here.
-
-        Raises:
-            FloatingPointError: it is not finite, and such are not to be left out.
-        """
+        """The backward of a micro-batch runs in here."""
         named, gradients = self._parameters_by_name(), self._gradients
         accumulated = gradients.accumulated(named.values()) if self.leaves_out else {}
         kept = {parameter: gradient.clone() for parameter, gradient in accumulated.items()}
@@ -103,11 +93,7 @@ class Guard:
             self._warn(f"{found} Others may follow; `window/skipped_micro_batches` counts them.")
 
     def end_micro_batch(self) -> bool:
-        """Return whether the micro-batch was left out.
-
-        Raises:
-            RuntimeError: it changed something that cannot be restored.
-        """
+        """Restore what the micro-batch changed, if it was left out. Returns whether it was."""
         snapshot, self._snapshot = self._snapshot, None
         if self.has_left_out and snapshot is not None:
             snapshot.restore()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +16,11 @@ _WINDOWS = 4
 _SAMPLED = 256
 """Elements compared in each parameter."""
 
-
 IN_OPTIMIZER_STEP = (
     "in the module's optimizer_step, after super().optimizer_step(...); or in the same hook of batches, where a window is one"
     " loader batch that is split (micro_batch=)"
 )
 """The place for what runs once a window, in automatic optimization."""
-
-
-class _Sample(NamedTuple):
-    name: str
-    tensor: Tensor
-    elements: Tensor
 
 
 class KeptGradients:
@@ -76,7 +68,7 @@ class ParameterChanges:
         self._warn = warn
         self._once_a_window = once_a_window
         self._windows_left = _WINDOWS
-        self._before: list[_Sample] = []
+        self._before: list[tuple[str, Tensor, Tensor]] = []  # name, parameter, elements
         self.is_due = warn is not None
         """The next window is compared."""
         self.is_under_way = False
@@ -92,8 +84,8 @@ class ParameterChanges:
         """Keep the parameters, after the first forward of a window that is compared."""
         self._windows_left = max(0, self._windows_left - 1)
         self.is_due, self.is_under_way = self._windows_left > 0, True
-        self._before = [_Sample(name, tensor, _elements(tensor)) for name, tensor in _compared(module)]
-        self.gradients.parameters = [(sample.name, sample.tensor) for sample in self._before]
+        self.gradients.parameters = list(_compared(module))
+        self._before = [(name, tensor, _elements(tensor)) for name, tensor in self.gradients.parameters]
 
     def refuse_other_gradients(self) -> None:
         """Refuse gradients that somebody changed, before the backward of a micro-batch.
@@ -117,17 +109,16 @@ class ParameterChanges:
         before, self._before = self._before, []
         if not before or self._warn is None or micro_batches < 2:
             return
-        pairs = [(sample, now) for sample in before if (now := _elements(sample.tensor)).shape == sample.elements.shape]
-        device = before[0].elements.device
+        pairs = [(name, tensor, now, then) for name, tensor, then in before if (now := _elements(tensor)).shape == then.shape]
         norms = [
-            torch.stack(((now - then).norm(), torch.maximum(now.norm(), then.norm()), _usual(now, then))).to(device)
-            for now, then in ((now, sample.elements) for sample, now in pairs)
+            torch.stack(((now - then).norm(), torch.maximum(now.norm(), then.norm()), _usual(now, then))).to(before[0][2].device)
+            for _, _, now, then in pairs
         ]
         changed: dict[str, float] = {}
-        for (sample, _), (difference, size, usual) in zip(pairs, torch.stack(norms).tolist() if norms else (), strict=True):
-            eps = torch.finfo(sample.tensor.dtype).eps  # normalising again changes a few elements, or all by one rounding
+        for (name, tensor, *_), (difference, size, usual) in zip(pairs, torch.stack(norms).tolist() if norms else (), strict=True):
+            eps = torch.finfo(tensor.dtype).eps  # normalising again changes a few elements, or all by one rounding
             if difference > 16 * eps * size or usual > 2 * eps:
-                changed[sample.name] = difference / size
+                changed[name] = difference / size
         if changed:
             self._warn(_message(changed, self._once_a_window))
             self.stop()

@@ -22,42 +22,25 @@ END: Any = object()
 
 
 class LoaderBatch(NamedTuple):
-    """What a rank has of the loader batches of all ranks.
+    """What a rank has of the loader batches of all ranks."""
 
-    Attributes:
-        batch: its own; or the last one again; or None.
-        is_last: no rank has one after this.
-        is_shadow: it was run before, and weighs nothing.
-        is_stopped: a rank is to end, and there is none.
-    """
-
-    batch: Any
-    is_last: bool
-    is_shadow: bool
-    is_stopped: bool = False
+    batch: Any  # its own; or the last one again; or None
+    is_last: bool  # no rank has one after this
+    is_shadow: bool  # it was run before, and weighs nothing
+    is_stopped: bool = False  # a rank is to end, and there is none
 
 
 @dataclass(eq=False)
 class Ranks:
-    """The ranks of a training, and those among them whose gradients are averaged.
+    """The ranks of a training, and those among them whose gradients are averaged."""
 
-    Attributes:
-        device: of this rank.
-        size: ranks whose gradients are averaged.
-        group: these ranks; None for all.
-        world_size: the number of all ranks, tensor parallelism included.
-        rank: this one.
-        timeout: for what they exchange; None for torch's own.
-        same_rows: so many of those whose gradients are averaged have parts of the same rows.
-    """
-
-    device: torch.device
-    size: int = 1
-    group: dist.ProcessGroup | None = None
-    world_size: int = 1
-    rank: int = 0
-    timeout: timedelta | None = None
-    same_rows: int = 1
+    device: torch.device  # of this rank
+    size: int = 1  # ranks whose gradients are averaged
+    group: dist.ProcessGroup | None = None  # these ranks; None for all
+    world_size: int = 1  # all ranks, tensor parallelism included
+    rank: int = 0  # this one
+    timeout: timedelta | None = None  # for what they exchange; None for torch's own
+    same_rows: int = 1  # so many of those whose gradients are averaged have parts of the same rows
 
     def __post_init__(self) -> None:
         self._world: dist.ProcessGroup | None = None

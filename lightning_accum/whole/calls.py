@@ -52,24 +52,16 @@ def as_one_node(
 
 @dataclass(eq=False)
 class Call:
-    """A call of a submodule in a step.
-
-    Attributes:
-        pieces: the rows of the micro-batches that it runs in.
-        shadows: micro-batches that other ranks have more: this one takes part in them with its last, which counts for nothing.
-        run_piece: runs the submodule on the arguments of a micro-batch.
-        begin_backward: is asked before its backward, where ranks wait for each other in it.
-        device: whose random state there is beside the CPU's.
-    """
+    """A call of a submodule in a step."""
 
     layer: Layer
     arguments: Tree
     form: Form
-    pieces: list[range]
-    shadows: int
-    run_piece: Callable[[range, Any], Any]
-    begin_backward: Callable[[], None] | None
-    device: torch.device
+    pieces: list[range]  # the rows of the micro-batches that it runs in
+    shadows: int  # micro-batches that other ranks have more: this one takes part with its last again, which counts for nothing
+    run_piece: Callable[[range, Any], Any]  # runs the submodule on the arguments of a micro-batch
+    begin_backward: Callable[[], None] | None  # called before its backward, where ranks wait for each other in it
+    device: torch.device  # whose random state there is beside the CPU's
 
     def __post_init__(self) -> None:
         parameters = [] if self.layer.is_sharded else self.layer.module.parameters()
@@ -120,6 +112,7 @@ class Call:
         values = [value[piece.start : piece.stop] if is_row else value for value, is_row in inputs]
 
         def run(device: Tensor) -> Tree:
+            """Run it, in the forward or again."""
             is_again = bool(self._given)
             with self._again(before) if is_again else nullcontext():
                 found = read(self.run_piece(piece, self.arguments.make(values)), self.layer)

@@ -22,17 +22,12 @@ INSTEAD = 'Have a submodule without it run row-wise, or use micro_batch="offload
 
 @dataclass
 class Layer:
-    """A submodule that runs in micro-batches.
-
-    Attributes:
-        run: what its calls ran before they were replaced, hooks included.
-        is_sharded: ranks wait for each other in each forward and backward of it, between which its parameters are others.
-    """
+    """A submodule that runs in micro-batches."""
 
     name: str
     module: nn.Module
-    run: Callable[..., Any]
-    is_sharded: bool = False
+    run: Callable[..., Any]  # what its calls ran before they were replaced, hooks included
+    is_sharded: bool = False  # ranks wait for each other in each of its forwards and backwards, and its parameters are exchanged
 
 
 class Tree(NamedTuple):
@@ -51,6 +46,7 @@ class Tree(NamedTuple):
         left = iter(values)
 
         def made(part: Part) -> Any:
+            """A part with the next values."""
             if part.kind == "rows":  # a leaf, see read
                 return next(left)
             return rebuilt(part, made) if part.is_cut else part.value
@@ -59,11 +55,7 @@ class Tree(NamedTuple):
 
 
 def read(value: Any, layer: Layer) -> Tree:
-    """Take arguments or outputs of a call apart.
-
-    Raises:
-        RowWiseError: there may be tensors in ``value`` that are not found.
-    """
+    """Take arguments or outputs of a call apart, or raise a RowWiseError if there may be tensors that are not found."""
     root, leaves = parse(value), list[Part]()
     for part in root.walk():
         if part.is_tensor or _is_list_of_rows(part.value):
@@ -111,23 +103,14 @@ def is_near(found: Tensor, expected: Tensor) -> Tensor:
 
 
 class Form(NamedTuple):
-    """Where the rows are in calls of one kind.
+    """Where the rows are in calls of one kind."""
 
-    Attributes:
-        inputs: which of the input leaves have one entry a row.
-        dims: the dimension of each output leaf that has the rows; None if it is the same for all.
-    """
-
-    inputs: tuple[bool, ...]
-    dims: tuple[int | None, ...]
+    inputs: tuple[bool, ...]  # which of the input leaves have one entry a row
+    dims: tuple[int | None, ...]  # the dimension of each output leaf that has the rows; None if it is the same for all
 
 
 def number_of_rows(layer: Layer, arguments: Tree, of_batch: int | None) -> int:
-    """The rows of a call: the size of dimension 0 of its tensors.
-
-    If there are several sizes, the batch size counts, or a multiple of it, as of two joined views; else the size of the first
-    tensor.
-    """
+    """The size of dimension 0 of the tensors; of several the batch's, or a multiple of it (two joined views), else the first."""
     sizes = [leaf.size for leaf in arguments.leaves if leaf.size is not None and (leaf.is_tensor or type(leaf.value[0]) is str)]
     if not sizes:
         raise RowWiseError.of(layer.name, f"{layer.name!r} is called without a tensor whose dimension 0 could be the rows.")
@@ -177,7 +160,8 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
 
 
 def _run_some(layer: Layer, arguments: Tree, are_rows: Sequence[bool], number: int, run: Callable[[range, Any], Any]) -> Tree:
-    def some(value: Any, is_row: bool) -> Any:  # copies, into which the submodule may write
+    def some(value: Any, is_row: bool) -> Any:
+        """Copies of the first rows, into which the submodule may write."""
         found = value[:number] if is_row else value
         return found.detach().clone() if isinstance(found, Tensor) else found
 

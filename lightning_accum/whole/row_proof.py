@@ -48,13 +48,10 @@ def prove_row_wise(
     warn: Callable[[str], None],
     position: int = 0,
 ) -> None:
-    """Try whether the step is the same in micro-batches. Called on all ranks at each loader batch, until that was seen.
+    """Raise, on all ranks, if the step in micro-batches is another. Called on all at each loader batch, until it was seen.
 
     ``batches`` is the loader batch, or empty where this rank has none; ``samples`` are how many of them the loader puts into a
     batch, if it says so. ``step`` runs the module on a batch, and logs nothing. The window has ``position`` of them behind it.
-
-    Raises:
-        RowWiseError: it is another. On all ranks.
     """
     if trained.sync.is_waited_for_in_forward and position:
         return  # the engine has gradients of its own, until the window ends
@@ -108,26 +105,15 @@ class _InPlace(GradientSync):
 
 @dataclass
 class _Proof:
-    """Compares the step on some rows with that of their micro-batches. Ranks take every step of it together.
-
-    Attributes:
-        take: makes a batch of some rows.
-        number: of rows, on the rank that has the fewest.
-        kinds: of the calls that were there, by the number of rows.
-    """
+    """Compares the step on some rows with that of their micro-batches. Ranks take every step of it together."""
 
     row_wise: RowWise
-    take: Callable[[Any], Any]
-    number: int
-    kinds: dict[int, set[Hashable]] = field(default_factory=lambda: defaultdict(set))
+    take: Callable[[Any], Any]  # makes a batch of some rows
+    number: int  # of rows, on the rank that has the fewest
+    kinds: dict[int, set[Hashable]] = field(default_factory=lambda: defaultdict(set))  # of calls, by the number of rows
 
     def run(self, trial: Trial) -> set[Hashable]:
-        """Look with parameters moved, and as they are. Returns the kinds of calls that were there.
-
-        Raises:
-            RowWiseError: a gradient is another one.
-            CannotCheckError: there is none, or another one each time.
-        """
+        """Look with parameters moved, and as they are, and raise if a gradient differs. Returns the kinds of calls."""
         has_evidence = False
         for context in (moved(self.row_wise.module), nullcontext()):
             with context:
@@ -139,6 +125,7 @@ class _Proof:
     def _look(self, trial: Trial) -> bool:
         """Returns whether there was something to compare."""
         wrong: tuple[Deviation, int] | None = None
+        size = self.row_wise.size
         with trial.held():
             for number in [few for few in (7, 6, 5, 3, 2) if few <= self.number]:  # memory may run out
                 try:
@@ -147,14 +134,13 @@ class _Proof:
                     if number == 2:
                         raise
                     continue
-                if is_wrong := self._is_wrong(trial, found):
-                    wrong = wrong or (found, number)
-                    if wrong[1] == number > 2:  # an argument without rows may be as large by chance, and be taken for rows
+                if (is_wrong := self._is_wrong(trial, found)) and wrong is None:
+                    wrong = found, number
+                    if number > 2:  # an argument without rows may be as large by chance, and be taken for rows
                         continue
                 if wrong is not None and (is_wrong or trial.largest(float(self.kinds[number] == self.kinds[wrong[1]]))):
                     self._refuse(trial, *wrong)
                 break
-            size = self.row_wise.size
             of_training = min(self.number, size) if isinstance(size, int) and self.row_wise.largest is None else 0
             if of_training > number:  # what few rows cannot show
                 with suppress(CannotCheckError):
@@ -180,7 +166,8 @@ class _Proof:
         row_wise = replace(self.row_wise, size=size, names=names, draws=draws, proofs_left=0)
         with ExitStack() as stack:
 
-            def batch() -> Any:  # once everything is put back, the module's calls too
+            def batch() -> Any:
+                """The rows, once everything is put back, the module's calls too."""
                 stack.enter_context(row_wise.step(number))
                 return self.take(range(number))
 
@@ -200,9 +187,9 @@ class _Proof:
 
     def _refuse(self, trial: Trial, found: Deviation, number: int) -> None:
         """Raise what is wrong, unless the step is another one each time."""
+        names = self.row_wise.names
         if trial.largest(float(trial.draws_unlike_numbers)):
             raise CannotCheckError("training_step draws random numbers that differ from micro-batch to micro-batch")
-        names = self.row_wise.names
         one, other = (self._measure(trial, names, None, number, _draws_of_rows(trial)) for _ in range(2))
         if self._is_wrong(trial, self._deviation(trial, one, other)):
             raise CannotCheckError("training_step gives the same rows another gradient each time")
@@ -231,6 +218,7 @@ def _draws_of_rows(trial: Trial) -> Draws:
     states: dict[int, RandomState] = {}
 
     def drawing(call: int, rows: Sequence[int], total: int) -> AbstractContextManager[None]:
+        """Draw for these rows of a call."""
         states.setdefault(call, RandomState(trial.device)).restore()
         return trial.mode.of_call(call, rows, total)
 

@@ -33,19 +33,7 @@ Draws: TypeAlias = Callable[[int, Sequence[int], int], AbstractContextManager[No
 
 @dataclass(eq=False)
 class RowWise:
-    """Runs submodules in micro-batches, in steps that see the whole batch.
-
-    Attributes:
-        module: that is trained.
-        names: of its submodules.
-        size: rows, or tokens, of a micro-batch; None to run calls as they are, in a trial.
-        device: where the module runs.
-        largest: over the ranks, where submodules are sharded, so that ranks wait for each other in each of their forwards.
-        draws: where they are tried out.
-        proofs_left: number of loader batches on which row-wise and whole steps may still be compared, until one shows a gradient.
-
-    Raises:
-        ValueError: a name is no submodule, or is inside of another.
+    """Runs submodules in micro-batches, in steps that see the whole batch. A ValueError if a name is none, or inside another.
 
     Example:
         >>> model = nn.ModuleDict({"encoder": nn.Linear(2, 1)})
@@ -59,13 +47,13 @@ class RowWise:
         True
     """
 
-    module: nn.Module
-    names: Sequence[str]
-    size: int | Tokens | None
-    device: torch.device
-    largest: Callable[..., Sequence[float]] | None = None
-    draws: Draws | None = None
-    proofs_left: int = 0
+    module: nn.Module  # that is trained
+    names: Sequence[str]  # of its submodules
+    size: int | Tokens | None  # rows, or tokens, of a micro-batch; None to run calls as they are, in a trial
+    device: torch.device  # where the module runs
+    largest: Callable[..., Sequence[float]] | None = None  # over the ranks, if they wait for each other in each of its forwards
+    draws: Draws | None = None  # where they are tried out
+    proofs_left: int = 0  # loader batches on which row-wise and whole steps may still be compared, until one shows a gradient
 
     def __post_init__(self) -> None:
         self._layers = _named(self.module, self.names, self.largest is not None)
@@ -106,11 +94,7 @@ class RowWise:
             yield
 
     def end_backward(self) -> None:
-        """The backward of the loss is over, on all ranks of sharded submodules: calls of now are no part of the step.
-
-        Raises:
-            RowWiseError: a submodule was not called.
-        """
+        """The backward is over, on all ranks of sharded submodules: later calls are no part of it. Raise if one was not called."""
         self._is_over = True
         self._check_is_next(0)
         if missing := [name for name in self.names if name not in self._called]:
@@ -130,6 +114,7 @@ class RowWise:
         self._number += 1
 
         def run(piece: range, given: Any, number: int = self._number) -> Any:
+            """Run the submodule on some rows, whose own calls are not replaced."""
             self._is_inside = True
             try:
                 args, kwargs = given
@@ -199,11 +184,7 @@ class RowWise:
 
 
 def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: bool) -> RowWise | None:
-    """What runs submodules in micro-batches; None if none was named. ``is_sharded``: ranks wait for each other in each forward.
-
-    Raises:
-        ValueError: a name is no submodule, or is inside of another.
-    """
+    """What runs submodules in micro-batches; None if none was named. ``is_sharded``: ranks wait for each other in each forward."""
     if not policy.row_wise:
         return None
     largest, proofs = ranks.largest if is_sharded else None, _MOST_PROOFS if policy.check else 0
