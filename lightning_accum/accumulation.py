@@ -99,7 +99,8 @@ class Accumulation(Windows):
     def count_first(self, keys: Sequence[int] = ()) -> None:
         """From now on the terms of a window are counted before it runs, those with these keys and others."""
         weights, is_listed = self.policy.weight, self.policy.counts_ahead
-        self.weigher.counts_first, self.stops_counting = not is_listed, False
+        self.weigher.learn(self.weigher.known._replace(counts_first=not is_listed))
+        self.stops_counting = False
         self.window.counted = Counted(range(len(weights)) if isinstance(weights, tuple) else keys, self.ranks, is_listed)
 
     @override
@@ -336,9 +337,9 @@ class Accumulation(Windows):
         super()._begin_window(seen)
         if self.sums is not None:
             self.sums.clear()
-        if self.stops_counting and self.weigher.counts_first:
-            self.weigher.counts_first = self.stops_counting = False
-            self.window.counted = None
+        if self.stops_counting and self.weigher.known.counts_first:
+            self.weigher.learn(self.weigher.known._replace(counts_first=False))
+            self.stops_counting, self.window.counted = False, None
         self.is_zero_grad_due, self._unread = True, None
         closed, has_run = self.closed, self._has_run_without_loss or self.world_size > 1  # of which all ranks think alike
         is_without_loss = has_run and closed is not None and closed.micro_batches == closed.left_out == 0

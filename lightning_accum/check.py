@@ -43,7 +43,7 @@ from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, U
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.counts import counts_of, name_of
 from lightning_accum.weighing.terms import ONCE, SUM, Mode, Term
-from lightning_accum.weighing.weight import Weigher, words_of
+from lightning_accum.weighing.weight import Known, words_of
 from lightning_accum.whole.row_proof import moved
 
 MOST_BATCHES = 8  # loader batches that are looked at until there were enough rows
@@ -115,6 +115,7 @@ class _Found(NamedTuple):
     Attributes:
         verdict: of this rank.
         adds_up: the parts sum to the whole on all ranks.
+        known: of the terms, if it adds up.
         constants: by term, the constant in each of its weights that does not add up.
         mend: an argument with which the parts add up, if one was found.
         are_alike: all single rows have the same loss.
@@ -123,7 +124,7 @@ class _Found(NamedTuple):
 
     verdict: Verdict
     adds_up: bool
-    weigher: Weigher
+    known: Known
     constants: dict[int, float]
     terms: dict[int, Term]
     mend: str | None = None
@@ -173,13 +174,14 @@ class Check:
 
     def _adopt(self, found: _Found) -> None:
         checked, accumulation, rows, before = self._checked, self._accumulation, self._rows, self._before
-        weigher, own = accumulation.weigher, found.weigher
-        weigher.learn(own, {key: term.default_mode for key, term in found.terms.items() if accumulation.window.has_weight})
-        if own.tells_heads:
-            weigher.know(checked.module.parameters())
+        known, own = accumulation.weigher.known, found.known
+        begun = {key: term.default_mode for key, term in found.terms.items() if accumulation.window.has_weight}
+        now = known.joined(own, begun)
+        now = now.telling_heads(checked.module.parameters()) if own.places else now  # a wider trial has other parameters
+        accumulation.weigher.learn(now)
         is_one, before_this = not own.counts_first and len(found.terms) == 1, accumulation.window.constant
         accumulation.window.constant = next(iter(found.constants.values()), before_this) if is_one else None  # not all rows show it
-        if own.counts_first and not weigher.counts_first:
+        if own.counts_first and not known.counts_first:
             if not self._is_later and checked.on_any(accumulation.window.has_weight):
                 accumulation.counted_next = [*own.modes]  # this window has begun with one weight
             else:
@@ -220,58 +222,57 @@ class Check:
         )
 
     def _find_in(self, trial: Trial, rows: Rows) -> _Found:
-        weigher = self._accumulation.weigher.another()
+        names, checked = self._accumulation.weigher.known.names, self._checked
         with trial.held():
-            weigher.know(self._checked.module.parameters() if weigher.tells_heads else ())  # a wider trial has other parameters
-            looks = looks_at(self._checked, trial, rows, weigher)
+            parameters = [*checked.module.parameters()]  # a wider trial has its own
+            names = names.telling_heads(parameters) if names.places else names
+            looks = looks_at(checked, trial, rows, names)
             functions = {measured.function for measured in measured_of(looks)}
-            if self._checked.on_any(len(functions) > 1):  # a single row may look like one
-                weigher.takes_functions = False
-                looks = looks_at(self._checked, trial, rows, weigher)
+            if checked.on_any(len(functions) > 1):  # a single row may look like one
+                names = names._replace(takes_functions=False)
+                looks = looks_at(checked, trial, rows, names)
             is_first = not self._is_later and self._before is None
-            leaves_something = is_first and not leaves_nothing(self._checked, trial, looks[0].whole)
-            found = self._decide(looks, weigher, trial)._replace(leaves_something=leaves_something)
-            if found.adds_up and not self._checked.on_any(any(key & 255 for key in found.terms)):  # one of two may be absent
+            leaves_something = is_first and not leaves_nothing(checked, trial, looks[0].whole)
+            found = self._decide(looks, names, trial)._replace(leaves_something=leaves_something)
+            if found.adds_up and not checked.on_any(any(key & 255 for key in found.terms)):  # one of two may be absent
                 return found
-            if not self._checked.sync.is_waited_for_in_forward and not weigher.tells_heads:  # FSDP has other parameters in forward
-                of_heads = weigher.another()
-                of_heads.know(self._checked.module.parameters())
-                if (own := self._decide(looks_at(self._checked, trial, rows, of_heads), of_heads, trial)).adds_up:
+            if not checked.sync.is_waited_for_in_forward and not names.places:  # FSDP has other parameters in forward
+                of_heads = found.known.names.telling_heads(parameters)
+                if (own := self._decide(looks_at(checked, trial, rows, of_heads), of_heads, trial)).adds_up:
                     return own._replace(leaves_something=leaves_something)
             if found.adds_up:
                 return found
             trial.keep_state(looks[0].whole.batch)  # a first forward may initialise the module from its rows
-            begun = weigher.another()
-            begun.aliases = dict(self._accumulation.weigher.aliases)
-            looks = looks_at(self._checked, trial, rows, begun)
-            if (again := self._decide(looks, begun, trial)).adds_up:
+            begun = found.known.names._replace(aliases=names.aliases)
+            if (again := self._decide(looks_at(checked, trial, rows, begun), begun, trial)).adds_up:
                 return again
             if not (self._accumulation.splitting or self._checked.is_window_long) and self._checked.on_any(trial.mode.has_waited):
                 raise GathersError("training_step gathers from other ranks")
             if self._checked.on_any(trial.draws_others):
                 raise CannotCheckError("training_step draws random numbers that are others for each batch")
             first = looks[0].whole
-            same = trial.measure(first.batch, weigher, first.rows, first.total)
+            same = trial.measure(first.batch, names, first.rows, first.total)
             if self._checked.on_any(abs(same.loss - first.loss) > trial.tolerance * abs(first.loss)):
                 raise CannotCheckError("training_step gives the same rows another loss each time")
             return found
 
     # --- deciding -------------------------------------------------------------------------------------------------------
 
-    def _name(self, looks: Sequence[Look], weigher: Weigher) -> None:
+    def _named(self, looks: Sequence[Look], names: Known) -> Known:
         """Give terms that are the same in all losses the same keys, on all ranks."""
         measured = measured_of(looks)
-        weigher.looped = weigher.looped.union(*self._checked.of_all(looped(measured)))
+        joined = names.looped.union(*self._checked.of_all(looped(measured)))
         for one in measured:
-            one.join(weigher.looped)
-        weigher.aliases = merged(weigher.aliases, self._checked.of_all(aliases(measured)))
+            one.join(joined)
+        renamed = merged(names.aliases, self._checked.of_all(aliases(measured)))
         for one in measured:
-            one.rename(weigher.aliases)
+            one.rename(renamed)
+        return names._replace(looped=joined, aliases=renamed)
 
-    def _decide(self, looks: Sequence[Look], weigher: Weigher, trial: Trial) -> _Found:
+    def _decide(self, looks: Sequence[Look], names: Known, trial: Trial) -> _Found:
         """How each term is weighed; the same on all ranks."""
         eps, checked, weight = trial.eps, self._checked, self._weight
-        self._name(looks, weigher)
+        known = self._named(looks, names)
         terms: dict[int, Term] = {}
         for of_rank in checked.of_all(keys_of(looks)):
             for key, term in of_rank.items():
@@ -279,9 +280,8 @@ class Check:
         if weight == "auto":
             chosen = {key: self._fit(looks, key, modes_to_try(term), eps) for key, term in terms.items()}
             failed = {key >> 8 for key, fit in chosen.items() if fit.mode is None and not fit.is_open}
-            if failed & {key >> 8 for key in terms if key & 255} - weigher.looped:  # take them as one
-                weigher.looped |= failed
-                return self._decide(looks, weigher, trial)
+            if failed & {key >> 8 for key in terms if key & 255} - known.looped:  # take them as one
+                return self._decide(looks, known._replace(looped=known.looped | failed), trial)
             for key, fit in chosen.items():
                 if fit.mode is None and not fit.is_open:  # a sum that is the same in each part depends on no rows
                     once = self._fit(looks, key, (ONCE,), eps)
@@ -305,28 +305,33 @@ class Check:
         verdict = Verdict(max(size, 2 * tolerance) if wrong else size, tolerance, worst.deviation.seen, tuple(worst.deviation.rows))
         mend = self._weight_that_adds_up(looks, terms, trial) if wrong else None
         if not wrong and weight == "auto":
-            weigher.words = {key: term.words for key, term in terms.items()}
-            weigher.units = {key: self._units(looks, key, fit) for key, fit in chosen.items() if fit.mode is not None}
+            units = {key: self._units(looks, key, fit) for key, fit in chosen.items() if fit.mode is not None}
             (key, fit), *others = chosen.items()
             is_one_mean = not others and fit.mode != SUM and not checked.on_any(looks[0].whole.function is not None)
             if is_one_mean and not checked.sync.is_waited_for_in_forward and (adopted_fit := self._adopted(looks, key, eps)):
-                units = self._units(looks, key, fit._replace(modes=adopted_fit.modes))  # other rows may show fewer counts
-                weigher.hidden = {mode: unit for mode, unit in units.items() if callable(mode)}
-            odd = [(key, term.oddities(weigher.mode_of(term))) for one in measured_of(looks) for key, term in one.terms.items()]
-            weigher.seen = frozenset((key, name) for key, found in odd for name, is_so in found.items() if is_so)
-            weigher.of_samples = frozenset(key for key, mode in weigher.modes.items() if goes_by_rows(looks, key, mode))
-            refused = self._combine(looks, weigher, terms)
+                hidden = self._units(looks, key, fit._replace(modes=adopted_fit.modes))  # other rows may show fewer counts
+                known = known._replace(hidden={mode: unit for mode, unit in hidden.items() if callable(mode)})
+            known = known._replace(words={key: term.words for key, term in terms.items()}, units=units)
+            odd = [
+                (key, name)
+                for one in measured_of(looks)
+                for key, term in one.terms.items()
+                for name, is_so in term.oddities(next(iter(known.units_of(term)))).items()
+                if is_so
+            ]
+            of_samples = frozenset(key for key, mode in known.modes.items() if goes_by_rows(looks, key, mode))
+            known, refused = self._combined(looks, known._replace(seen=frozenset(odd), of_samples=of_samples), terms)
             if refused is not None:
-                return _Found(replace(verdict, deviation=math.inf, seen=refused[1]), False, weigher, {}, terms, refused[0])
+                return _Found(replace(verdict, deviation=math.inf, seen=refused[1]), False, known, {}, terms, refused[0])
         constants = {key: fit.constant for key, fit in chosen.items() if fit.constant}
         losses = [part.loss for part in looks[0].parts]
         are_alike = checked.on_any(max(losses) - min(losses) <= trial.tolerance * abs(max(losses)))
-        return _Found(verdict, not wrong, weigher, constants, terms, mend, are_alike)
+        return _Found(verdict, not wrong, known, constants, terms, mend, are_alike)
 
     def _units(self, looks: Sequence[Look], key: int, fit: Fit) -> dict[Mode, float]:
         """The weight of a term in each mode that adds up, relative to its first mode; the known units if it is absent."""
         assert fit.mode is not None
-        known = self._accumulation.weigher.units.get(key, {})
+        known = self._accumulation.weigher.known.units.get(key, {})
         weights = {mode: looks[0].whole.weight(key, mode) or math.nan for mode in (fit.mode, *fit.modes)}
         in_units = {mode: weight / weights[fit.mode] for mode, weight in weights.items()}
         own = {mode: weight for mode, weight in in_units.items() if math.isfinite(weight)}  # empty if it is absent here
@@ -346,7 +351,7 @@ class Check:
                 break  # each other mode would run all rows again
         modes = tuple(mode for mode, _, code in found if code == 1)
         right = [own._replace(modes=modes) for _, own, code in found if code == 1]
-        known = self._accumulation.weigher.modes.get(key)
+        known = self._accumulation.weigher.known.modes.get(key)
         if len({own.mode == SUM for own in right}) > 1 and known is None:
             return right[0]._replace(is_open=True)
         for own in right:
@@ -361,7 +366,7 @@ class Check:
     def _adopted(self, looks: Sequence[Look], key: int, eps: float) -> Fit | None:
         """Counts of the batch with which a term adds up."""
         whole = looks[0].whole.batch()
-        known = [mode for mode in self._accumulation.weigher.units.get(key, ()) if callable(mode)]
+        known = [mode for mode in self._accumulation.weigher.known.units.get(key, ()) if callable(mode)]
         fits = [self._fit(looks, key, (count,), eps) for count in known or self._checked.of_all(counts_of(whole))[0]]
         right = [fit for fit in fits if fit.mode is not None and not fit.is_open]
         if not right:
@@ -375,35 +380,36 @@ class Check:
         counts = tuple(mode for mode, weight in of_whole.items() if self._checked.on_any(bool(known or weight)))
         return first._replace(mode=counts[0], modes=counts) if counts else None
 
-    def _combine(self, looks: Sequence[Look], weigher: Weigher, terms: dict[int, Term]) -> tuple[str, str] | None:
-        """Use one weight for all terms if they are in proportion, else count them first. Returns a mend if neither works."""
-        checked = self._checked
-        modes = {key: mode for key, mode in weigher.modes.items() if mode != ONCE}
-        if len(modes) < 2 and (len(weigher.modes) < 2 or SUM not in modes.values()):
-            return None
+    def _combined(self, looks: Sequence[Look], known: Known, terms: dict[int, Term]) -> tuple[Known, tuple[str, str] | None]:
+        """Use one weight for all terms if they are in proportion, else count them first. Returns a mend, too, if neither works."""
+        checked, ratio_of = self._checked, dict[int, float]()
+        modes = {key: mode for key, mode in known.modes.items() if mode != ONCE}
+        if len(modes) < 2 and (len(known.modes) < 2 or SUM not in modes.values()):
+            return known, None
         main = next((key for key in modes if terms[key].words == "cross entropy"), next(iter(modes), None))
         is_function = checked.on_any(looks[0].whole.function is not None)
         has_sum = any(mode == SUM for mode in modes.values())
-        is_one = main is not None and not (has_sum and (len(set(modes.values())) > 1 or len(weigher.modes) > len(modes)))
+        is_one = main is not None and not (has_sum and (len(set(modes.values())) > 1 or len(known.modes) > len(modes)))
         for key, mode in modes.items() if is_one and not has_sum else ():
             assert main is not None
             least, most = ratios(looks, (main, modes[main]), (key, mode))
             least, most = -checked.largest(-least), checked.largest(most)
             if math.isfinite(most) and least < math.inf:
-                weigher.ratios[key] = most
+                ratio_of[key] = most
             is_one &= least < math.inf and math.isfinite(most) and most - least <= 1e-9 * most
             is_few = self._rows.number < MOST_ROWS and self._accumulation.policy.split is None
             is_one &= is_function or not is_few or not checked.may_count_terms  # in few rows by chance
+        known = known._replace(ratios=ratio_of)
         if is_one:
-            return None
+            return known, None
         if is_function:
-            return advice.of_argument('weight="equal"'), "it is a function of means with weights of their own"
-        weigher.counts_first = True
+            return known, (advice.of_argument('weight="equal"'), "it is a function of means with weights of their own")
+        known = known._replace(counts_first=True)
         if checked.may_count_terms:
-            return None
+            return known, None
         names = ", ".join(words_of(terms[key], mode).partition(",")[0] for key, mode in modes.items())
         mend = advice.of_argument(f"weight=[...], with a weight for each of its terms ({names})")
-        return advice.of_calls(names) if checked.is_manual else mend, f"its terms ({names}) have weights of their own"
+        return known, (advice.of_calls(names) if checked.is_manual else mend, f"its terms ({names}) have weights of their own")
 
     def _weight_that_adds_up(self, looks: Sequence[Look], terms: dict[int, Term], trial: Trial) -> str | None:
         """An argument with which the parts add up, in words.

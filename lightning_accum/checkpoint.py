@@ -116,7 +116,8 @@ def restore_loss(
     is the present scale of the losses, divided by the scale in the checkpoint.
     """
     sums = window.sums
-    window.weigher.units.update(kept.units)
+    known = window.weigher.known
+    window.weigher.learn(known._replace(units={**known.units, **kept.units}))
     window.restore(kept.weight_scale, kept.weighed if ranks.is_first else [])
     if kept.term_totals is not None and window.counted is not None:
         window.counted.restore(kept.term_totals)

@@ -14,6 +14,7 @@ from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
 from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LATER_WEIGHTS, OF_LENGTHS
 from lightning_accum.weighing.later import Reason
+from lightning_accum.weighing.weight import Known
 
 
 def check_doubted(checked: Checked) -> None:
@@ -42,7 +43,7 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
     if checked.on_any(rows is None):
         return
     checked.sync.reshard()
-    trial, counts_first = checked.trial(), accumulation.weigher.counts_first
+    trial, before = checked.trial(), accumulation.weigher.known
     try:
         if reason == "other lengths":  # how far a sample is padded depends on those beside it
             looked_at = agree_on_rows(checked, [rows], of_dataset=True)
@@ -50,7 +51,7 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
             own = trial.together(lambda: split_rows(checked, rows)) or _beside_others(checked, trial, rows)
             numbers = accumulation.ranks.largest(-own.of_batch, own.number, -own.at_once)
             looked_at = Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False)
-        modes, names = accumulation.weigher.modes, accumulation.weigher.names()
+        before = accumulation.weigher.known
         Check(checked, looked_at, is_later=True).run()
     except DoesNotAddUpError as error:
         if reason != "other lengths":
@@ -64,11 +65,16 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
             f" {problem}."
         )
         return
-    weigher = accumulation.weigher
-    is_other = any(weigher.modes[key] != mode and not callable(mode) for key, mode in modes.items())
-    if is_other or (weigher.names() != names if counts_first else weigher.counts_first):
+    now = accumulation.weigher.known
+    is_other = any(now.modes[key] != mode and not callable(mode) for key, mode in before.modes.items())
+    if is_other or (_others(now) != _others(before) if before.counts_first else now.counts_first):
         accumulation.leave_out_window()
         accumulation.warn_once(OF_LATER_WEIGHTS)
+
+
+def _others(known: Known) -> tuple[Any, ...]:
+    """What tells terms from others; those that are counted are others if it changes."""
+    return {key: name for key, name in known.aliases.items() if key != name}, known.looped, bool(known.places)
 
 
 def _beside_others(checked: Checked, trial: Trial, rows: Any) -> FewRows:

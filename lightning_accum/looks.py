@@ -26,7 +26,7 @@ from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.terms import Term
-from lightning_accum.weighing.weight import Weigher
+from lightning_accum.weighing.weight import Known
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
@@ -219,13 +219,13 @@ def _are_equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if is_tensor else type(one) is type(other) and bool(one == other)
 
 
-def looks_at(checked: Checked, trial: Trial, rows: Rows, weigher: Weigher) -> list[Look]:
+def looks_at(checked: Checked, trial: Trial, rows: Rows, known: Known) -> list[Look]:
     """Run the rows together and in parts. Called on all ranks."""
     found = rows.found
     if isinstance(found, SplitRows):
-        whole = trial.measure(found.whole, weigher, range(found.number))
-        return [Look(whole, [trial.measure(part, weigher, [place], is_part=True) for place, part in enumerate(found.parts)])]
-    in_parts = _InParts(checked, trial, found, weigher)
+        whole = trial.measure(found.whole, known, range(found.number))
+        return [Look(whole, [trial.measure(part, known, [place], is_part=True) for place, part in enumerate(found.parts)])]
+    in_parts = _InParts(checked, trial, found, known)
     number = max(2, min(rows.number, MOST_ROWS, 2 if rows.size == 1 else max(4, rows.size)))
     looks = _as_memory_allows(checked, number, 2, partial(in_parts.few, most=min(rows.number, MOST_ROWS)))
     of_training = int(-checked.largest(-min(found.of_batch, rows.size)))  # what few rows cannot show
@@ -250,10 +250,10 @@ class _InParts:
     checked: Checked
     trial: Trial
     found: FewRows
-    weigher: Weigher
+    known: Known
 
     def run(self, rows: Sequence[int], total: int = 0, is_part: bool = False) -> Measured:
-        return self.trial.measure(partial(self.found.take, rows), self.weigher, rows, total, is_part)
+        return self.trial.measure(partial(self.found.take, rows), self.known, rows, total, is_part)
 
     def look(self, whole: Measured | Sequence[int], parts: Sequence[Sequence[int]], total: int = 0) -> Look:
         measured = whole if isinstance(whole, Measured) else self.run(whole, total)
@@ -300,8 +300,8 @@ class _InParts:
             looks.append(self.look(whole, [kind for kind in kinds if kind], total))
         if size > 2 and checked.on_any(found.emptied(base, (0, 1)) is not None):
             emptied, rest = (partial(self._emptied, rows) for rows in (base, [0, 1]))
-            of_all = self.trial.measure(emptied, self.weigher, base, total)
-            looks.append(Look(of_all, [self.trial.measure(rest, self.weigher, [0, 1], total, is_part=True), *alone[2:]]))
+            of_all = self.trial.measure(emptied, self.known, base, total)
+            looks.append(Look(of_all, [self.trial.measure(rest, self.known, [0, 1], total, is_part=True), *alone[2:]]))
         return looks
 
     def _emptied(self, rows: Sequence[int]) -> Any:
@@ -315,7 +315,7 @@ def has_several_terms(checked: Checked, batches: Sequence[Any]) -> bool:
         return False
     trial, terms = checked.trial(), dict[int, Term]()
     with suppress(CannotCheckError), trial.held():
-        terms = trial.measure(lambda: deepcopy(batches[0]), Weigher("auto"), ()).terms
+        terms = trial.measure(lambda: deepcopy(batches[0]), Known(), ()).terms
     return checked.on_any(sum(not term.is_penalty for term in terms.values()) > 1)
 
 

@@ -22,7 +22,7 @@ from lightning_accum.undo import Snapshot
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.safeguards import freeze_batch_norm, guard_against_zero
 from lightning_accum.weighing.terms import Term, scale_terms
-from lightning_accum.weighing.weight import Reading, Weigher
+from lightning_accum.weighing.weight import Known, Reading
 
 _T = TypeVar("_T")
 Result: TypeAlias = "tuple[float, dict[int, Tensor]]"
@@ -192,13 +192,13 @@ class Trial:
     # --- one run ----------------------------------------------------------------------------------------------------
 
     def measure(
-        self, batch: Callable[[], Any], weigher: Weigher | None, rows: Sequence[int], total: int = 0, is_part: bool = False
+        self, batch: Callable[[], Any], known: Known | None, rows: Sequence[int], total: int = 0, is_part: bool = False
     ) -> Measured:
         """Run the step on some rows, once, and measure each term of its loss. Called on all ranks.
 
         Args:
             batch: returns the rows.
-            weigher: reads the loss; None for its gradient alone.
+            known: of the terms of its loss; None for its gradient alone.
             rows: their places among the rows of the whole.
             total: the number of rows of the whole, to which random numbers belong; 0 if all rows draw the same.
             is_part: as a micro-batch, the rows may have no loss, and add nothing then. Their backward begins with another number
@@ -208,11 +208,11 @@ class Trial:
             CannotCheckError: the step fails. On all ranks.
         """
         scale = float(MOST_ROWS) if is_part else 1.0
-        loss, reading = self.together(lambda: self._run(batch, weigher, rows, total, is_part))
+        loss, reading = self.together(lambda: self._run(batch, known, rows, total, is_part))
         terms, function = reading.terms, None if reading.function is None else reading.function.function
         of_terms, value = {term.key: _on_host(term) for term in terms}, float(loss.detach())
         measured = Measured(value, of_terms, {}, function, batch, rows, total)
-        if weigher is None:
+        if known is None:
             measured.gradients = {ALL: self.together(lambda: self.gradients(loss, 1.0))}
             return measured
         if self.backward.is_waited_for_in_forward:  # gradients are reduced over the ranks, each with its own factor
@@ -220,7 +220,7 @@ class Trial:
             names = [{term.key} for term in terms]
 
             def rerun(key: int, factor: float) -> dict[int, Tensor]:
-                loss, reading = self.together(lambda: self._run(batch, weigher, rows, total))
+                loss, reading = self.together(lambda: self._run(batch, known, rows, total))
                 scale_terms(reading.terms, [float(key in (ALL, *own)) for own in names[: len(reading.terms)]])
                 if reading.function is not None:
                     reading.function.leave_out(loss)
@@ -244,7 +244,7 @@ class Trial:
         return found
 
     def _run(
-        self, batch: Callable[[], Any], weigher: Weigher | None, rows: Sequence[int], total: int, is_part: bool = False
+        self, batch: Callable[[], Any], known: Known | None, rows: Sequence[int], total: int, is_part: bool = False
     ) -> tuple[Tensor, Reading]:
         self.restore(rows if total else None, total)
         needs_loss = not is_part or self.backward.is_waited_for_in_forward
@@ -261,9 +261,9 @@ class Trial:
             raise CannotCheckError("the loss of the first rows is not one number")
         if needs_loss and not loss.requires_grad:
             raise CannotCheckError("the loss of the first rows needs no gradient")
-        if loss.grad_fn is None or weigher is None:
+        if loss.grad_fn is None or known is None:
             return loss, Reading([])
-        reading = weigher.read(loss)
+        reading = known.read(loss)
         guard_against_zero(reading.terms)
         return loss, reading
 

@@ -22,7 +22,7 @@ from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
 from lightning_accum.weighing.terms import ONCE, Mode
-from lightning_accum.weighing.weight import Weigher
+from lightning_accum.weighing.weight import Known
 
 
 class NeedsTrimmingError(CannotCheckError):
@@ -122,11 +122,11 @@ def difference_by_padding(
 
 
 def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, padded: Any, trimmed: Sequence[Any]) -> str | None:
-    weigher, measured = Weigher("auto"), list[Measured]()
+    measured = list[Measured]()
     try:
         with trial.held():
             for batch in (padded, *trimmed):
-                measured.append(trial.measure(partial(copy, batch), weigher, ()))
+                measured.append(trial.measure(partial(copy, batch), Known(), ()))
     except CannotCheckError as error:
         if measured:
             return f"without it, {error}"
@@ -139,7 +139,7 @@ def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, padded: Any, trim
     look = Look(measured[0], measured[1:])
     modes: dict[int, Mode] = {ALL: weigh} if weigh is not None else {}
     if weigh is None:
-        modes = {key: weigher.mode_of(term) if term.words else ONCE for key, term in keys_of([look]).items()}
+        modes = {key: term.default_mode if term.words else ONCE for key, term in keys_of([look]).items()}
     fits = [fit_of([look], key, mode, trial.eps) for key, mode in modes.items()]
     if any(fit.mode is None for fit in fits):
         worst = max(fits, key=lambda fit: fit.deviation.size).deviation

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -78,43 +79,110 @@ class _Weighed(NamedTuple):
     weight: Denominator | None
 
 
+class Known(NamedTuple):
+    """What is known of the terms of a loss.
+
+    Attributes:
+        places: of parameters, by their id: the losses of several heads are terms of their own. Empty if heads are not told apart.
+        looped: see :func:`lightning_accum.weighing.terms.alike`.
+        aliases: keys that are taken for others.
+        takes_functions: a loss may be a function of a mean.
+        units: of each term, by its key, the modes by which it adds up, as the check has found, and what they weigh for one of what
+            it was weighed by first. It is weighed by the first of them, by a count of the batch as all of them say.
+        hidden: counts by which the loss adds up, if its graph is hidden in training, as where it is compiled.
+        ratios: the weight of each term divided by the weight of the first, if they are in proportion.
+        words: what each term that the check has seen is, by its key.
+        of_samples: terms that weigh as many as there are rows, in all that was checked.
+        seen: what the check has seen of terms, by key, see :func:`lightning_accum.weighing.terms.Term.oddities`.
+        counts_first: terms have weights of their own, which are counted before a window runs.
+    """
+
+    places: Mapping[int, int] = NOWHERE
+    looped: frozenset[int] = frozenset()
+    aliases: Mapping[int, int] = NOWHERE
+    takes_functions: bool = True
+    units: Mapping[int, Mapping[Mode, float]] = MappingProxyType({})
+    hidden: Mapping[Mode, float] = MappingProxyType({})
+    ratios: Mapping[int, float] = MappingProxyType({})
+    words: Mapping[int, str] = MappingProxyType({})
+    of_samples: frozenset[int] = frozenset()
+    seen: frozenset[tuple[int, str]] = frozenset()
+    counts_first: bool = False
+
+    @property
+    def names(self) -> Known:
+        """How terms are told from others, without what is known of each."""
+        return Known(*self[:4])
+
+    def telling_heads(self, parameters: Iterable[Tensor]) -> Known:
+        """Take the losses of several heads, which have these parameters, for terms of their own."""
+        return self._replace(places={id(parameter): place for place, parameter in enumerate(parameters, 1)})
+
+    @property
+    def modes(self) -> dict[int, Mode]:
+        """How each term that the check has seen is weighed."""
+        return {key: next(iter(units)) for key, units in self.units.items()}
+
+    def units_of(self, term: Term) -> Mapping[Mode, float]:
+        """By what a term is weighed, and the units."""
+        return self.units.get(term.key) or ({} if term.words else self.hidden) or {term.default_mode: 1.0}
+
+    def read(self, loss: Tensor) -> Reading:
+        """The terms of a loss."""
+        assert loss.grad_fn is not None
+        found = function_of_mean(loss) if self.takes_functions else None
+        terms = alike(terms_of(loss, None if found is None else found.below, self.places), self.looped)
+        return Reading(
+            [term._replace(key=self.aliases.get(term.key, term.key)) for term in terms] if self.aliases else terms, found
+        )
+
+    def joined(self, other: Known, begun: Mapping[int, Mode]) -> Known:
+        """Both together, if ``other`` was found to add up.
+
+        Args:
+            other: what some rows have shown.
+            begun: by what its terms were weighed that are in a window already.
+
+        Raises:
+            DoesNotAddUpError: a term goes by another mode in them, and nobody knows its unit.
+        """
+        unit, units = 1.0, {**self.units}
+        for key, found in other.units.items():
+            mode, known = next(iter(found)), units.get(key) or ({begun[key]: 1.0} if key in begun else {})
+            if begun and known and mode not in known:
+                raise DoesNotAddUpError(OF_ANOTHER_MODE)
+            unit = known.get(mode, 1.0) / found[mode]
+            units[key] = {one: unit * weight for one, weight in found.items()}
+        return other._replace(
+            units=units,
+            hidden={one: unit * weight for one, weight in other.hidden.items()},  # of the only term
+            ratios={**self.ratios, **other.ratios},
+            words={**self.words, **other.words},
+            seen=self.seen | other.seen,
+            counts_first=self.counts_first,
+        )
+
+
 class Weigher:
     """Finds the weight of each micro-batch, by the rule that the user chose.
 
     Args:
         weight: ``"auto"``, ``"equal"``, a callable of the batch, or one for each term of the loss.
-        places: of parameters, see :meth:`know`.
 
     Attributes:
-        ratios: the weight of each term divided by the weight of the first, if they are in proportion.
-        tells_heads: the losses of several heads are terms of their own.
-        looped: see :func:`lightning_accum.weighing.terms.alike`.
-        aliases: keys that are taken for others.
-        words: what each term that the check has seen is, by its key.
-        units: of each term, by its key, the modes by which it adds up, as the check has found, and what they weigh for one of what
-            it was weighed by first. It is weighed by the first of them, by a count of the batch as all of them say.
-        of_samples: terms that weigh as many as there are rows, in all that was checked.
-        seen: what the check has seen of terms, by key, see :func:`lightning_accum.weighing.terms.Term.oddities`.
-        counts_first: terms have weights of their own, which are counted before a window runs.
-        takes_functions: a loss may be a function of a mean.
-        hidden: counts by which the loss adds up, if its graph is hidden in training, as where it is compiled.
+        known: what the check has found of the terms of the loss.
         criterion: what the weight was found to be, in words; None before the first micro-batch.
     """
 
-    def __init__(self, weight: Literal["auto", "equal"] | Weight | tuple[Weight, ...], places: Mapping[int, int] = NOWHERE) -> None:
-        self._weight, self._places, self.tells_heads = weight, places, bool(places)
-        self.ratios: dict[int, float] = {}
-        self.looped: frozenset[int] = frozenset()
-        self.aliases: dict[int, int] = {}
-        self.words: dict[int, str] = {}
-        self.units: dict[int, dict[Mode, float]] = {}
-        self.of_samples: frozenset[int] = frozenset()
-        self.seen: frozenset[tuple[int, str]] = frozenset()
-        self.counts_first = False
-        self.hidden: dict[Mode, float] = {}
-        self.takes_functions = True
+    def __init__(self, weight: Literal["auto", "equal"] | Weight | tuple[Weight, ...]) -> None:
+        self._weight = weight
+        self.known = Known(takes_functions=weight != "equal")
         self.criterion: str | None = None
         self._plain: tuple[type, Any, Contribution] | None = None
+
+    def learn(self, known: Known) -> None:
+        """Weigh by this from now on."""
+        self.known, self._plain = known, None  # whose terms may have been new
 
     def __call__(self, loss: Tensor, batch: Any, rows: int | None = None) -> tuple[Contribution, Reading]:
         """Weigh one micro-batch. The terms of its loss have the keys of ``Contribution.of_terms``.
@@ -134,10 +202,10 @@ class Weigher:
         node: Node = loss.grad_fn
         if node is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
             return Contribution(0.0 if loss.requires_grad else 1.0), _UNREAD
-        is_plain = self._plain is not None and not self.counts_first and type(node) is self._plain[0]
+        is_plain = self._plain is not None and not self.known.counts_first and type(node) is self._plain[0]
         if is_plain and node._saved_reduction == MEAN_REDUCTION:
             return self._read_plain(node), _UNREAD
-        reading = self.read(loss)
+        reading = self._read(loss)
         guard_against_zero(reading.terms)
         if self._weight == "equal":
             self.criterion = "mean of the micro-batches' means"
@@ -155,83 +223,33 @@ class Weigher:
         self.criterion = self.criterion or f"weighted by {name_of(self._weight)}"
         return Contribution(weight, of_mean=reading.of_mean, doubt=is_lost(loss, weight, reading.terms)), reading
 
-    def know(self, parameters: Iterable[Tensor]) -> None:
-        """Take the losses of several heads, which have these parameters, for terms of their own."""
-        self._places = {id(parameter): place for place, parameter in enumerate(parameters, 1)}
-        self.tells_heads = bool(self._places)
-
-    def names(self) -> tuple[Any, ...]:
-        """What tells terms from others; those that are counted are others where it changes."""
-        return {key: name for key, name in self.aliases.items() if key != name}, self.looped, self.tells_heads
-
-    def another(self) -> Weigher:
-        """One that reads as this one, and knows nothing of modes."""
-        other = Weigher(self._weight, self._places)
-        other.looped, other.aliases, other.takes_functions = self.looped, dict(self.aliases), self.takes_functions
-        return other
-
-    @property
-    def modes(self) -> dict[int, Mode]:
-        """How each term that the check has seen is weighed."""
-        return {key: next(iter(units)) for key, units in self.units.items()}
-
-    def learn(self, other: Weigher, begun: Mapping[int, Mode]) -> None:
-        """Weigh as ``other``, which was found to add up.
-
-        Args:
-            other: a weigher of some rows.
-            begun: by what its terms were weighed that are in a window already.
-
-        Raises:
-            DoesNotAddUpError: a term goes by another mode in them, and nobody knows its unit.
-        """
-        unit = 1.0
-        for key, found in other.units.items():
-            mode, known = next(iter(found)), self.units.get(key) or ({begun[key]: 1.0} if key in begun else {})
-            if begun and known and mode not in known:
-                raise DoesNotAddUpError(OF_ANOTHER_MODE)
-            unit = known.get(mode, 1.0) / found[mode]
-            self.units[key] = {one: unit * weight for one, weight in found.items()}
-        self._plain = None  # whose terms may have been new
-        self.seen |= other.seen
-        self.ratios, self.words = self.ratios | other.ratios, self.words | other.words
-        self.looped, self.aliases, self.of_samples = other.looped, other.aliases, other.of_samples
-        self.hidden = {one: unit * weight for one, weight in other.hidden.items()}  # of the only term
-        self.takes_functions = other.takes_functions
-
     def units_to_keep(self) -> dict[int, dict[str, float]]:
         """For a checkpoint: the units without counts of the batch."""
-        kept = {key: {mode: unit for mode, unit in units.items() if not callable(mode)} for key, units in self.units.items()}
+        kept = {key: {mode: unit for mode, unit in units.items() if not callable(mode)} for key, units in self.known.units.items()}
         return {key: units for key, units in kept.items() if units}
 
     def _is_new(self, keys: set[int]) -> bool:
         """Terms that the check has not seen; or fewer that look alike, of which nobody knows which."""
-        known = self.units.keys()
+        known = self.known.units.keys()
         kinds = {key >> 8 for key in keys}
         return (bool(known) and not keys <= known) or any(key >> 8 in kinds and key not in keys for key in known)
 
-    def read(self, loss: Tensor) -> Reading:
-        """The terms of a loss."""
-        assert loss.grad_fn is not None
-        found = function_of_mean(loss) if self._weight != "equal" and self.takes_functions else None
-        terms = self._named(alike(terms_of(loss, None if found is None else found.below, self._places), self.looped))
-        if self.words and (new := [term for term in terms if term.key not in self.words and any(map(is_compiled, term.edges))]):
-            self._know_compiled(new, {term.key for term in terms})
-            terms = self._named(terms)
-        return Reading(terms, found)
-
-    def _named(self, terms: Sequence[Term]) -> Sequence[Term]:
-        return [term._replace(key=self.aliases.get(term.key, term.key)) for term in terms] if self.aliases else terms
+    def _read(self, loss: Tensor) -> Reading:
+        reading, words = self.known.read(loss), self.known.words
+        new = [term for term in reading.terms if term.key not in words and any(map(is_compiled, term.edges))] if words else []
+        if new:
+            self._know_compiled(new, {term.key for term in reading.terms})
+        return self.known.read(loss) if new else reading
 
     def _know_compiled(self, new: Sequence[Term], keys: set[int]) -> None:
         """Terms of what is compiled look unlike those that the check has seen, for which it ran as it is written."""
         for words in {term.words for term in new if not term.is_penalty}:
-            known = [key for key, own in self.words.items() if own == words and key not in keys]
+            known = [key for key, own in self.known.words.items() if own == words and key not in keys]
             own = [term.key for term in new if term.words == words]
-            if not words and self.counts_first:
+            if not words and self.known.counts_first:
                 raise UnreadableLossError(OF_COMPILED)
             if len(own) == len(known):
-                self.aliases |= dict(zip(own, known, strict=True))
+                self.learn(self.known._replace(aliases={**self.known.aliases, **dict(zip(own, known, strict=True))}))
 
     def _read_plain(self, node: Node) -> Contribution:
         """A loss that is a mean criterion itself, as the first was."""
@@ -248,7 +266,7 @@ class Weigher:
         if len(terms) == 1 and callable(terms[0].mode) and terms[0].weight is not None:
             doubt = doubt + is_lost(loss, terms[0].weight, reading.terms)
         of_mean, is_read, is_new = reading.of_mean, True, self._is_new({term.key for term in reading.terms})
-        if self.counts_first:
+        if self.known.counts_first:
             if of_mean is not None:
                 raise UnreadableLossError(how_to_mend("a function of means with weights of their own"))
             if self.criterion is None or not self.criterion.startswith("each"):
@@ -263,8 +281,8 @@ class Weigher:
         if main is None:
             found = reading.terms[0].words or "a node" if terms else "nothing that depends on the batch"
             raise UnreadableLossError(how_to_mend(found))
-        if not main.term.words and main.term.key not in self.units:
-            if not self.hidden or len(terms) > 1:
+        if not main.term.words and main.term.key not in self.known.units:
+            if not self.known.hidden or len(terms) > 1:
                 raise UnreadableLossError(how_to_mend("a node that hides its sum"))
             is_read = is_new = False
         weight, others = self._of_all(terms, main)
@@ -289,10 +307,10 @@ class Weigher:
         for term, mode, _, own in terms:
             if term is main.term or mode == ONCE or own is None:
                 continue
-            others.append(own / self.ratios.get(term.key, 1.0))
+            others.append(own / self.known.ratios.get(term.key, 1.0))
             if not isinstance(own, Tensor) and not isinstance(weight, Tensor) and weight == 0:
                 weight = others[-1]
-        if weight is not None and any(ONCE in units for units in self.units.values()):
+        if weight is not None and any(ONCE in units for units in self.known.units.values()):
             # what counts once goes with the weights only if all have it
             others.append(weight * sum(len(one.term.edges) for one in terms if one.mode == ONCE))
         return weight, tuple(others)
@@ -301,10 +319,10 @@ class Weigher:
         """Not 0 where a weight may be none."""
         doubts: list[Denominator] = []
         for term, mode, unit, weight in terms:
-            if term.key in self.units and mode != ONCE:
-                doubts += [doubt for name, doubt in term.oddities(mode).items() if (term.key, name) not in self.seen]
+            if term.key in self.known.units and mode != ONCE:
+                doubts += [doubt for name, doubt in term.oddities(mode).items() if (term.key, name) not in self.known.seen]
             doubt = term.may_be_raised(mode, weight, unit)
-            if isinstance(doubt, Tensor) or (doubt and not (term.key in self.of_samples and self._is_one(batch, rows))):
+            if isinstance(doubt, Tensor) or (doubt and not (term.key in self.known.of_samples and self._is_one(batch, rows))):
                 doubts.append(doubt)
         return sum(doubts)
 
@@ -314,7 +332,7 @@ class Weigher:
         return (count_samples(batch) if rows is None else rows) in (1, None)
 
     def _weighed(self, term: Term, batch: Any) -> _Weighed:
-        units = self._units_of(term)
+        units = self.known.units_of(term)
         (mode, unit), *others = units.items()
         if callable(mode):
             return _Weighed(term, mode, unit, count_by_all(units, batch))
@@ -327,13 +345,6 @@ class Weigher:
                 other = other / units[more]
                 weight = torch.where(weight.isnan(), other, weight) if isinstance(weight, Tensor) else other
         return _Weighed(term, mode, unit, weight)
-
-    def mode_of(self, term: Term) -> Mode:
-        """How a term is weighed."""
-        return next(iter(self._units_of(term)))
-
-    def _units_of(self, term: Term) -> Mapping[Mode, float]:
-        return self.units.get(term.key) or ({} if term.words else self.hidden) or {term.default_mode: 1.0}
 
     def _listed(self, reading: Reading, batch: Any, rows: int | None) -> tuple[Contribution, Reading]:
         """A weight for each term."""
@@ -382,7 +393,7 @@ def weight_alone(loss: Tensor) -> tuple[Denominator | None, OfMean | None]:
     Raises:
         UnreadableLossError: it shows none.
     """
-    reading = Weigher("auto").read(loss)
+    reading = Known().read(loss)
     term = next((term for term in reading.terms if not term.is_penalty), None)
     if term is None or not term.words:
         raise UnreadableLossError("no sum")
