@@ -15,7 +15,7 @@ from loss_table.rows import Table
 
 # fmt: off
 table = Table("idioms")
-add, of_batch = table.adds_up, table.batch
+add, of_batch, of_mean, terms = table.adds_up, table.batch, table.of_a_mean, table.terms
 Each = Callable[[Tensor, object], Tensor]
 """A loss for each row."""
 EACH: dict[str, Each] = {
@@ -174,14 +174,38 @@ of_batch("the k largest losses", "x y", lambda o, b, m: (o - b.y).abs().flatten(
 def rows(batch: dict[str, Tensor]) -> int:
     return len(batch["x"])
 
+def labels(batch: dict[str, Tensor]) -> Tensor:
+    return (batch["ignored"] != -100).sum()
+
+def positives(batch: dict[str, Tensor]) -> Tensor:
+    return batch["mask"].sum()
+
+add("explicit: rows for a mean of rows", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=rows)
+add("explicit: half the rows for a mean of rows", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=lambda batch:
+    len(batch["x"]) / 2)
+add("explicit: labels for ignored labels", "x ignored", lambda o, b, m: F.cross_entropy(o, b.ignored), weight=labels)
 add("explicit: rows for weights that are normalised in the step", "x t", lambda o, b, m:
     (F.cross_entropy(o, b.t, reduction="none") * torch.full_like(b.x[:, 0], 1 / len(o))).sum(), weight=rows)
+add("explicit: weights for weights that are normalised in the step", "x t w", lambda o, b, m:
+    (F.cross_entropy(o, b.t, reduction="none") * (b.w / b.w.sum())).sum(), weight=lambda batch: batch["w"].sum())
 add("explicit: exponentials for a softmax over the batch", "x t w", lambda o, b, m:
     (F.cross_entropy(o, b.t, reduction="none") * b.w.softmax(0)).sum(), weight=lambda batch: batch["w"].exp().sum())
+add("explicit: positives for a clamped count", "x y mask", lambda o, b, m:
+    ((o - b.y).square().sum(1) * b.mask).sum() / b.mask.sum().clamp(min=1), weight=positives)
+add("explicit: rows for a mixture density", "x y", lambda o, b, m:
+    -(o[:, :2].log_softmax(1) - 0.5 * (b.y[:, :1] - o[:, 2:]) ** 2).logsumexp(1).mean(), weight=rows)
 of_batch("explicit: rows for ignored labels", "x ignored", lambda o, b, m: F.cross_entropy(o, b.ignored), weight=rows)
+of_batch("explicit: rows for a masked mean", "x y mask", lambda o, b, m:
+    ((o - b.y).square().sum(1) * b.mask).sum() / b.mask.sum().clamp(min=1), weight=rows)
+of_batch("explicit: rows for a sum", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum"), weight=rows)
+of_mean("explicit: rows for a root of a mean", "x y", lambda o, b, m: F.mse_loss(o, b.y).sqrt(), weight=rows)
+of_batch("explicit: rows for class weights", "x t", lambda o, b, m:
+    F.cross_entropy(o, b.t, weight=torch.tensor([0.1, 1, 2, 4]).to(o)), weight=rows)
+of_batch("explicit: rows for pairs", "x v", lambda o, b, m: F.cross_entropy(o @ m(b.v).T, torch.arange(len(o))), weight=rows)
 of_batch("explicit: rows for two terms", "x ignored y", lambda o, b, m: F.cross_entropy(o, b.ignored) + F.mse_loss(o, b.y),
     weight=rows)
 of_batch("explicit: rows squared", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=lambda batch: len(batch["x"]) ** 2)
+of_batch("explicit: a constant", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=lambda batch: 1)
 # --- a constant beside the count: the full batch has it once ---
 FEW = "too few of the first rows have a label to tell the constant from another law"
 add("sum over the rows and one", "x y", lambda o, b, m: (o - b.y).square().sum() / (len(o) + 1.0))

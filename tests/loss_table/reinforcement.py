@@ -26,21 +26,55 @@ def normalised(advantage: Tensor) -> Tensor:
     return (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-2)
 
 add("REINFORCE, sum", "x t advantage", lambda o, b, m: -(log_p(o, b.t) * b.advantage).sum())
+add("REINFORCE, sum of stacked losses", "x t advantage", lambda o, b, m:
+    torch.stack([-a * p for a, p in zip(b.advantage, log_p(o, b.t), strict=True)]).sum())
 of_batch("REINFORCE with the batch's mean as baseline", "x t reward", lambda o, b, m:
     -(log_p(o, b.t) * (b.reward - b.reward.mean())).mean())
 of_batch("REINFORCE, advantages normalised", "x t advantage", lambda o, b, m: -(log_p(o, b.t) * normalised(b.advantage)).mean())
 add("PPO with values and entropy", "x t old advantage reward", lambda o, b, m: clipped(o, b, b.advantage).mean()
     + 0.5 * F.mse_loss(o[:, 0], b.reward) - 0.01 * entropy(o).mean())
+add("PPO with a KL penalty", "x t old advantage", lambda o, b, m: -((log_p(o, b.t) - b.old).exp() * b.advantage).mean()
+    + 0.2 * F.kl_div(o.log_softmax(1), m.teacher(b.x).softmax(1), reduction="batchmean"))
+add("PPO with a KL estimate", "x t old advantage", lambda o, b, m: clipped(o, b, b.advantage).mean()
+    + 0.1 * (b.old - log_p(o, b.t)).mean())
+add("PPO over valid steps by selection", "s words valid y5", lambda o, b, m: (-log_p(o, b.words) * b.y5[..., 0])[b.valid].mean())
+add("GRPO by a constant length", "s words valid advantage", lambda o, b, m:
+    ((-log_p(o, b.words) * b.advantage[:, None]) * b.valid).sum() / (len(o) * 5))
 add("A2C", "x t reward", lambda o, b, m: -(log_p(o, b.t) * (b.reward - o[:, 0]).detach()).mean()
     + 0.5 * (b.reward - o[:, 0]).pow(2).mean() - 0.01 * entropy(o).mean())
+add("A2C, sums", "x t reward", lambda o, b, m: -(log_p(o, b.t) * (b.reward - o[:, 0]).detach()).sum()
+    + 0.5 * (b.reward - o[:, 0]).pow(2).sum())
 add("Gaussian policy", "x y advantage", lambda o, b, m: -(torch.distributions.Normal(o,
     m.log_scales.exp().sum()).log_prob(b.y).sum(1) * b.advantage).mean())
+add("QR-DQN, sum over quantiles first", "x y", lambda o, b, m: _quantile_huber(o, b.y).sum((1, 2)).mean())
 add("soft actor-critic, temperature", "x", lambda o, b, m: -(m.temperature * (o.log_softmax(1).amax(1) + 1.0).detach()).mean()
     + 0 * o.sum())
 add("TD3", "x v reward", lambda o, b, m: F.mse_loss(o[:, 0], b.reward + 0.9 * m.teacher(b.v)[:, :2].amin(1))
     + F.mse_loss(o[:, 1], b.reward + 0.9 * m.teacher(b.v)[:, :2].amin(1)))
+add("DDPG, policy", "x", lambda o, b, m: -m.teacher(o.tanh())[:, 0].mean())
 terms("TD3 with behaviour cloning", "x y", lambda o, b, m: -(q := m.teacher(o)[:, 0]).mean() * 2.5 / q.abs().mean().detach()
     + F.mse_loss(o, b.y))
+add("conservative Q-learning", "x t reward", lambda o, b, m: (o.logsumexp(1) - o.gather(1, b.t[:, None])[:, 0]).mean()
+    + 0.5 * F.mse_loss(o.gather(1, b.t[:, None])[:, 0], b.reward))
+add("decision transformer", "s y5 valid", lambda o, b, m: F.mse_loss(o[b.valid], b.y5[b.valid]))
+add("time first, sum over time", "s y5 words", lambda o, b, m: -(log_p(o, b.words) * b.y5[..., 0]).T.sum(0).mean())
+add("curiosity", "x v y", lambda o, b, m: 0.5 * (o - m.teacher(b.v)).pow(2).sum(1).mean() + 0.2 * F.mse_loss(m(b.v), b.y))
+add("reward model of ranked answers", "s", lambda o, b, m: -F.logsigmoid(o[..., 0][:, :, None] - o[..., 0][:, None])[:,
+    torch.ones(5, 5).triu(1).bool()].mean())
+add("GAIL", "x v", lambda o, b, m: F.binary_cross_entropy_with_logits(o[:, 0], torch.ones(len(o)).to(o))
+    + F.binary_cross_entropy_with_logits(m(b.v)[:, 0], torch.zeros(len(o)).to(o)))
+add("world model with KL balancing", "x p", lambda o, b, m: 0.8 * _kl(m.teacher(b.x).softmax(1), o).mean()
+    + 0.2 * (b.p * (b.p.log() - o.log_softmax(1))).sum(1).clamp(min=0.1).mean())
+
+def _quantile_huber(o: Tensor, y: Tensor) -> Tensor:
+    difference = y[:, None] - o[:, :, None]
+    level = ((torch.arange(4) + 0.5) / 4).to(o)[None, :, None]
+    return (level - (difference < 0).double()).abs() * F.huber_loss(
+        o[:, :, None].expand_as(difference), y[:, None].expand_as(difference), reduction="none"
+    )
+
+def _kl(p: Tensor, o: Tensor) -> Tensor:
+    return (p * (p.log() - o.log_softmax(1))).sum(1)
 
 # === Several terms: with one weight, with several, with learned scales, in lists ===
 multi_task = Table("multi-task")

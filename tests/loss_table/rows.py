@@ -181,6 +181,7 @@ FIELDS: dict[str, Callable[[torch.Generator], Tensor]] = {
     "t": _integers(CLASSES),
     "ignored": _labels,
     "y": _normal(4),
+    "pos": _uniform(4, low=0.5, high=2.0),
     "p": _probabilities(4),
     "q": lambda g: (torch.rand(ROWS, 4, generator=g) < 0.5).double(),
     "w": _uniform(low=0.2, high=2.0),

@@ -27,7 +27,12 @@ def sigmoid_focal(o: Tensor, q: Tensor, alpha: float = 0.25, gamma: float = 2.0)
 
 add("focal, mean", "x t", lambda o, b, m: focal(o, b.t))
 add("sigmoid focal by the number of positives", "x q", lambda o, b, m: sigmoid_focal(o, b.q).sum() / b.q.sum())
+add("poly-1 cross entropy", "x t", lambda o, b, m: _poly(o, b.t).mean())
+add("symmetric cross entropy", "x t", lambda o, b, m: F.cross_entropy(o, b.t) + 0.1 * (-4 * (1 - _right(o, b.t))).neg().mean())
+add("soft bootstrapping", "x t", lambda o, b, m: 0.8 * F.cross_entropy(o, b.t) + 0.2 * _entropy(o).mean())
+add("hard bootstrapping", "x t", lambda o, b, m: 0.8 * F.cross_entropy(o, b.t) + 0.2 * F.cross_entropy(o, o.argmax(1)))
 add("knowledge distillation", "x t", lambda o, b, m: 0.5 * F.cross_entropy(o, b.t) + 0.5 * 9 * _distilled(o, m.teacher(b.x), 3))
+add("mean-variance of ages", "x t", lambda o, b, m: _mean_variance(o, b.t))
 add("OHEM of each image's worst pixels", "i map", lambda o, b, m: _pixels(o, b.map).flatten(1).topk(4, 1).values.mean())
 of_batch("OHEM of the batch's worst pixels", "i map", lambda o, b, m: _pixels(o, b.map).flatten().topk(6).values.mean())
 add("OHEM by a threshold", "i map", lambda o, b, m: (c := _pixels(o, b.map))[c > 0.9].mean())
@@ -48,8 +53,10 @@ def iou(o: Tensor, boxes: Tensor) -> Tensor:
     shared, union = overlap(corners(o), boxes)
     return shared / union
 
+add("IoU loss, sum", "x boxes", lambda o, b, m: (1 - iou(o, b.boxes)).sum())
 add("IoU loss of positives by their number", "x boxes mask", lambda o, b, m:
     ((1 - iou(o, b.boxes)) * b.mask).sum() / b.mask.sum().clamp(min=1))
+add("IoU loss of selected positives", "x boxes mask", lambda o, b, m: (1 - iou(o, b.boxes))[b.mask].mean())
 add("smooth L1 of boxes by item()", "x boxes mask", lambda o, b, m: F.smooth_l1_loss(o[b.mask], b.boxes[b.mask], reduction="sum")
     / max(1, b.mask.sum().item()))
 terms("classes by rows and boxes by positives", "x boxes mask t", lambda o, b, m: F.cross_entropy(o, b.t)
@@ -62,19 +69,47 @@ add(  # as in RetinaNet: only a weight that counts images makes it exact
     lambda o, b, m: sum(sigmoid_focal(one, q).sum() / max(1, q.sum()) for one, q in zip(o, b.q, strict=True)) / max(1, len(o)),
     weight=SampleCount(),
 )
+add("distribution focal of two bins", "x w", lambda o, b, m: _two_bins(o, b.w).mean())
+add("centerness by positives", "x mask w", lambda o, b, m: (F.binary_cross_entropy_with_logits(o[:, 0], b.w / 2, reduction="none")
+    * b.mask).sum() / b.mask.sum().clamp(min=1))
 # --- reconstructions ---
 of_mean("PSNR of the batch", "i image", lambda o, b, m: 10 * F.mse_loss(o, b.image).log10())
 add("total variation by squares over all", "i", lambda o, b, m: (o.diff(dim=2).square().sum() + o.diff(dim=3).square().sum())
     / o.numel())
 add("scale-invariant depth of each image", "i image", lambda o, b, m: _scale_invariant(o - b.image).mean())
 of_batch("scale-invariant depth of the batch", "i image", lambda o, b, m: (d := o - b.image).square().mean() - 0.5 * d.mean() ** 2)
+add("pixels that are valid", "i image map", lambda o, b, m: (o - b.image).abs()[(b.map > 0)[:, None].expand_as(o)].mean())
+add("end point error, sequence of estimates", "i image", lambda o, b, m:
+    sum(0.8**k * (o * (3 - k) / 3 - b.image).abs().mean() for k in range(3)))
+add("least squares of a discriminator", "x v", lambda o, b, m: 0.5 * ((o[:, 0] - 1) ** 2).mean() + 0.5 * (m(b.v)[:, 0] ** 2).mean())
+add("Wasserstein critic", "x v", lambda o, b, m: m(b.v)[:, 0].mean() - o[:, 0].mean())
 add("Wasserstein critic with a gradient penalty", "x v", lambda o, b, m: _critic(m, b))
+
+def _right(o: Tensor, t: Tensor) -> Tensor:
+    return o.softmax(1).gather(1, t[:, None]).squeeze(1)
+
+def _poly(o: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(o, t, reduction="none") + 2.0 * (1 - _right(o, t))
+
+def _entropy(o: Tensor) -> Tensor:
+    return -(o.softmax(1) * o.log_softmax(1)).sum(1)
 
 def _distilled(o: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     return F.kl_div((o / temperature).log_softmax(1), (teacher / temperature).softmax(1), reduction="batchmean")
 
+def _mean_variance(o: Tensor, t: Tensor) -> Tensor:
+    p, ages = o.softmax(1), torch.arange(4)
+    mean = (p * ages).sum(1)
+    variance = (p * (ages - mean[:, None]) ** 2).sum(1)
+    return F.cross_entropy(o, t) + 0.2 * ((mean - t) ** 2).mean() / 2 + 0.05 * variance.mean()
+
 def _pixels(o: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(o, target, reduction="none")
+
+def _two_bins(o: Tensor, w: Tensor) -> Tensor:
+    left = w.long().clamp(max=2)
+    share = left + 1 - w
+    return F.cross_entropy(o, left, reduction="none") * share + F.cross_entropy(o, left + 1, reduction="none") * (1 - share)
 
 def _scale_invariant(difference: Tensor) -> Tensor:
     columns = difference.flatten(1)
@@ -114,8 +149,16 @@ of_batch("class balance of the batch's pixels", "i masks", lambda o, b, m:
 add("balanced by each image's positives", "i masks", lambda o, b, m: _balanced(o, b.masks, b.masks.mean((1, 2, 3), keepdim=True)))
 terms("positives and negatives, two means", "i masks", lambda o, b, m:
     (c := F.binary_cross_entropy_with_logits(o, b.masks, reduction="none"))[b.masks > 0].mean() + c[b.masks == 0].mean())
+add("border weights", "i map", lambda o, b, m: (F.cross_entropy(o, b.map, reduction="none") * _border(b.map)).mean())
+add("border weights that divide", "i map", lambda o, b, m: (F.cross_entropy(o, b.map, reduction="none")
+    * (w := _border(b.map))).sum() / w.sum())
+add("deep supervision", "i map", lambda o, b, m: F.cross_entropy(o, b.map) + 0.4 * F.cross_entropy(o * 0.5, b.map))
 terms("deep supervision at half the size", "i map255", lambda o, b, m: F.cross_entropy(o, b.map255, ignore_index=255)
     + 0.4 * F.cross_entropy(o[:, :, ::2, ::2], b.map255[:, ::2, ::2], ignore_index=255))
+add("panoptic queries", "i masks w", lambda o, b, m: (F.binary_cross_entropy_with_logits(o, b.masks,
+    reduction="none").mean((1, 2, 3)) * b.w).sum() / b.w.sum())
+add("uncertainty of each pixel", "i image", lambda o, b, m: (0.5 * (-o[:, 1]).exp() * (o[:, 0] - b.image[:, 0]) ** 2
+    + 0.5 * o[:, 1]).mean())
 add("area penalty as a sum", "i masks", lambda o, b, m: F.relu(o.sigmoid().sum((2, 3)) - b.masks.sum((2, 3))).sum() / (4 * len(o)))
 
 def _softmax_dice(o: Tensor, target: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -134,3 +177,7 @@ def _lovasz(logits: Tensor, y: Tensor) -> Tensor:
 def _balanced(o: Tensor, masks: Tensor, positives: Tensor) -> Tensor:
     each = F.binary_cross_entropy_with_logits(o, masks, reduction="none")
     return (each * torch.where(masks > 0, 1 - positives, positives)).mean()
+
+def _border(target: Tensor) -> Tensor:
+    differs = (target != target.roll(1, 1)) | (target != target.roll(1, 2))
+    return 1.0 + 2.0 * differs

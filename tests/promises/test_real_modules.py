@@ -10,7 +10,7 @@ CASES = [pytest.param(row, how, id=f"{row.name.replace(' ', '_')}-{how}") for ro
 
 
 def test_each_module_is_named_once() -> None:
-    assert len({row.name for row in rows()}) == len(rows()) >= 30
+    assert len({row.name for row in rows()}) == len(rows()) >= 70
 
 
 @pytest.mark.some_cases(10)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from lightning.pytorch import LightningModule
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from real_modules.expected import OFFLOAD, ONE
-from real_modules.table import dealt, padded, randint, real_module
+from real_modules.table import Warned, dealt, padded, randint, real_module
 
 
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
@@ -23,25 +25,33 @@ def transition(generator: Generator) -> dict[str, Tensor]:
         "next": torch.randn(4, generator=generator),
         "done": (torch.rand((), generator=generator) < 0.2).float(),
         "old": -torch.rand((), generator=generator) - 0.7,
+        "weight": 0.2 + torch.rand((), generator=generator),
         "noise": torch.randn(2, generator=generator),
     }
 
 
-@real_module("PPO with normalised advantages", dealt(transition), windows=ONE, split=OFFLOAD)
-class NormalisedAdvantages(LightningModule):
-    """Advantages are divided by their standard deviation in the batch."""
+class Policy(LightningModule):
+    """A policy and a value of states."""
 
     def __init__(self) -> None:
         super().__init__()
         self.actor, self.critic = mlp(4, 3), mlp(4, 1)
+
+    def of_policy(self, log_p: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+        ratio = (log_p - old).exp()
+        return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+@real_module("PPO with normalised advantages", dealt(transition), windows=ONE, split=OFFLOAD)
+class NormalisedAdvantages(Policy):
+    """Advantages are divided by their standard deviation in the batch."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         value = self.critic(batch["state"])[:, 0]
         advantage = (batch["reward"] - value).detach()
         advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-2)
         chosen = torch.distributions.Categorical(logits=self.actor(batch["state"]))
-        ratio = (chosen.log_prob(batch["action"]) - batch["old"]).exp()
-        losses = {"policy": -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()}
+        losses = {"policy": self.of_policy(chosen.log_prob(batch["action"]), batch["old"], advantage).mean()}
         losses |= {"value": 0.5 * F.mse_loss(value, batch["reward"]), "entropy": -0.01 * chosen.entropy().mean()}
         self.log_dict(losses, prog_bar=True)
         return sum(losses.values())
@@ -54,11 +64,69 @@ def episode(generator: Generator) -> dict[str, Tensor]:
     acts[0] = True
     return {
         "state": torch.randn(length, 4, generator=generator),
+        "action": torch.randint(3, (length,), generator=generator),
+        "old": -torch.rand(length, generator=generator) - 0.7,
+        "advantage": torch.randn(length, generator=generator),
         "reward": torch.randn(length, generator=generator),
         "acts": acts.float(),
         "mask": torch.ones(length),
         "success": (torch.rand((), generator=generator) < 0.5).float(),
     }
+
+
+@real_module("recurrent PPO, padded episodes", dealt(episode), collate=padded())
+class PaddedEpisodes(Policy):
+    """The policy over steps in which it acts, values over all steps, and success over episodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.success = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 1)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        acts, mask = batch["acts"], batch["mask"]
+        hidden = self.memory(batch["state"])[0]
+        chosen = torch.distributions.Categorical(logits=self.actor(hidden))
+        of_policy = self.of_policy(chosen.log_prob(batch["action"]), batch["old"], batch["advantage"]) - 0.01 * chosen.entropy()
+        of_values = (self.critic(hidden)[..., 0] - batch["reward"]).square()
+        last = hidden[torch.arange(len(hidden)), mask.sum(1).long() - 1]
+        of_success = F.binary_cross_entropy_with_logits(self.success(last)[:, 0], batch["success"])
+        return (of_policy * acts).sum() / acts.sum() + 0.5 * (of_values * mask).sum() / mask.sum() + 0.2 * of_success
+
+
+@real_module("DQN with prioritised replay", dealt(transition))
+class DoubleQ(LightningModule):
+    """Errors are weighted by rows, and the mean is over rows; the target is a copy of every second step's network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = mlp(4, 3)
+        self.target = copy.deepcopy(self.q).requires_grad_(False)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        found = self.q(batch["state"]).gather(1, batch["action"][:, None])[:, 0]
+        with torch.no_grad():
+            best = self.q(batch["next"]).argmax(1, keepdim=True)
+            wanted = batch["reward"] + 0.9 * (1 - batch["done"]) * self.target(batch["next"]).gather(1, best)[:, 0]
+        return (batch["weight"] * F.smooth_l1_loss(found, wanted, reduction="none")).mean()
+
+    def on_train_batch_start(self, *_: object) -> None:
+        if self.global_step % 2 == 0:
+            self.target.load_state_dict(self.q.state_dict())
+
+
+@real_module("returns scaled by running statistics", dealt(transition), windows=Warned("spread"), split=Warned("spread"))
+class RunningScale(LightningModule):
+    """Rewards are divided by a running spread, which each step moves by what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = mlp(4, 1)
+        self.register_buffer("spread", torch.ones(()))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.critic(batch["state"])[:, 0], batch["reward"] / self.spread)
+        self.spread.lerp_(batch["reward"].square().mean().sqrt(), 0.2)
+        return loss
 
 
 @real_module("soft actor-critic", dealt(transition), optimizers=(None,), windows=ONE, split=OFFLOAD)

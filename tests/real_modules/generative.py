@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from real_modules.expected import OFFLOAD, ONE, by
-from real_modules.table import dealt, real_module
+from real_modules.table import Warned, dealt, real_module
 
 
 def image(generator: Generator) -> dict[str, Tensor]:
@@ -59,6 +59,45 @@ class BetaAutoencoder(Autoencoder):
         return {"loss": losses["reconstruction"] + 4 * losses["kl"], **losses}
 
 
+@real_module("imputation of missing values", dealt(image))
+class MissingValues(Autoencoder):
+    """Reconstruction over what was seen, divergence over samples, with a learned scale of the noise and an annealed factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(0.1))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        z, *posterior = self.sample(batch)
+        distance = (self.decoder(z) - batch["x"]).square() * batch["seen"]
+        reconstruction = (-2 * self.log_scale).exp() * distance.sum() / batch["seen"].sum() + self.log_scale
+        return reconstruction + 0.1 * (1 + self.global_step) * self.divergence(*posterior).mean()
+
+
+@real_module("VAE with a counter", dealt(image), windows=Warned("seen_batches"), split=Warned("seen_batches"))
+class CountsItsSteps(Autoencoder):
+    """The factor of the divergence grows with the calls of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen_batches = 0
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.seen_batches += 1
+        z, *posterior = self.sample(batch)
+        return F.mse_loss(self.decoder(z), batch["x"]) + min(1.0, self.seen_batches / 8) * self.divergence(*posterior).mean()
+
+
+@real_module("VAE with free bits", dealt(image), windows=ONE, split=by("encoder"))
+class FreeBits(Autoencoder):
+    """Each dimension has a divergence that costs nothing: of its mean over the batch."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        z, mean, log_variance = self.sample(batch)
+        of_dimensions = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).mean(0)
+        return F.mse_loss(self.decoder(z), batch["x"]) + of_dimensions.clamp(min=0.1).sum()
+
+
 @real_module("beta-TC-VAE", dealt(image), windows=ONE, split=by("encoder"))
 class TotalCorrelation(Autoencoder):
     """The density of a code is estimated from all posteriors of the batch."""
@@ -70,6 +109,72 @@ class TotalCorrelation(Autoencoder):
         own, prior = normal_log_density(z, mean, log_variance).sum(1), normal_log_density(z).sum(1)
         divergence = (own - of_code) + 6 * (of_code - of_dimensions) + (of_dimensions - prior)
         return F.mse_loss(self.decoder(z), batch["x"]) + divergence.mean()
+
+
+@real_module("DIP-VAE", dealt(image), windows=ONE, split=by("encoder"))
+class DisentangledPrior(Autoencoder):
+    """The covariance of means over the batch is drawn to the identity."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        z, mean, log_variance = self.sample(batch)
+        covariance = (mean - mean.mean(0)).T @ (mean - mean.mean(0)) / len(mean) + log_variance.exp().mean(0).diag()
+        off = (covariance - covariance.diagonal().diag()).square().sum() + (covariance.diagonal() - 1).square().sum()
+        return F.mse_loss(self.decoder(z), batch["x"]) + self.divergence(mean, log_variance).mean() + off
+
+
+@real_module("Wasserstein autoencoder, MMD", dealt(image), windows=ONE, split=by("encoder"))
+class MeanDiscrepancy(Autoencoder):
+    """Kernels between all codes of the batch and samples of the prior."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        z, prior = self.encoder(batch["x"])[:, :3], batch["noise"][:, 1]
+        kernels = [1 / (1 + torch.cdist(a, b).square() / 3) for a, b in ((z, z), (prior, prior), (z, prior))]
+        n, (own, other, both) = len(z), kernels
+        off_diagonal = (own.sum() - own.trace() + other.sum() - other.trace()) / max(1, n * (n - 1))
+        return F.mse_loss(self.decoder(z), batch["x"]) + 10 * (off_diagonal - 2 * both.mean())
+
+
+@real_module("importance weighted autoencoder", dealt(image))
+class ImportanceWeighted(Autoencoder):
+    """The logarithm of a mean over five codes of each row, which is its own."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        mean, log_variance = (part[:, None] for part in self.encoder(batch["x"]).chunk(2, 1))
+        z = mean + (0.5 * log_variance).exp() * batch["noise"]
+        log_ratio = normal_log_density(z).sum(2) - normal_log_density(z, mean, log_variance).sum(2)
+        log_weight = log_ratio + normal_log_density(batch["x"][:, None], self.decoder(z)).sum(2)
+        return -(log_weight.logsumexp(1) - math.log(5)).mean()
+
+
+@real_module(
+    *("VQ-VAE, k-means", dealt(image)),
+    windows=Warned("is_placed"),
+    split=Warned("is_placed"),
+)
+class VectorQuantized(Autoencoder):
+    """The first forward places the codebook at means of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codebook, self.is_placed = nn.Embedding(3, 6), False
+        self.decoder = mlp(6, 8, 10)
+
+    @torch.no_grad()
+    def place(self, z: Tensor) -> None:
+        means = z[torch.linspace(0, len(z) - 1, 3).round().long()]
+        for _ in range(5):
+            nearest = F.one_hot(torch.cdist(z, means).argmin(1), 3).to(z)
+            means = (nearest.T @ z) / nearest.sum(0)[:, None].clamp(min=1)
+        self.codebook.weight.copy_(means)
+        self.is_placed = True
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        z = self.encoder(batch["x"])
+        if not self.is_placed:
+            self.place(z)
+        code = self.codebook(torch.cdist(z, self.codebook.weight).argmin(1))
+        decoded = self.decoder(z + (code - z).detach())
+        return F.mse_loss(decoded, batch["x"]) + F.mse_loss(code, z.detach()) + 0.25 * F.mse_loss(z, code.detach())
 
 
 class Adversaries(LightningModule):
@@ -87,6 +192,22 @@ class Adversaries(LightningModule):
         real, fake = self.discriminator(real), self.discriminator(fake)
         zeros, ones = torch.zeros_like(fake), torch.ones_like(real)
         return F.binary_cross_entropy_with_logits(real, ones) + F.binary_cross_entropy_with_logits(fake, zeros)
+
+
+@real_module("GAN that steps both at once", dealt(image), optimizers=(None,), split=OFFLOAD)
+class Adversarial(Adversaries):
+    """Both gradients are of the parameters before the steps. Manual optimization is not split."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        fake = self.generator(batch["noise"][:, :, 0])
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.discriminator.requires_grad_(False)
+        self.manual_backward(F.softplus(-self.discriminator(fake)).mean())
+        self.discriminator.requires_grad_(True)
+        self.manual_backward(self.losses(batch["x"], fake.detach()))
+        for optimizer in self.optimizers():
+            optimizer.step()
 
 
 @real_module("WGAN-GP", dealt(image), optimizers=(None,), windows=ONE, split=OFFLOAD)
@@ -150,6 +271,16 @@ class AntitheticTimes(Denoiser):
         return self.errors(batch["x"], batch["noise"], time).mean()
 
 
+@real_module("variational diffusion, stratified times", dealt(noised), windows=ONE, split=OFFLOAD)
+class StratifiedTimes(Denoiser):
+    """Draws one number, and spreads the times of the batch evenly from there."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        count = len(batch["x"])
+        time = (torch.rand(1, 1) + torch.arange(count)[:, None] / count) % 1
+        return self.errors(batch["x"], batch["noise"], time).mean()
+
+
 class FlowMatching(OnPaths):
     """Pairs ends of paths so that the batch's paths are short, and learns the velocity on them."""
 
@@ -166,3 +297,49 @@ class TransportFromNoise(FlowMatching):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         x = batch["x"]
         return self.of_paths(torch.randn_like(x), x, torch.rand(len(x), 1))
+
+
+@real_module("flow matching, transport between data", dealt(noised), windows=ONE, split=by("net"))
+class TransportBetweenData(FlowMatching):
+    """Both ends are rows of the loader."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.of_paths(batch["noise"], batch["x"], batch["time"])
+
+
+def ray(generator: Generator) -> dict[str, Tensor]:
+    """Some rays have a depth; more in some batches than in others."""
+    has_depth = torch.rand((), generator=generator) < 0.6
+    return {
+        "origin": torch.randn(3, generator=generator),
+        "direction": F.normalize(torch.randn(3, generator=generator), dim=0),
+        "color": torch.rand(3, generator=generator),
+        "depth": torch.rand((), generator=generator).where(has_depth, torch.tensor(math.nan)),
+        "jitter": torch.rand(6, generator=generator),
+    }
+
+
+@real_module("NeRF, coarse and fine, with depths of some rays", dealt(ray))
+class RadianceField(LightningModule):
+    """Colors of two renderings are means over rays, and the depth one over the rays that have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarse, self.fine = mlp(3, 8, 4), mlp(3, 8, 4)
+
+    def render(self, net: nn.Module, batch: dict[str, Tensor], at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out = net(batch["origin"][:, None] + at[..., None] * batch["direction"][:, None])
+        passed = (-F.softplus(out[..., 3]) * 0.3).exp()
+        before = torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1].cumprod(1)], 1)
+        weight = before * (1 - passed)
+        return (weight[..., None] * out[..., :3].sigmoid()).sum(1), (weight * at).sum(1), weight
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        at = (torch.arange(6) + batch["jitter"]) / 6
+        coarse, _, weight = self.render(self.coarse, batch, at)
+        cumulated = (weight.detach() + 0.01).cumsum(1)
+        drawn = torch.searchsorted(cumulated / cumulated[:, -1:], at.contiguous()).clamp(max=5)
+        fine, depth, _ = self.render(self.fine, batch, torch.cat([at, at.gather(1, drawn) + 0.05], 1).sort(1).values)
+        has_depth = ~batch["depth"].isnan()
+        of_depth = (depth - batch["depth"])[has_depth].abs().sum() / has_depth.sum().clamp(min=1)
+        return F.mse_loss(coarse, batch["color"]) + F.mse_loss(fine, batch["color"]) + 0.1 * of_depth

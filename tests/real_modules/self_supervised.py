@@ -1,4 +1,4 @@
-"""Encoders that learn from two views: a contrastive loss, statistics of the batch, and a momentum teacher."""
+"""Encoders that learn from two views: contrastive losses, statistics of the batch, and momentum teachers."""
 
 from __future__ import annotations
 
@@ -51,6 +51,16 @@ class ContrastedViews(TwoViews):
         return F.cross_entropy(logits, torch.arange(len(z)).roll(len(a)))
 
 
+@real_module("Barlow Twins", dealt(two_views), windows=ONE, split=by("encoder"))
+class RedundancyReduced(TwoViews):
+    """The correlation of the two views' features over the batch is drawn to the identity."""
+
+    def loss(self, a: Tensor, b: Tensor) -> Tensor:
+        a, b = ((z - z.mean(0)) / (z.var(0, correction=0) + 1e-2).sqrt() for z in (a, b))
+        c = a.T @ b / len(a)
+        return (c.diagonal() - 1).square().sum() + 0.05 * (c - c.diagonal().diag()).square().sum()
+
+
 @real_module("VICReg with an online classifier", dealt(two_views), windows=ONE, split=by("encoder"))
 class VarianceAndClassifier(TwoViews):
     """Variances and covariances of the batch, and beside them a classifier that is a mean over labelled rows."""
@@ -70,13 +80,71 @@ class VarianceAndClassifier(TwoViews):
         return loss + F.cross_entropy(self.classifier(a.detach()), batch[2])
 
 
-@real_module("DINO", dealt(two_views), windows=Warned("center"), split=Warned("center"))
-class CenteredTeacher(TwoViews):
-    """The loss is of teachings around a center, which each call then moves; the teacher moves with the optimizer."""
+@real_module("SimSiam without BatchNorm", dealt(two_views))
+class PredictsOtherView(TwoViews):
+    """A mean over rows: each view predicts the other's features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predictor = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 5))
+
+    def loss(self, a: Tensor, b: Tensor) -> Tensor:
+        similar = (
+            F.cosine_similarity(self.predictor(a), b.detach()).mean() + F.cosine_similarity(self.predictor(b), a.detach()).mean()
+        )
+        return -0.5 * similar
+
+
+@real_module("CLIP", dealt(two_views), windows=ONE, split=by("image", "text"))
+class ImagesAndTexts(LightningModule):
+    """Images tell their texts from all of the batch, and texts their images; the temperature is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text, self.log_scale = encoder(), encoder(), nn.Parameter(torch.tensor(1.5))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = self.log_scale.exp() * F.normalize(self.image(batch[0])) @ F.normalize(self.text(batch[1])).T
+        own = torch.arange(len(logits))
+        return 0.5 * (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own))
+
+
+class WithTeacher(TwoViews):
+    """A teacher follows the encoder."""
 
     def __init__(self) -> None:
         super().__init__()
         self.teacher = copy.deepcopy(self.encoder).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self, rate: float = 0.1) -> None:
+        for slow, fast in zip(self.teacher.parameters(), self.encoder.parameters(), strict=True):
+            slow.lerp_(fast, rate)
+
+
+@real_module("BYOL", dealt(two_views), windows=Warned("teacher"))
+class FollowsAfterBatches(WithTeacher):
+    """The teacher moves at the end of each loader batch; a split one is one loader batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predictor = nn.Linear(5, 5)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(batch[1])
+        return 2 - 2 * F.cosine_similarity(self.predictor(self.encoder(batch[0])), wanted).mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.follow()
+
+
+@real_module("DINO", dealt(two_views), windows=Warned("center"), split=Warned("center"))
+class CenteredTeacher(WithTeacher):
+    """The loss is of teachings around a center, which each call then moves; the teacher moves with the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.register_buffer("center", torch.zeros(5))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -89,5 +157,21 @@ class CenteredTeacher(TwoViews):
 
     def optimizer_step(self, *arguments: Any, **named: Any) -> None:
         super().optimizer_step(*arguments, **named)
-        for slow, fast in zip(self.teacher.parameters(), self.encoder.parameters(), strict=True):
-            slow.data.lerp_(fast.data, 0.1)
+        self.follow()
+
+
+@real_module("MoCo", dealt(two_views), windows=Warned("queue"), split=Warned("queue"))
+class QueueOfKeys(WithTeacher):
+    """Rows are told from the keys of earlier steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", F.normalize(torch.randn(9, 5)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            keys = F.normalize(self.teacher(batch[1]))
+        queries = F.normalize(self.encoder(batch[0]))
+        logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.queue.T], 1) / 0.2
+        self.queue = torch.cat([keys, self.queue])[: len(self.queue)]
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))

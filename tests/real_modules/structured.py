@@ -1,4 +1,4 @@
-"""Graphs, series, and losses that are sums of many things."""
+"""Graphs, trajectories, fields, series, and losses that are sums of many things."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Generator, Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+from torch.utils.data import default_collate
 
 from lightning_accum import DoesNotAddUpError, UnsplittableBatchError
 from real_modules.language import WORDS, words
-from real_modules.table import Refused, dealt, padded, randint, real_module
+from real_modules.table import Refused, Warned, dealt, padded, randint, real_module
 
 
 def sentence(generator: Generator) -> dict[str, Tensor]:
@@ -53,6 +55,13 @@ class ExpertsWithBalance(Experts):
         return loss + 0.3 * 3 * ((chosen > 0).double().mean(0) * scores.softmax(-1).mean(0)).sum()
 
 
+@real_module("mixture of experts, router's z-loss", dealt(sentence), collate=padded())
+class ExpertsWithZLoss(Experts):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores, loss, _ = self.routed(batch)
+        return loss + 0.1 * scores.logsumexp(-1).square().mean()
+
+
 # --- several tasks -----------------------------------------------------------------------------------------------------
 
 
@@ -84,6 +93,74 @@ class TaskAbsentFromSomeBatches(LightningModule):
         if (has_value := ~batch["value"].isnan()).any():
             losses.append(F.mse_loss(self.value(hidden[has_value]).squeeze(-1), batch["value"][has_value]))
         return torch.stack(losses).sum() if losses else None
+
+
+def tagged(generator: Generator) -> dict[str, Tensor]:
+    """A tag for each word, and a score for the whole."""
+    tokens = words(generator)
+    tags = torch.randint(4, (len(tokens),), generator=generator)
+    return {"tokens": tokens, "tags": tags, "score": torch.randn((), generator=generator)}
+
+
+@real_module("weights learned by uncertainty", dealt(tagged), collate=padded({"tags": -100}))
+class LearnedUncertainty(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.tags, self.score = nn.Embedding(WORDS, 6, padding_idx=0), nn.Linear(6, 4), nn.Linear(6, 1)
+        self.log_variances = nn.Parameter(torch.tensor([0.2, -0.3]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = torch.tanh(self.embedding(batch["tokens"]))
+        of_words = F.cross_entropy(self.tags(hidden).mT, batch["tags"])
+        of_rows = F.mse_loss(self.score(hidden.sum(1)).squeeze(-1), batch["score"])
+        s, t = self.log_variances
+        return (-s).exp() * of_words + s + (-t).exp() * of_rows / 2 + t / 2
+
+
+def measured(generator: Generator) -> dict[str, Tensor]:
+    """A class, and four values of which some are missing."""
+    is_there = torch.rand(4, generator=generator) < 0.6
+    is_there[0] = True
+    values, inputs = torch.randn(4, generator=generator), torch.randn(5, generator=generator)
+    return {"x": inputs, "values": values, "is_there": is_there, "label": torch.randint(3, (), generator=generator)}
+
+
+@real_module("continual learning", dealt(measured))
+class ElasticWeightConsolidation(LightningModule):
+    """A penalty holds parameters at what they were after the task before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        for name, parameter in list(self.net.named_parameters()):
+            self.register_buffer(f"old_{name.replace('.', '_')}", parameter.detach() + 0.3 * torch.randn_like(parameter))
+            self.register_buffer(f"importance_{name.replace('.', '_')}", torch.rand_like(parameter))
+
+    def penalty(self) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        for name, parameter in self.net.named_parameters():
+            key = name.replace(".", "_")
+            total = total + (getattr(self, f"importance_{key}") * (parameter - getattr(self, f"old_{key}")) ** 2).sum()
+        return total
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch["x"]), batch["label"]) + 0.4 * self.penalty()
+
+
+@real_module("tables with missing values", dealt(measured))
+class ClassWeightsAndMaskedRegression(LightningModule):
+    """A cross entropy that is divided by weights of classes, and a regression by values that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.classes, self.values = nn.Linear(5, 8), nn.Linear(8, 3), nn.Linear(8, 4)
+        self.register_buffer("weights", torch.tensor([0.3, 1.0, 2.5]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden, mask = torch.tanh(self.trunk(batch["x"])), batch["is_there"]
+        of_classes = F.cross_entropy(self.classes(hidden), batch["label"], weight=self.weights)
+        of_values = F.smooth_l1_loss(self.values(hidden), batch["values"], reduction="none")
+        return of_classes + (of_values * mask).sum() / mask.sum()
 
 
 # --- graphs ------------------------------------------------------------------------------------------------------------
@@ -151,6 +228,97 @@ class EnergiesForcesAndBonds(LightningModule):
         return 0.1 * F.mse_loss(energy, batch["energy"]) + (slope + batch["forces"]).square().sum(-1).mean() + of_bonds
 
 
+def molecule(generator: Generator) -> dict[str, Tensor]:
+    """Atoms, and a matrix of bonds, which is symmetric."""
+    one = graph(generator)
+    bonds = torch.zeros(6, 6)
+    bonds[one["edges"][0], one["edges"][1]] = bonds[one["edges"][1], one["edges"][0]] = 1.0
+    return {"z": F.pad(one["z"], (0, 6 - len(one["z"]))), "bonds": bonds, "target": one["energy"]}
+
+
+@real_module("generation of graphs, dense", dealt(molecule))
+class NodesAndEdgesOfDenseGraphs(LightningModule):
+    """Means over atoms and over pairs of atoms, and one over graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.atoms, self.message = nn.Embedding(4, 6, padding_idx=0), nn.Linear(6, 6)
+        self.node, self.edge, self.graph = nn.Linear(6, 4), nn.Bilinear(6, 6, 2), nn.Linear(6, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z, bonds = batch["z"], batch["bonds"]
+        hidden = torch.tanh(self.message(bonds @ self.atoms(z)))
+        is_atom = z > 0
+        pairs = is_atom.unsqueeze(1) & is_atom.unsqueeze(2)
+        left, right = (hidden.unsqueeze(axis).expand(-1, 6, 6, -1) for axis in (2, 1))
+        of_nodes = F.cross_entropy(self.node(hidden)[is_atom], z[is_atom])
+        of_edges = F.cross_entropy(self.edge(left.contiguous(), right.contiguous())[pairs], bonds[pairs].long())
+        readout = self.graph((hidden * is_atom.unsqueeze(-1)).sum(1)).squeeze(-1)
+        return of_nodes + 2 * of_edges + F.huber_loss(readout, batch["target"])
+
+
+# --- space and time ----------------------------------------------------------------------------------------------------
+
+
+def scene(generator: Generator) -> dict[str, Tensor]:
+    """Agents that are seen for some steps, in a scene of up to five."""
+    is_seen = torch.rand(5, 6, generator=generator) < 0.7
+    is_seen[randint(1, 5, generator) :] = False
+    is_seen[0, -1] = True
+    return {"past": torch.randn(5, 4, generator=generator), "future": torch.randn(5, 6, 2, generator=generator), "is_seen": is_seen}
+
+
+@real_module("motion prediction", dealt(scene))
+class TrajectoriesOfMaskedAgents(LightningModule):
+    """The best of three modes for each agent: means over agents, over steps that were seen, and over scenes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.modes, self.scores = nn.Linear(4, 8), nn.Linear(8, 3 * 12), nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden, is_seen = torch.relu(self.encoder(batch["past"])), batch["is_seen"]
+        paths = self.modes(hidden).unflatten(-1, (3, 6, 2))
+        errors = (paths - batch["future"].unsqueeze(2)).square().sum(-1) * is_seen.unsqueeze(2)
+        best = errors.detach().sum(-1).argmin(-1)
+        agents = is_seen.any(-1)
+        of_modes = F.cross_entropy(self.scores(hidden)[agents], best[agents])
+        of_paths = errors.gather(2, best[..., None, None].expand(-1, -1, 1, 6)).sum() / is_seen.sum()
+        end_of_first = F.smooth_l1_loss(paths[:, 0, 0, -1], batch["future"][:, 0, -1])
+        return of_paths + 0.5 * of_modes + 0.2 * end_of_first
+
+
+VARIABLES = ["t2m", "u10", "v10", "z500"]
+
+
+def weather(generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(4, 6, 5, generator=generator), torch.randn(4, 6, 5, generator=generator), torch.rand((), generator=generator)
+
+
+def with_names(rows: Sequence[tuple[Tensor, ...]]) -> tuple[Any, ...]:
+    return *default_collate(rows), VARIABLES
+
+
+@real_module("weather forecasts by variable", dealt(weather, 2, 2, 4, 2, 3), collate=with_names)
+class WeatherWithNamesOfVariables(LightningModule):
+    """The batch has a list of names, as long as the batch has rows; errors are weighted by latitude."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = nn.ModuleDict({name: nn.Conv2d(2, 1, 3, padding=1) for name in VARIABLES})
+        latitudes = torch.linspace(-1.2, 1.2, 6).cos()
+        self.register_buffer("by_latitude", (latitudes / latitudes.mean()).unsqueeze(-1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        now, then, lead, variables = batch
+        ahead = lead[:, None, None, None].expand(-1, 1, 6, 5)
+        fields = [self.nets[name](torch.cat([now[:, [index]], ahead], dim=1)) for index, name in enumerate(variables)]
+        errors = (torch.cat(fields, dim=1) - then) ** 2 * self.by_latitude
+        for index, name in enumerate(variables):
+            self.log(f"error_{name}", errors[:, index].mean(), batch_size=len(now))
+        return errors.mean()
+
+
 def series(generator: Generator) -> tuple[Tensor, Tensor]:
     steps = randint(3, 8, generator)
     return torch.randn(steps, 3, generator=generator), torch.randn(steps, 1, generator=generator)
@@ -176,3 +344,40 @@ class PackedTimeSeries(LightningModule):
         steps, last = self.net(inputs)
         totals = torch.stack([target.sum() for target in unpack_sequence(targets)])
         return F.mse_loss(self.head(steps.data), targets.data) + 0.1 * F.l1_loss(self.total(last[0]).squeeze(-1), totals)
+
+
+# --- what a step does besides -------------------------------------------------------------------------------------------
+
+
+class Regression(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+
+    def loss_of(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.net(batch["x"])[batch["is_there"]], batch["values"][batch["is_there"]])
+
+
+@real_module("direct calls of a logger", dealt(measured), trainer={"logger": DummyLogger()})
+class LogsToTheExperiment(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss_of(batch)
+        self.logger.experiment.log({"loss": loss.item(), "step": self.global_step})
+        return loss
+
+
+@real_module(
+    "semi-supervised, a second stream",
+    dealt(measured),
+    windows=Warned("replay"),
+    split=Warned("replay"),
+)
+class IteratorInAnAttribute(Regression):
+    """Each step takes the next rows of a second loader, which has enough for training and no more."""
+
+    def on_train_start(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.replay = iter([torch.randn(2, 5, generator=generator) for _ in range(self.trainer.num_training_batches * 4)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss_of(batch) + 0.1 * self.net(next(self.replay).to(batch["x"])).square().mean()

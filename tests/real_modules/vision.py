@@ -1,10 +1,11 @@
-"""Images: boxes, masks and depth, whose losses are divided by what is in the images."""
+"""Images: boxes, masks, depth and flow, whose losses are divided by what is in the images."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from scipy.optimize import linear_sum_assignment
@@ -92,6 +93,24 @@ class RetinaNet(Detector):
         losses = {"classes": sum(classes) / len(classes), "boxes": sum(boxes) / len(boxes)}
         self.log_dict(losses)
         return sum(losses.values())
+
+
+@real_module("FCOS", dealt(image_with_boxes), collate=stacked)
+class OneStageWithCenterness(Detector):
+    """Focal over the positives of the batch, overlap over their summed centerness, and its cross entropy over positives."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        logits, found, centerness = self.predict(batch["image"])
+        assigned = [assign(target["boxes"]) for target in batch["target"]]
+        positive = torch.stack([inside for inside, _ in assigned])
+        pairs = [(t["boxes"][w[i]], t["labels"][w[i]]) for t, (i, w) in zip(batch["target"], assigned, strict=True)]
+        boxes, labels = torch.cat([box for box, _ in pairs]), torch.cat([label for _, label in pairs])
+        wanted = torch.zeros_like(logits)
+        wanted[positive] = F.one_hot(labels, 3).to(logits)
+        weight = (1 - (found[positive].detach() - boxes).abs().mean(1)).clamp(min=0.1)
+        of_classes = focal(logits, wanted).sum() / positive.sum()
+        of_boxes = ((1 - giou(found[positive], boxes)) * weight).sum() / weight.sum()
+        return of_classes + 2 * of_boxes + F.binary_cross_entropy_with_logits(centerness[positive], weight)
 
 
 @real_module("DETR", dealt(image_with_boxes), collate=lists)
@@ -191,6 +210,44 @@ class UNetWithDiceOfBatch(UNetWithDiceOfSamples):
     dims = (0, 2, 3)
 
 
+@real_module("segmentation of satellite images", dealt(scene), windows=ONE, split=by("net"))
+class Jaccard(UNetWithDiceOfSamples):
+    """The Jaccard index of each class over the batch, alone."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        is_labelled = (labels != 255)[:, None]
+        p, target = self.net(images).softmax(1) * is_labelled, F.one_hot(labels.where(labels != 255, 0), 3).movedim(-1, 1)
+        both = (p * target).sum((0, 2, 3))
+        return -(both / ((p + target * is_labelled).sum((0, 2, 3)) - both)).log().mean()
+
+
+@real_module("remote sensing, deep supervision", dealt(scene))
+class FocalSegmentation(LightningModule):
+    """Focal over labelled pixels, and a coarser head whose labels are fewer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.coarse = UNet(2, 3), nn.Conv2d(2, 3, 3, 2, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        losses = []
+        for logits, wanted in ((self.net(images), labels), (self.coarse(images), labels[:, ::2, ::2])):
+            entropy = F.cross_entropy(logits, wanted, ignore_index=255, reduction="none")
+            losses.append((entropy * (1 - (-entropy).exp()) ** 2).sum() / (wanted != 255).sum().clamp(min=1))
+        return losses[0] + 0.4 * losses[1]
+
+
+@real_module("street scenes with hard-example mining", dealt(scene), windows=ONE, split=by("net"))
+class HardPixels(UNetWithDiceOfSamples):
+    """The hardest third of the pixels of the batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        entropy = F.cross_entropy(self.net(batch[0]), batch[1], ignore_index=255, reduction="none").flatten()
+        return entropy.topk(len(entropy) // 3).values.mean()
+
+
 def depth_row(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     depth = 0.5 + torch.rand(8, 8, generator=generator)
     depth[torch.rand(8, 8, generator=generator) < 0.7 * torch.rand((), generator=generator)] = 0
@@ -209,6 +266,31 @@ class DepthWithScaleInvariantLog(LightningModule):
         depth, is_valid = batch[1], batch[1] > 0
         difference = self.net(batch[0])[:, 0][is_valid] - depth[is_valid].log()
         return 10 * (difference.square().mean() - 0.85 * difference.mean().square()).sqrt()
+
+
+def flow_row(generator: torch.Generator) -> dict[str, Tensor]:
+    valid = torch.rand(8, 8, generator=generator) < 0.1 + 0.8 * torch.rand((), generator=generator)
+    return {"frames": torch.randn(2, 8, 8, generator=generator), "flow": torch.randn(2, 8, 8, generator=generator), "valid": valid}
+
+
+@real_module("optical flow, KITTI", dealt(flow_row))
+class OpticalFlow(LightningModule):
+    """Endpoint error over valid pixels at two scales, whose numbers of valid pixels differ, and smoothness over all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarse, self.net = nn.Sequential(nn.Conv2d(2, 4, 3, 2, 1), nn.SiLU(), nn.Conv2d(4, 2, 1)), UNet(4, 2)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        frames, flow, valid = batch["frames"], batch["flow"], batch["valid"].to(batch["flow"])
+        low = self.coarse(frames)
+        high = self.net(torch.cat([frames, F.interpolate(low, scale_factor=2)], 1))
+        total = 0.1 * (high.diff(dim=2).abs().mean() + high.diff(dim=3).abs().mean())
+        coarse = F.avg_pool2d(flow * valid[:, None], 2), F.max_pool2d(valid, 2)
+        for factor, found, (wanted, mask) in ((0.8, low, coarse), (1.0, high, (flow, valid))):
+            error = ((found - wanted).square().sum(1) + 1e-6).sqrt()
+            total = total + factor * (error * mask).sum() / mask.sum().clamp(min=1)
+        return total
 
 
 def labelled_image(generator: torch.Generator) -> tuple[Tensor, int]:
@@ -232,3 +314,20 @@ class ResidualWithBatchNorm(LightningModule):
         loss = F.cross_entropy(self(batch[0]), batch[1], label_smoothing=0.1)
         self.log("loss", loss, prog_bar=True)
         return loss
+
+
+@real_module("timm, mixup in the step", dealt(labelled_image), windows=ONE, split=OFFLOAD)
+class MixUp(ResidualWithBatchNorm):
+    """Each image is mixed with the one at the other end of the batch; NumPy draws how much."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+
+    def on_train_start(self) -> None:
+        np.random.seed(0)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        part = np.random.beta(1, 1)
+        logits = self(part * images + (1 - part) * images.flip(0))
+        return part * F.cross_entropy(logits, labels) + (1 - part) * F.cross_entropy(logits, labels.flip(0))
