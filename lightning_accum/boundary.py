@@ -5,10 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 SchedulerCounts: TypeAlias = Literal["optimizer_steps", "micro_batches"]
 Tail: TypeAlias = Literal["step", "drop", "carry"]
+
+
+class TailRule(NamedTuple):
+    """What the end of an epoch does to a window that is not full.
+
+    Attributes:
+        steps: whether it takes its step, if so many of its loader batches are there; else its gradients are dropped.
+        outcome: of windows that are longer than an epoch, in words.
+        goes_on: it goes on in the next epoch, and takes its step at the end of training.
+    """
+
+    steps: Callable[[float, float], bool]
+    outcome: str
+    goes_on: bool = False
+
+
+TAILS: dict[Tail, TailRule] = {
+    "step": TailRule(lambda there, size: True, "there is one optimizer step an epoch, on what is there"),
+    "drop": TailRule(lambda there, size: False, "nothing is trained"),
+    "carry": TailRule(lambda there, size: True, "it goes on in the next epoch", goes_on=True),
+}
+"""All values of ``tail=``, each of which is decided here alone."""
+
+
+def drops(tail: Tail, there: float, size: float) -> bool:
+    """Whether the end of an epoch drops a window of ``size`` loader batches, of which these are ``there``, and not all."""
+    return not (TAILS[tail].goes_on or TAILS[tail].steps(there, size))
 
 
 class Boundary:
@@ -37,9 +64,15 @@ class Boundary:
         is_known = self.is_under_way or seen == self.ends_at
         return seen >= (self.ends_at if is_known else self.closed_at + size())
 
-    def is_cut_by_the_end(self, is_end_of_training: bool) -> bool:
-        """Whether an unfinished window ends where the data does."""
-        return self.tail == "step" or (self.tail == "carry" and is_end_of_training)
+    def is_cut_by_the_end(self, seen: int, size: Callable[[], float], is_end_of_training: bool) -> bool:
+        """Whether the window takes its step with loader batch number ``seen``, the last of the data."""
+        rule = TAILS[self.tail]
+        steps = rule.steps(self.position(seen), self.size if self.is_under_way else size())
+        return steps and (is_end_of_training or not rule.goes_on)
+
+    def is_dropped_by_the_end(self, seen: int) -> bool:
+        """Whether the end of an epoch drops the window, which has begun."""
+        return self.position(seen) > 0 and drops(self.tail, self.position(seen), self.size)
 
     def position(self, seen: int) -> int:
         """Loader batches in the window so far."""
@@ -75,9 +108,9 @@ def count_windows(batches: int, epochs: int, size: Callable[[int, int], int], ta
     while begun < batches * epochs:
         epoch = begun // batches
         end = begun + size(epoch, windows)
-        if tail != "carry" and end > (epoch + 1) * batches:
-            end = (epoch + 1) * batches
-            windows -= tail == "drop"
+        if not TAILS[tail].goes_on and (left := (epoch + 1) * batches - begun) < end - begun:
+            windows -= drops(tail, left, end - begun)
+            end = begun + left
         begun, windows = end, windows + 1
     return windows
 

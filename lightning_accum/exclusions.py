@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_accum.boundary import TAILS
 from lightning_accum.errors import ArgumentError
 from lightning_accum.main_gradients import is_narrower, sparse_layers
 from lightning_accum.policy import Policy
@@ -114,7 +115,7 @@ def _exclusions(a: Asked) -> Iterator[str]:
         yield f"{only_for_split} is for loader batches that are split; {whole} has training_step see them whole. Leave it out."
     if trims and not is_split:
         yield f"{trims} says how loader batches are split, but not the size, and so none is: set micro_batch= too."
-    if policy.counts_ahead and policy.tail == "carry" and is_long:
+    if policy.counts_ahead and TAILS[policy.tail].goes_on and is_long:
         yield (
             f"weight={weights} counts a window before it runs, but with tail='carry' it may go on in the next epoch, whose"
             " batches are not there yet. Use tail='step' or 'drop', or one weight for all terms."

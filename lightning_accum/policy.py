@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from lightning_accum.boundary import SchedulerCounts, Tail
+from lightning_accum.boundary import TAILS, SchedulerCounts, Tail
 from lightning_accum.errors import ArgumentError
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
@@ -109,7 +109,7 @@ class Policy:
 
     def may_count_first(self, is_long: bool) -> bool:
         """Whether the terms of a window can be counted before it runs."""
-        goes_on = self.tail == "carry" and is_long  # with the next pass over the data, whose batches are not there yet
+        goes_on = TAILS[self.tail].goes_on and is_long  # with the next pass over the data, whose batches are not there yet
         return not goes_on and self.on_nonfinite != "skip" and not self.row_wise
 
     def may_be_longer_than_one(self, trainers_own: int) -> bool:
@@ -129,7 +129,7 @@ def checked_policy(policy: Policy) -> Policy:
     _check_window(policy.window)
     _check_micro_batch(policy.micro_batch, policy.trim_padding, policy.split)
     weight = _checked_weight(policy.weight)
-    check_is_one_of("tail", policy.tail, "step", "drop", "carry")
+    check_is_one_of("tail", policy.tail, *TAILS)
     check_is_one_of("scheduler_counts", policy.scheduler_counts, "optimizer_steps", "micro_batches")
     dtype: Any = policy.accumulate_dtype
     if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):

@@ -7,6 +7,7 @@ from textwrap import fill
 from typing import Any
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.boundary import TAILS
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.weighing.counts import SampleCount, TokenCount, count_samples
@@ -91,7 +92,7 @@ def warn_of_windows_never_full(
 ) -> None:
     """Called at the first micro-batch."""
     policy = accumulation.policy
-    if not isinstance(policy.window, Tokens) or policy.tail == "carry" or not weighed.weight:
+    if not isinstance(policy.window, Tokens) or TAILS[policy.tail].goes_on or not weighed.weight:
         return
     part, whole = count_samples(micro_batch.batch), count_samples(batch)
     in_batch = float(weighed.weight) * (whole / part if part and whole else 1)
@@ -99,8 +100,7 @@ def warn_of_windows_never_full(
     in_epoch = in_batch * loader_batches * accumulation.world_size
     tokens = policy.window.at(float(accumulation.total_weight))
     if in_epoch < tokens:
-        outcome = "nothing is trained" if policy.tail == "drop" else "there is one optimizer step an epoch, on what is there"
         accumulation.warn_once(
             f"A window of {tokens} {unit} is never full: by the first loader batch an epoch has about {in_epoch:.0f} of"
-            f' them, and with tail="{policy.tail}" {outcome}. Use a smaller window, or tail="carry".'
+            f' them, and with tail="{policy.tail}" {TAILS[policy.tail].outcome}. Use a smaller window, or tail="carry".'
         )

@@ -64,7 +64,7 @@ class Loop(Passes):
                     self._begin(micro_batch, ends_window)
                     yield micro_batch.batch
                     self._end()
-            if self._accumulation.policy.tail == "drop" and self._accumulation.boundary.position(self._seen):
+            if self._accumulation.boundary.is_dropped_by_the_end(self._seen):
                 self.discard()
         finally:
             self._around.close()

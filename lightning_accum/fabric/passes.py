@@ -86,12 +86,13 @@ class Passes:
                 continue
             accumulation.is_shadow_batch = is_shadow
             boundary.begin(self._size())
-            ends_window = self._seen + 1 >= boundary.ends_at or (ends_data and boundary.is_cut_by_the_end(is_last))
+            is_cut = ends_data and boundary.is_cut_by_the_end(self._seen + 1, self._size, is_last)
+            ends_window = is_cut or self._seen + 1 >= boundary.ends_at
             self._begin_loader_batch(batch)
             yield from self._parts(batch, ends_window, is_shadow)
         self.passes, self.loader_batches = self.passes + 1, 0
         lost = boundary.position(self._seen)
-        if lost > 0 and not ends_data and boundary.is_cut_by_the_end(is_last):
+        if lost > 0 and not ends_data and boundary.is_cut_by_the_end(self._seen, self._size, is_last):
             raise UsageError(
                 f"The loader gave fewer batches than its length of {self._length}, so the last {lost} of them are in a window that"
                 " never ended. Correct the loader's __len__, or pass iter(loader), which has no length."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
-from lightning_accum.boundary import Boundary
+from lightning_accum.boundary import TAILS, Boundary
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.trainer import seams
@@ -128,13 +128,14 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             return False
         fit_loop = self.trainer.fit_loop
         epochs_done = fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # the tracker of epochs has it
-        return boundary.is_cut_by_the_end(fit_loop.max_epochs not in (None, -1) and bool(epochs_done + 1 >= fit_loop.max_epochs))
+        is_end = fit_loop.max_epochs not in (None, -1) and bool(epochs_done + 1 >= fit_loop.max_epochs)
+        return boundary.is_cut_by_the_end(self.batch_progress.total.ready, self.window_size, is_end)
 
     @override
     def run(self, data_fetcher: _DataFetcher) -> None:
         self.strategy.watch.begin_epoch(self.trainer.current_epoch)
         super().run(data_fetcher)
-        if self.strategy.policy.tail != "carry":
+        if not TAILS[self.strategy.policy.tail].goes_on:
             self.finish_window()
             self.validate_if_due()
         self.optimization.batch = None
@@ -169,11 +170,11 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         strategy, windows, seen = self.strategy, self.strategy.windows, self.batch_progress.total.ready
         if windows is None or windows.boundary.position(seen) <= 0:
             return
-        if (is_dropped := windows.policy.tail == "drop") or strategy.accumulation is None:
+        if (is_dropped := windows.boundary.is_dropped_by_the_end(seen)) or strategy.accumulation is None:
             lost = windows.discard(seen)
             if is_dropped:
                 rank_zero_info(
-                    f"GradientAccumulation(tail='drop'): the gradients of {lost} loader batches at the end of epoch"
+                    f"GradientAccumulation(tail='{windows.policy.tail}'): the gradients of {lost} loader batches at the end of epoch"
                     f" {self.trainer.current_epoch} are dropped."
                 )
             else:  # only the module's own training_step steps, and no loader batch is left for it to do so

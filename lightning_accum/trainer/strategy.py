@@ -12,6 +12,7 @@ import torch
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.boundary import drops
 from lightning_accum.check import MOST_BATCHES
 from lightning_accum.exclusions import Asked, refuse
 from lightning_accum.main_gradients import main_gradients
@@ -244,10 +245,10 @@ class AccumulationMixin(Engine):
         if self.accumulation is not None:
             smallest = self.policy.smallest_from(trainer.current_epoch, trainer.max_epochs, trainer.global_step)
             size = smallest or trainer.accumulate_grad_batches
-            if self.policy.tail == "drop" and trainer.num_training_batches < size:
+            if drops(self.policy.tail, (batches := trainer.num_training_batches), size) and batches < size:
                 raise MisconfiguredError(
-                    f"An epoch has {trainer.num_training_batches} loader batches, and a window of {size} would never be full: with"
-                    ' tail="drop" nothing would be trained. Use a smaller window, or tail="step" or "carry".'
+                    f"An epoch has {batches} loader batches, and a window of {size} would never be full: with"
+                    f' tail="{self.policy.tail}" nothing would be trained. Use a smaller window, or tail="step" or "carry".'
                 )
         if windows is None:
             return
