@@ -235,20 +235,21 @@ class Splitting:
             return Plan(batch, [RowSlice(slice(None), 0, 1)], layout)
         columns = columns_of(layout.tensors) if lengths or isinstance(self._size, Tokens) else []
         untrimmed = max((size for size in columns if size not in lengths), default=0)  # beside a padded target, a source
-        of_rows = list(zip(*(each.of_rows for each in lengths.values()), strict=True)) or [()] * layout.size
-        widths = [max((untrimmed, *of_row)) for of_row in of_rows]
         elements = sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size
-        widest = max((*lengths, untrimmed, 1))
-        costs = [max(1, elements * width // widest if lengths else elements) for width in widths]
-        order = sorted(range(layout.size), key=lambda row: (widths[row], sum(of_rows[row])), reverse=True)
+        widths, order, costs = [untrimmed] * layout.size, [*range(layout.size)], {untrimmed: max(1, elements)}
+        if lengths:
+            of_rows = [*zip(*(each.of_rows for each in lengths.values()), strict=True)]
+            widths = [max((untrimmed, *of_row)) for of_row in of_rows]
+            order.sort(key=lambda row: (widths[row], sum(of_rows[row])), reverse=True)
+            costs = {width: max(1, elements * width // max((*lengths, untrimmed, 1))) for width in {*widths}}
         groups, done = list[list[int]](), 0
         while done < layout.size:
-            longest = order[done]
-            groups.append(order[done : done + self._room(widths[longest], costs[longest], layout.size - done)])
+            widest = widths[order[done]]
+            groups.append(order[done : done + self._room(widest, costs[widest], layout.size - done)])
             done += len(groups[-1])
         if lengths and isinstance(self._size, int):
             groups = cut_where_lengths_fall(groups, widths)
-        pieces = [RowSlice(rows, len(rows), costs[rows[0]], kept_columns(rows, lengths.values())) for rows in groups]
+        pieces = [RowSlice(rows, len(rows), costs[widths[rows[0]]], kept_columns(rows, lengths.values())) for rows in groups]
         if lengths and len(groups) > 1:
             return Plan(batch, pieces, layout, order)
         stops = accumulate(map(len, groups))  # nothing to sort: of slices tensors are views

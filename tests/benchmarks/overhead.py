@@ -25,7 +25,7 @@ from side_by_side import Module, TimedBatches, fit, labelled
 from torch import Tensor, nn
 
 FEATURES, CLASSES, ROWS = 64, 10, 4
-SPLIT, SPLIT_ROWS, SPLIT_WARM_UP = 16, 16, 3
+SPLIT, SPLIT_ROWS, SPLIT_WARM_UP = 16, 16, 9  # the look of window 8 is before
 
 
 class Logging(Module):
