@@ -174,8 +174,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             lost = windows.discard(seen)
             if is_dropped:
                 rank_zero_info(
-                    f"GradientAccumulation(tail='{windows.policy.tail}'): the gradients of {lost} loader batches at the end of epoch"
-                    f" {self.trainer.current_epoch} are dropped."
+                    f"GradientAccumulation(tail='{windows.policy.tail}'): the gradients of {lost} loader batches at the end of"
+                    f" epoch {self.trainer.current_epoch} are dropped."
                 )
             else:  # only the module's own training_step steps, and no loader batch is left for it to do so
                 rank_zero_warn(
