@@ -8,7 +8,7 @@ import logging
 import multiprocessing
 import os
 import socket
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,11 +30,16 @@ os.register_at_fork(after_in_child=lambda: faulthandler.enable(2))  # a process 
 
 def pytest_report_header(config: Any) -> str:
     """How long it will take, for those who run everything."""
-    return "lightning_accum: the tests take about 6 minutes on 2 quiet cores"
+    return "lightning_accum: the tests take about 5 minutes on 2 quiet cores"
 
 
-SECONDS = {"test_demo": 60, "test_both_packages": 30, "test_ray": 20, "test_examples": 15, "test_wheel": 10, "test_resume": 5}
-"""What a test of these files takes. They start interpreters, or train several times; of others about 1."""
+SECONDS = {
+    **{"test_demo": 60, "test_both_packages": 20, "test_ray": 20, "test_examples": 15, "test_wheel": 10, "test_resume": 4},
+    **dict.fromkeys(["test_ddp_options", "test_sharded", "test_verify_over_ranks", "test_window_equals_batch"], 3),
+    **dict.fromkeys(["test_compiled", "test_faults", "test_hugging_face", "test_meshes", "test_adversarial"], 2),
+    **dict.fromkeys(["test_samplers", "test_splitting", "test_documentation", "test_watch", "test_weight"], 0.1),
+}
+"""What a test of these files takes. Many start interpreters or ranks, or train several times; of others about 1."""
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -42,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Leave the cases of a test that are asked for, and begin with files that take long: a worker's last is short."""
     mark_some_cases(items)
     yield
-    taken: Counter[Any] = Counter()
+    taken: defaultdict[Any, float] = defaultdict(float)
     for item in items:
         taken[item.path] += SECONDS.get(item.path.stem, 1)
     items.sort(key=lambda item: -taken[item.path])

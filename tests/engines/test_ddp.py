@@ -96,7 +96,7 @@ if __name__ == "__main__":
 TOTAL = (1 + 1 + 2 + 3 + 5 + 7) / 6
 
 
-@pytest.mark.exhaustive
+@pytest.mark.some_cases(0, 1)
 @pytest.mark.parametrize("strategy", ["accum_ddp", "accum_ddp_spawn"])
 def test_script_with_lightnings_launchers(strategy: str) -> None:
     Path("script.py").write_text(SCRIPT)

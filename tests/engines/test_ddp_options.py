@@ -80,7 +80,7 @@ def norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 1)
 @pytest.mark.parametrize(
     ("hook", "options", "unit", "smallest"),
     [
@@ -126,7 +126,7 @@ def order() -> list[str]:
     return [name for name in names if name != "DivBackward0"]  # Lightning's own, by accumulate_grad_batches
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 1)
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}], ids=" ".join
 )

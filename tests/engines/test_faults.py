@@ -283,6 +283,7 @@ UNSIZED = {"loader": {"is_sized": False}}
 WORKER = {"num_workers": 1, "multiprocessing_context": "fork"}
 
 
+@pytest.mark.some_cases(1)
 @strategies("ddp", "fsdp2")
 def test_two_nodes_without_a_fault_equal_the_full_batch(strategy: str) -> None:
     by_rank = [BATCHES[0], BATCHES[1][:5]]
@@ -317,7 +318,7 @@ RAISES: dict[str, tuple[Fault, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some_cases(5)
+@pytest.mark.some_cases(3, 9)
 @strategies("ddp", "fsdp2", "fsdp1")
 @pytest.mark.parametrize("case", RAISES)
 def test_rank_that_raises_ends_all_and_its_error_is_seen(strategy: str, case: str) -> None:
@@ -331,7 +332,7 @@ def test_rank_that_raises_ends_all_of_three() -> None:
     assert_failed(ranks(partial(train, "ddp", Fault("raises", {2: 2}), devices=3), world_size=3), 2)
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2, 1)
 @strategies("ddp, forked", "fsdp2, forked")
 @pytest.mark.parametrize("fault", [Fault("raises", {0: 2}), Fault("raises", {1: 2}), Fault("raises", {1: 0}, "setup")], ids=str)
 def test_forked_rank_that_raises_ends_all(strategy: str, fault: Fault) -> None:
@@ -343,7 +344,7 @@ def test_forked_rank_that_raises_ends_all(strategy: str, fault: Fault) -> None:
         assert "ValueError: boom on rank 1" in end.said
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1, 1)
 @strategies("ddp", "fsdp2")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_is_killed_ends_all(strategy: str, rank: int) -> None:
@@ -406,7 +407,7 @@ ENDS: dict[str, tuple[Fault, int, dict[str, Any]]] = {
 """Who is told when, after how many windows all end, and what else the training has."""
 
 
-@pytest.mark.some_cases(7, 22)
+@pytest.mark.some_cases(5, 12)
 @strategies("ddp", "fsdp2", "fsdp1")
 @pytest.mark.parametrize("case", ENDS)
 def test_sigterm_ends_all_ranks_after_the_window_or_before_the_next_batch_of_a_loader_without_length(
@@ -428,6 +429,7 @@ def test_sigterm_ends_all_ranks_beside_tensor_parallelism() -> None:
     assert end.all("batches") == 6
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("where", ["setup", "configure_optimizers"])
 def test_sigterm_to_a_rank_before_training_ends_all(where: str) -> None:
     end = ranks(partial(train, "ddp", told(where, rank1=0)))
@@ -444,7 +446,7 @@ def test_sigterm_that_no_window_is_left_for_ends_its_rank_after_the_training(str
     end.assert_soon()
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2, 1)
 @strategies("ddp, forked", "fsdp2, forked")
 @pytest.mark.parametrize(("what", "status"), [("SIGTERM to parent", -signal.SIGTERM), ("SIGTERM", 1)])
 def test_sigterm_to_a_forked_rank_or_to_what_forked_it_ends_all(strategy: str, what: str, status: int) -> None:
@@ -452,6 +454,7 @@ def test_sigterm_to_a_forked_rank_or_to_what_forked_it_ends_all(strategy: str, w
     assert forked_by_lightning(partial(train, strategy, Fault(what, {1: 5}))).statuses == [status]
 
 
+@pytest.mark.some_cases(1)
 @strategies("ddp", "fsdp2")
 def test_sigterm_saves_a_checkpoint_if_one_is_asked_for(strategy: str) -> None:
     asked = ModelCheckpoint("checkpoints", "{step}", every_n_train_steps=100, save_on_exception=True)

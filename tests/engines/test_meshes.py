@@ -74,7 +74,7 @@ def tasks(heads: Sequence[Sequence[int]], extra: Sequence[bool]) -> list[list[An
     ]
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 1)
 @pytest.mark.parametrize("sync", ["window", "shard", "micro_batch"])
 def test_parameters_that_some_micro_batches_and_ranks_do_not_use_equal_the_full_batch(sync: str) -> None:
     heads = [[0, 1, 1, 0, 0, 0], [1, 0, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0]]
@@ -132,8 +132,8 @@ class BesideTensor(ShardedLanguage):
                 fully_shard(part, mesh=self.device_mesh["replicate", "shard"])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("sync", ["window", "micro_batch", "shard"])
+@pytest.mark.some_cases(0, 1)
+@pytest.mark.parametrize("sync", ["shard", "window", "micro_batch"])
 def test_replicas_of_shards_beside_tensor_parallelism_equal_the_full_batch(sync: str) -> None:
     options = {"mesh": {"replicate": 2, "shard": 1, "tensor_parallel": 2}, "sync": sync}
     assert_one_window_one_batch(BesideTensor, dealt(sentences(20), 2, "fsdp2"), 2, "named mesh", options)
@@ -216,7 +216,7 @@ def loaded() -> DataLoader:
     return DataLoader(rows(), batch_size=2, sampler=SameOrderSampler(rows(), shuffle=False))
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 1)
 @pytest.mark.parametrize("sync", ["window", "micro_batch", "shard"])
 def test_rows_whose_tokens_two_ranks_share_equal_the_full_batch(sync: str) -> None:
     options = {"mesh": {"data_parallel": 2, "context_parallel": 2}, "sync": sync}

@@ -73,7 +73,7 @@ class OfKind(ShardedLanguage):
         wrap_for_fsdp1(self, **self.kind)
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 3)
 @pytest.mark.parametrize("has_hole", [False, True])
 @pytest.mark.parametrize(
     "kind",
@@ -222,7 +222,7 @@ def test_low_precision_is_as_near_to_the_full_batch_in_double_as_a_hand_written_
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 2)
 @ENGINES
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 def test_one_reduce_scatter_for_each_group_and_small_all_reduces(engine: str, sync: str, reshard: bool | None) -> None:

@@ -69,7 +69,7 @@ UNUSED = {"find_unused_parameters": True}
 OPTIONS = [{}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 64 / 2**20}, {"sync": "micro_batch"}, UNUSED]
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2, 3)
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_parameters_that_the_last_micro_batch_does_not_use_are_reduced(options: dict[str, Any], window: int) -> None:
@@ -108,7 +108,8 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("window", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.some_cases(3, 5)
+@pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize(("policy", "options"), POLICIES, ids=str)
 def test_parameter_that_no_rank_used_in_a_window_stays_if_a_rank_has_no_loss(policy: Any, options: Any, window: int) -> None:
     assert_exact(UNEVEN, window, {**UNUSED, **options}, **policy)
@@ -148,7 +149,7 @@ STAYS: dict[str, tuple[Sequence[Any], Any, dict[str, Any], dict[str, Any]]] = {
 """Which parameters are used, by what ranks."""
 
 
-@pytest.mark.some_cases(5)
+@pytest.mark.some_cases(3, 5)
 @pytest.mark.parametrize("used", STAYS)
 def test_parameter_has_a_gradient_if_it_has_one_in_the_full_batch(used: str) -> None:
     by_rank, window, options, policy = STAYS[used]

@@ -97,7 +97,7 @@ class Planted(Language):
 # --- correct set-ups raise no alarm ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 4)
 @needs_sharding_on_cpu
 @pytest.mark.parametrize(
     ("what", "arguments"),
@@ -163,7 +163,7 @@ PLANTED: list[tuple[str, Any, str, str]] = [
 ]
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1, 4)
 @needs_sharding_on_cpu
 @pytest.mark.parametrize(("what", "strategy", "name", "found"), PLANTED)
 def test_a_planted_bug_is_named(what: str, strategy: Any, name: str, found: str) -> None:
@@ -185,6 +185,7 @@ def test_what_breaks_equality_in_one_process_is_named_before_any_rank_starts() -
 FAILING = [("an error", "no such column"), ("a parameter made late", "late"), ("a rank killed", "rank 1")]
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("what", "named"), FAILING)
 def test_a_rank_that_fails_is_an_error_that_names_it(what: str, named: str) -> None:
     with pytest.raises(AccumulationError, match=named):

@@ -184,7 +184,7 @@ cloudpickled = partial(pickled, by=cloudpickle)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.some_cases(16, 32)
+@pytest.mark.some_cases(14, 18)
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize(("module", "policy"), [*((Small, name) for name in POLICIES), (Manual, "windows"), (Manual, "offload")])
 def test_a_trainer_and_all_that_it_reaches_is_as_lightning_alone_leaves_it(policy: str, module: type[Small], end: str) -> None:
@@ -204,7 +204,7 @@ def test_a_trainer_and_all_that_it_reaches_is_as_lightning_alone_leaves_it(polic
         copied(run)
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(4, 2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("copied", [pickled, cloudpickled, copy.deepcopy])
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ class Copying(pl.Callback):
         self.copy = self.copy or copy.deepcopy(trainer)
 
 
-@pytest.mark.some_cases(9)
+@pytest.mark.some_cases(8, 6)
 @pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_start", "on_train_batch_start", "on_train_batch_end"])
 @pytest.mark.parametrize("kind", [Toy, ManualToy])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

@@ -123,6 +123,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[float] | None]] = {
 }
 
 
+@pytest.mark.some_cases(8)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_an_argument_in_yaml_trains_as_in_python(case: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +147,7 @@ def by_class(name: str, **init_args: Any) -> dict[str, Any]:
 DDP = {"start_method": "fork", "timeout": "0:01:00", "find_unused_parameters": True}
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1, 1)
 @pytest.mark.parametrize(
     "strategy", ["accum_ddp_fork", *(by_class("DDPAccumulationStrategy", sync=s, **DDP) for s in ("window", "micro_batch"))]
 )

@@ -73,7 +73,7 @@ ORDERS = [
 ]
 
 
-@pytest.mark.some_cases(1, 4)
+@pytest.mark.some_cases(1, 2)
 @pytest.mark.parametrize("policy", [{"window": 3}, {"window": Tokens(60), "tail": "carry"}], ids=["3", "tokens"])
 @pytest.mark.parametrize(("workers", "order", "epoch"), ORDERS)
 def test_a_stateful_loader_goes_on_from_inside_a_window_to_the_bit(

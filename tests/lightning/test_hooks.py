@@ -87,7 +87,7 @@ def calls_after(swap: Callable[[Any, Any], None], strategy: str, is_late: bool) 
     return [(name, batch) for name, batch in module.called if batch > 4 or not is_late]
 
 
-@pytest.mark.some_cases(15, 36)
+@pytest.mark.some_cases(14, 18)
 @pytest.mark.parametrize("is_late", [False, True], ids=["from the beginning", "in the middle"])
 @pytest.mark.parametrize(("owner", "hook"), [(owner, hook) for owner, (_, hooks) in OWNERS.items() for hook in hooks])
 def test_a_hook_that_is_put_into_an_object_or_its_class_is_called_from_then_on(owner: str, hook: str, is_late: bool) -> None:

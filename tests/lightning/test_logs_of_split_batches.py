@@ -170,7 +170,7 @@ def assert_same(found: Any, wanted: Any, where: str = "") -> None:
         assert found == wanted, where
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 1)
 @pytest.mark.parametrize("size", [3, 1, 4])
 def test_logs_outputs_metrics_and_hooks_are_those_of_the_whole_batch(size: int) -> None:
     runs = []
@@ -361,7 +361,7 @@ def peak(module: Tagger, rows: int, *callbacks: pl.Callback) -> int:
     return saved.peak
 
 
-@pytest.mark.some_cases(5)
+@pytest.mark.some_cases(5, 6)
 @pytest.mark.parametrize("size", [SIZE, Tokens(SIZE * LENGTH), "auto"])
 @pytest.mark.parametrize("callbacks", [[], [LambdaCallback(on_after_backward=lambda *_: None)]], ids=["", "heard"])
 @pytest.mark.parametrize("tell", TOLD)

@@ -72,7 +72,7 @@ POLICIES: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(3, 6)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("policy", POLICIES)

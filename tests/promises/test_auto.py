@@ -53,7 +53,7 @@ def trained(module: pl.LightningModule, size: int = BATCH, **policy: Any) -> pl.
     return module
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1, 2)
 @WHERE
 @pytest.mark.parametrize(("most", "less", "policy"), [(4, 0, {"micro_batch": "auto"}), (16, 5, {"window": 3})])
 def test_the_step_is_the_one_that_was_due_with_the_gradients_of_earlier_batches(
@@ -63,6 +63,7 @@ def test_the_step_is_the_one_that_was_due_with_the_gradients_of_earlier_batches(
     assert relative_error(module.parameters(), whole.parameters()) < 1e-12
 
 
+@pytest.mark.some_cases(1, 1)
 @pytest.mark.parametrize("most", [2, 5, 12])
 def test_what_does_not_fit_into_memory_is_checked_all_the_same(most: int) -> None:
     with warned() as messages:
@@ -208,7 +209,7 @@ class Ranked(Limited):
         torch.save(int(self.trainer.callback_metrics["window/micro_batch_size"]), f"size-{self.global_rank}.pt")
 
 
-@pytest.mark.some_cases(1, 4)
+@pytest.mark.some_cases(1, 2)
 @WHERE
 @pytest.mark.parametrize(("most", "agreed"), [((8, 2), 2), ((3, 8), 2), ((2, 4), 2), ((1, 1), 1)])
 @pytest.mark.parametrize("window", [1, 2])

@@ -109,7 +109,7 @@ WAYS = {
 }
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 1)
 @pytest.mark.parametrize("way", sorted(WAYS, key=lambda way: way.endswith("first")))
 def test_windows_are_exact_with_either_package_and_a_checkpoint_inside_one_goes_on_in_the_other(way: str) -> None:
     result = run(WAYS[way] + TRAINS)
@@ -121,8 +121,8 @@ def test_windows_are_exact_with_either_package_and_a_checkpoint_inside_one_goes_
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.some_cases(0, 1)
+@pytest.mark.parametrize("name", reversed(PACKAGES))
 def test_a_program_loads_no_other_package_than_its_own(name: str) -> None:
     script = f"import lightning_accum\nimport {name} as pl\nfrom lightning_accum import GradientAccumulation\n"
     script += TRAINS.partition("if __name__")[0]

@@ -73,13 +73,13 @@ def compilations(module: Any, policy: GradientAccumulation, batches: list[Any], 
 WEIGHTS: list[Any] = [(with_compiled_network, "auto"), (with_compiled_network, TokenCount()), (compiled_whole, TokenCount())]
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1, 1)
 @pytest.mark.parametrize(("compiled", "weight"), WEIGHTS)
 def test_windows_of_batches_of_many_lengths_compile_no_more_than_the_batches_do(compiled: Any, weight: Any) -> None:
     assert 1 <= compilations(compiled(), GradientAccumulation(4, weight=weight), QUARTERS) <= 2  # the first length, then any
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1, 2)
 @pytest.mark.parametrize("micro_batch", [5, Tokens(40), "auto"])
 @pytest.mark.parametrize(("compiled", "weight"), WEIGHTS[::2])
 def test_split_batches_of_many_lengths_are_exact_and_compiled_once_for_each_kind_of_size(
@@ -96,6 +96,7 @@ def test_dynamic_is_compiled_once_and_fixed_once_for_each_size(dynamic: bool) ->
     assert compilations(with_compiled_network(dynamic=dynamic), policy, WHOLE) == (1 if dynamic else len(lengths))
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("micro_batch", [None, 5])
 def test_a_compiled_step_is_exact_by_a_count_that_the_check_adopts_and_needs_an_explicit_one_without(
     micro_batch: int | None,

@@ -103,7 +103,7 @@ def counted(module: Distance, every: int, policy: GradientAccumulation, **kwargs
     return fit(module, None, *callbacks, enable_checkpointing=True, **kwargs), first, last
 
 
-@pytest.mark.some_cases(10)
+@pytest.mark.some_cases(10, 12)
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_hooks_averages_validations_and_checkpoints_are_as_many_as_steps(name: str, every: int) -> None:
@@ -122,7 +122,7 @@ def test_hooks_averages_validations_and_checkpoints_are_as_many_as_steps(name: s
         assert state["current_model_state"]["w"].item() == module.stepped[step - 1]
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(3, 5)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_validation_is_of_the_parameters_after_its_step_and_leaves_the_training_as_it_was(name: str) -> None:
     policy, batches, ends = KINDS[name]
@@ -246,7 +246,7 @@ HOOKS = {
 """How often each is called."""
 
 
-@pytest.mark.some_cases(2, 10)
+@pytest.mark.some_cases(2, 4)
 @pytest.mark.parametrize("policy", RESUMED)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_no_validation_comes_twice_or_is_missed_wherever_training_goes_on(hook: str, policy: str) -> None:

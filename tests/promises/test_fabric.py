@@ -171,7 +171,7 @@ LOOPS: dict[str, tuple[int, dict[str, Any], list[int]]] = {
 }
 
 
-@pytest.mark.some_cases(5)
+@pytest.mark.some_cases(4, 10)
 @WITH_AND_WITHOUT_FABRIC
 @pytest.mark.parametrize("case", LOOPS)
 def test_a_loop_takes_the_steps_of_full_batches(fabric: Callable[[], Any], case: str) -> None:
@@ -184,7 +184,7 @@ def test_a_loop_takes_the_steps_of_full_batches(fabric: Callable[[], Any], case:
 # --- two processes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu)])
 @pytest.mark.parametrize("arguments", [{}, {"micro_batch": 3}, {"loss_of": loss_of, "window": 3}], ids=["windows", "split", "None"])
 def test_two_ranks_take_the_steps_of_one_process_on_the_full_batch(strategy: str, arguments: dict[str, Any]) -> None:
@@ -298,7 +298,7 @@ def loop_of_terms(
     return loop(fabric, optimizer, list(map(default_collate, batches)), task or of_terms(), 1, **arguments)
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(4, 6)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("arguments", [{"window": 4}, {"micro_batch": 3}], ids=["windows", "split"])
 @pytest.mark.parametrize("name", NAMES)

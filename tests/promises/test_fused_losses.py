@@ -68,7 +68,7 @@ def assert_exact(loss: Any, policy: dict[str, Any], kind: str = "a dict", rows: 
     assert [message for message in messages if not message.startswith("Padding")] == []
 
 
-@pytest.mark.some_cases(4, 18)
+@pytest.mark.some_cases(4, 9)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("is_shifted", [True, False], ids=["shifted", "unshifted"])
 @pytest.mark.parametrize("kind", BATCHES)

@@ -59,7 +59,7 @@ def texts(rows: int, seed: int, length: int = 10) -> dict[str, Tensor]:
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "labels": tokens.masked_fill(~mask, -100)}
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1, 1)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize(("engine", "options"), [on("accum"), on("ddp")])
 def test_a_window_of_a_causal_model_is_its_full_batch(engine: str, options: dict[str, Any], name: str) -> None:
@@ -68,7 +68,7 @@ def test_a_window_of_a_causal_model_is_its_full_batch(engine: str, options: dict
     assert_one_window_one_batch(make, by_rank, size, engine, options, collate=joined, limit=TOLERANCE)
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2, 3)
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_padded_batch_is_its_split_and_trimmed_micro_batches(name: str, side: str) -> None:

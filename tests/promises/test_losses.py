@@ -30,7 +30,7 @@ from written_losses import Loss as Written
 from lightning_accum import DDPAccumulationStrategy, GradientAccumulation
 from lightning_accum.testing import adamw, assert_window_equals_batch
 
-EVERY = 25
+EVERY = 30
 """The part of the table that is trained on two ranks."""
 
 
@@ -63,7 +63,7 @@ def test_the_table_is_large_and_names_each_loss_once() -> None:
     assert {name for known in (OPEN, OPEN_ON_RANKS) for of_reason in known.values() for name in of_reason} <= set(names)
 
 
-@pytest.mark.some_cases(25, 200)
+@pytest.mark.some_cases(25, 120)
 @pytest.mark.parametrize("loss", cases(LOSSES))
 def test_a_loss_is_exact_or_is_not_trained_in_silence(loss: Loss) -> None:
     assert_known(loss, {way: examine(loss, way) for way in WAYS}, OPEN)
@@ -130,7 +130,7 @@ BATCHES = [make(rows, seed) for seed, rows in enumerate((2, 5, 1, 4, 3, 6, 2, 1)
 POLICIES = {"windows": {"window": 4}, "split": {"micro_batch": 5}}
 
 
-@pytest.mark.some_cases(10, 35)
+@pytest.mark.some_cases(9, 18)
 @pytest.mark.parametrize("way", POLICIES)
 @pytest.mark.parametrize(
     "loss", [pytest.param(loss, id=loss.name.replace(" ", "_")) for loss in WRITTEN if loss.expected == "exact"]

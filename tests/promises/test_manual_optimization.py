@@ -30,7 +30,7 @@ def assert_windows_equal_batches(kind: Any, ranks: int = 1, policy: Any = 3, eng
         assert_one_window_one_batch(partial(kind, optimizer), by_rank, policy, engine, **arguments)
 
 
-@pytest.mark.some_cases(5)
+@pytest.mark.some_cases(3, 5)
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_windows_equal_the_modules_own_run_on_joined_batches(kind: type[Manual], ranks: int) -> None:

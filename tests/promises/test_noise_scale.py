@@ -162,8 +162,8 @@ def test_a_language_model_is_measured_in_tokens_and_samples(strategy: Any) -> No
     assert estimate.samples == pytest.approx(estimate.weight * 16 / sum(weights), rel=1e-12)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.some_cases(0, 1)
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_a_quadratic_with_known_noise_is_found_within_its_standard_error(ranks: int) -> None:
     sigma, windows, size = 2.0, 400, (1, 2, 3, 6)
     by_rank = [[sigma * x for x in samples(*size * windows, seed=rank)] for rank in range(ranks)]

@@ -132,7 +132,7 @@ def layout(dice: random.Random, ranks: int, micro_batch: int | None) -> tuple[li
     return given, left, dice.randint(1, 4)
 
 
-@pytest.mark.some_cases(4, 8)
+@pytest.mark.some_cases(4, 4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("micro_batch", [None, 2], ids=["whole", "split"])
 @pytest.mark.parametrize("optimizer", [sgd, adamw])

@@ -214,7 +214,7 @@ PRECISIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(3, 6)
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -247,7 +247,7 @@ OPTIONS = [on("ddp", 1, static_graph=True), on("ddp", 1, find_unused_parameters=
 ON_RANKS = [on("ddp", 3), *OPTIONS, on("fsdp2", 1), on("fsdp1", 1), on("fsdp2", 3), on("accum", 3)]
 
 
-@pytest.mark.some_cases(1, 5)
+@pytest.mark.some_cases(1, 3)
 @pytest.mark.parametrize(("engine", "options", "window"), ON_RANKS)
 def test_windows_and_ranks(memory: OtherMemory, engine: str, options: dict[str, Any], window: int) -> None:
     by_rank = dealt(sentences(18), 3, engine)
@@ -255,6 +255,7 @@ def test_windows_and_ranks(memory: OtherMemory, engine: str, options: dict[str, 
     assert_one_window_one_batch(make, by_rank, offloaded(window), engine, options, callbacks=[moves(memory)])
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("kind", "window"), [(GAN, 3), (Dependent, 1)])
 def test_manual_optimization_on_two_ranks(memory: OtherMemory, kind: type[Manual], window: int) -> None:
     by_rank = [draw(kind), draw(kind, 1)]

@@ -31,21 +31,21 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.some_cases(1, 5)
+@pytest.mark.some_cases(1, 3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(policy: str) -> None:
     # a window of 3 has one of these loader batches, two, all
     assert_goes_on(lambda: "accum", 1, (1, 5, 9) if policy.startswith("3") else (2, 5, 7), **POLICIES[policy])
 
 
-@pytest.mark.some_cases(0, 4)
+@pytest.mark.some_cases(0, 2)
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 @pytest.mark.parametrize("policy", ["3", "3, split", "tokens"])
 def test_on_two_ranks_it_goes_on_to_rounding(policy: str, sync: str) -> None:
     assert_goes_on(lambda: ddp(sync=sync), 2, (1, 5), **POLICIES[policy])
 
 
-@pytest.mark.some_cases(0, 2)
+@pytest.mark.some_cases(0, 1)
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("sync", ["shard", "window", "micro_batch"])
@@ -256,6 +256,7 @@ STOPS: dict[str, tuple[Any, ...]] = {
 """Where training stops, the values of an epoch (None is a batch that is missing), the policy, the epochs."""
 
 
+@pytest.mark.some_cases(12)
 @pytest.mark.parametrize("kind", [Placed, Manual])
 @pytest.mark.parametrize("name", STOPS)
 def test_a_training_with_stops_takes_the_steps_of_the_one_without(name: str, kind: type[Placed]) -> None:

@@ -92,7 +92,7 @@ def test_a_loss_of_pairs_in_a_window_of_several_loader_batches_is_refused() -> N
         fit(two_views(clip), collated(ROWS, ROWS), row_wise(2))
 
 
-@pytest.mark.some_cases(3, 12)
+@pytest.mark.some_cases(3, 6)
 @pytest.mark.parametrize("policy", [{"window": 2}, {"window": 1, "micro_batch": 4}], ids=["windows", "split"])
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"rmse"}))
 def test_the_error_of_a_loss_of_pairs_names_submodules_with_which_it_is_exact(name: str, policy: dict[str, Any]) -> None:
@@ -397,7 +397,7 @@ def of_x(step: Callable[..., Tensor], net: Any, batch: Any) -> Tensor:
     return step(net, batch[0])
 
 
-@pytest.mark.some_cases(13)
+@pytest.mark.some_cases(13, 15)
 @pytest.mark.parametrize("rows", [3, 1])
 @pytest.mark.parametrize("case", CALLS)
 def test_any_call_has_the_step_of_the_whole_batch(case: str, rows: int) -> None:
@@ -594,7 +594,7 @@ class Gathering(Toy):
         return loss + scale.square() if self.loss is barlow_twins else loss  # which has no other use for it
 
 
-@pytest.mark.some_cases(2, 4)
+@pytest.mark.some_cases(2, 3)
 @pytest.mark.parametrize("engine", ["ddp", "ddp of 4"])
 @pytest.mark.parametrize("gathers", ["lightning", "torch"])
 @pytest.mark.parametrize("loss", [clip, siglip, barlow_twins])
@@ -634,7 +634,7 @@ SHARDED: dict[str, tuple[Any, tuple[int, int], dict[str, Any]]] = {
 
 
 @needs_sharding_on_cpu
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 2)
 @pytest.mark.parametrize("case", SHARDED)
 def test_sharded_submodules_take_the_step_of_the_global_batch(case: str) -> None:
     loss, sizes, policy = SHARDED[case]

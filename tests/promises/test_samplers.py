@@ -128,7 +128,7 @@ def balanced(lengths: list[int], batch_size: int = 4, **kwargs: Any) -> DataLoad
     return DataLoader(ROWS, batch_sampler=BalancedBatchSampler(lengths, batch_size, **kwargs), collate_fn=pad)
 
 
-@pytest.mark.some_cases(3, 4)
+@pytest.mark.some_cases(2, 2)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
     ("engine", "options", "window", "batch_size", "micro_batch"),

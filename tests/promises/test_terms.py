@@ -48,7 +48,7 @@ def assert_exact(
     assert [message for message in messages if not message.startswith("Padding")] == []
 
 
-@pytest.mark.some_cases(6, 45)
+@pytest.mark.some_cases(5, 18)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_with_no_argument_a_loss_of_several_terms_takes_the_steps_of_the_full_batches(name: str, policy: str) -> None:
@@ -64,7 +64,7 @@ def test_the_loaders_may_be_there_before_the_windows() -> None:  # refused befor
     assert_one_window_one_batch(of, [BATCHES], GradientAccumulation(4), collate=default_collate)
 
 
-@pytest.mark.some_cases(5, 35)
+@pytest.mark.some_cases(4, 14)
 @pytest.mark.parametrize("policy", ["windows", "split in 3"])
 @pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if row.counts])
 def test_one_weight_for_each_term_in_their_order_takes_the_same_steps(name: str, policy: str) -> None:
@@ -189,7 +189,7 @@ RANKS = [  # the loader batches of each rank, which end at different times
 OVER_RANKS = ["tokens and samples", "nodes, edges and graphs", "learned uncertainty", "boxes and samples", *ABSENT[:2]]
 
 
-@pytest.mark.some_cases(3, 15)
+@pytest.mark.some_cases(3, 8)
 @pytest.mark.parametrize("name", OVER_RANKS)
 @pytest.mark.parametrize(("engine", "options", "lengths", "policy"), RANKS)
 def test_over_ranks_with_uneven_ends_a_window_is_its_full_batch(

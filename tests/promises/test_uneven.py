@@ -92,7 +92,7 @@ def total(engine: str, module: pl.LightningModule, window: int = 1, /, *callback
 # --- the promise ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(3, 6)
 @pytest.mark.parametrize("window", [1, 2, 3])
 @LENGTHS_KNOWN
 @ENGINES
@@ -110,6 +110,7 @@ class AskingUneven(Asking, Uneven):
         return {"asked": self.estimate, "global_step": self.trainer.global_step}
 
 
+@pytest.mark.some_cases(1)
 @ENGINES
 def test_an_optimizer_that_asks_for_the_number_of_steps_gets_it_and_ranks_end_together(engine: str) -> None:  # hung in a draft
     by_rank = batches(5, 2)
@@ -135,7 +136,7 @@ CASES = [  # an engine, so many loader batches of each rank, and how they make w
 ]
 
 
-@pytest.mark.some_cases(5, 19)
+@pytest.mark.some_cases(4, 12)
 @LENGTHS_KNOWN
 @pytest.mark.parametrize(("engine", "options", "lengths", "policy"), CASES)
 def test_ranks_that_end_at_different_times_equal_the_full_batch(
@@ -164,7 +165,7 @@ class ByEpoch(Uneven):
         return DataLoader(Streams(by_epoch), batch_size=None)
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2, 2)
 @LENGTHS_KNOWN
 @ENGINES
 def test_lengths_may_change_from_epoch_to_epoch(engine: str, has_length: bool) -> None:
@@ -195,7 +196,7 @@ class Logs(Uneven):
         return self.loss(batch)
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2, 2)
 @LENGTHS_KNOWN
 @ENGINES
 def test_what_is_logged_in_an_epoch_counts_every_sample_once(engine: str, has_length: bool) -> None:
@@ -228,7 +229,7 @@ class Changes(Uneven):
         return {"seen": self.seen, **norm}
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2, 2)
 @LENGTHS_KNOWN
 @ENGINES
 def test_a_rank_that_stands_in_changes_nothing_of_its_own(engine: str, has_length: bool) -> None:
@@ -263,7 +264,7 @@ class Validates(Uneven):
         return {"validated at": self.validated_at}
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2, 4)
 @pytest.mark.parametrize(
     ("has_length", "interval", "expected"),
     [(True, 1.0, [5, 10]), (False, 1.0, [5, 10]), (True, 0.5, [2, 4, 7, 9]), (False, 2, [2, 4, 7, 9])],
@@ -293,7 +294,7 @@ class MapStyle(Uneven):
 MAPPED = [*(on(engine, 10, 0) for engine in ("ddp", "ddp of 3", "fsdp2")), on("ddp", 2, 1), on("ddp", 10, 1)]
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2, 3)
 @pytest.mark.parametrize("samples", [7, 10])
 @pytest.mark.parametrize(("engine", "options", "window", "repeated"), MAPPED)
 def test_samples_of_a_map_style_dataset_count_once_but_with_a_sampler_of_the_user_that_repeats_some(

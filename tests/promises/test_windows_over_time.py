@@ -106,7 +106,7 @@ ENGINES = [
 ]
 
 
-@pytest.mark.some_cases(3, 6)
+@pytest.mark.some_cases(3, 4)
 @pytest.mark.parametrize("has_length", [True, False], ids=["sized", "iterable"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("engine", "options"), ENGINES)

@@ -105,8 +105,13 @@ def test_one_device(micro_batch: str, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert loss == pytest.approx(2.2, abs=0.3)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["ddp.py", pytest.param("fsdp2.py", marks=needs_sharding_on_cpu)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("ddp.py", marks=pytest.mark.slow),  # which the variables of a cluster start, too
+        pytest.param("fsdp2.py", marks=[needs_sharding_on_cpu, pytest.mark.exhaustive]),
+    ],
+)
 def test_an_example_by_torchrun_is_the_full_batch(name: str) -> None:
     assert run(torchrun(name, "--epochs", "1")) == one_epoch_by_hand(name)
 
