@@ -22,9 +22,10 @@ from lightning_accum.step import BackwardObserver
 from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
 from lightning_accum.weighing.counted import Counted
+from lightning_accum.weighing.known import Reading
 from lightning_accum.weighing.later import LaterLooks, is_time_to_look
 from lightning_accum.weighing.terms import Denominator, Term, keep_weight, scale_terms
-from lightning_accum.weighing.weight import Contribution, Reading, Weigher
+from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.window import Window
 from lightning_accum.window_totals import ClosedWindow

@@ -27,8 +27,9 @@ from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.counts import counts_of, name_of
+from lightning_accum.weighing.known import Known
 from lightning_accum.weighing.terms import ONCE, SUM, Mode, Term
-from lightning_accum.weighing.weight import Known, words_of
+from lightning_accum.weighing.weight import words_of
 
 
 class Found(NamedTuple):

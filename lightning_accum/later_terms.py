@@ -13,8 +13,8 @@ from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
 from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LATER_WEIGHTS, OF_LENGTHS
+from lightning_accum.weighing.known import Known
 from lightning_accum.weighing.later import Reason
-from lightning_accum.weighing.weight import Known
 
 
 def check_doubted(checked: Checked) -> None:

@@ -25,8 +25,8 @@ from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
+from lightning_accum.weighing.known import Known
 from lightning_accum.weighing.terms import Term
-from lightning_accum.weighing.weight import Known
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation

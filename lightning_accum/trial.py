@@ -20,9 +20,9 @@ from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial_mode import TrialMode, is_narrow, widened, widened_batch
 from lightning_accum.undo import Snapshot
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
+from lightning_accum.weighing.known import Known, Reading
 from lightning_accum.weighing.safeguards import freeze_batch_norm, guard_against_zero
 from lightning_accum.weighing.terms import Term, scale_terms
-from lightning_accum.weighing.weight import Known, Reading
 
 _T = TypeVar("_T")
 Result: TypeAlias = "tuple[float, dict[int, Tensor]]"

@@ -21,8 +21,8 @@ from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
+from lightning_accum.weighing.known import Known
 from lightning_accum.weighing.terms import ONCE, Mode
-from lightning_accum.weighing.weight import Known
 
 
 class NeedsTrimmingError(CannotCheckError):
