@@ -170,7 +170,7 @@ class Accumulation(Windows):
                 self.window.counted.agree()  # as the others do
         if is_left:
             value = loss.item() if loss.is_cpu else loss.detach()  # Lightning steps, and waits for no device
-            self.closed = ClosedWindow(value, 1.0 if contribution.weight is None else contribution.weight, 1)
+            self.closed = ClosedWindow.alone(value, 1.0 if contribution.weight is None else contribution.weight)
             return Weighed(self.closed.weight, is_weightless=False)
         if not self.checks_left:
             is_checked = self.verdict is not None and self.verdict.deviation is not None
@@ -205,7 +205,7 @@ class Accumulation(Windows):
         assert window.counted is not None
         assert contribution.of_terms is not None
         own, shown = window.counted.weigh(loss, contribution.of_terms, terms)
-        window.add(shown if self.sums is None else shown.to(window.dtype), contribution)
+        window.add(loss, contribution, shown)
         is_weightless = not any(isinstance(factor, Tensor) or factor for factor in own)
         is_whole = len(terms) == 1 and all(edge.place is None for edge in terms[0].edges)
         grad_output = torch.ones_like(loss).detach() * own[0] if is_whole and own[0] != 1.0 else None
@@ -230,7 +230,7 @@ class Accumulation(Windows):
         self._has_run_without_loss |= micro_batch.batch is not None and not micro_batch.is_shadow_batch
         self.closed = None
         if self.is_passthrough():
-            self.closed = ClosedWindow(math.nan, 0.0, 0, is_empty=True)
+            self.closed = ClosedWindow.empty()
         else:
             self._add_empty(micro_batch)
 
@@ -287,7 +287,7 @@ class Accumulation(Windows):
             unread = [self.ranks.share(self._unread, rank) for rank in range(self.ranks.world_size)] if self.world_size > 1 else []
             if self.counted_next is None or any(unread):
                 raise next(filter(None, unread), error) from None
-            self.closed = ClosedWindow(math.nan, 0.0, 0, is_empty=True)
+            self.closed = ClosedWindow.empty()
         disagrees = self.closed.do_terms_disagree or self.closed.do_factors_differ  # on all ranks
         is_auto = self.policy.weight == "auto" and self.may_count_first and self.window.counted is None
         if disagrees and is_auto and self.ranks.largest(float(self.closed.do_terms_disagree))[0]:

@@ -16,7 +16,7 @@ from lightning_accum.main_gradients import GradientSums
 from lightning_accum.ranks import Ranks
 from lightning_accum.window import Window
 
-FORMAT = 8
+FORMAT = 9
 """Of the state of ``GradientAccumulation``. One more whenever a key is added, left out or means something else."""
 
 
@@ -36,7 +36,7 @@ class PartialLoss:
     """One loss of an unfinished window."""
 
     weight_scale: float | None  # what the weights, and so the gradients, were divided by
-    weighed: list[list[Any]]  # what Window.weighed says of the micro-batches of all ranks
+    weighed: list[dict[str, Any]]  # what Window.weighed says of the micro-batches of all ranks
     gradients: dict[str, Tensor]  # summed over the ranks, on the host, by parameter; empty on ranks that do not keep them
     term_totals: list[float] | None = None  # what each term is divided by in all of the window, if that was counted ahead
     loader_batches_left: float = 0  # of that window

@@ -8,7 +8,7 @@ be known about the batches to come. fairseq, torchtune and Megatron-LM normalise
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from lightning_accum.exact import exact_dtype
 from lightning_accum.main_gradients import GradientSums
 from lightning_accum.ranks import Ranks
 from lightning_accum.weighing.counted import Counted
-from lightning_accum.weighing.functions import FunctionOfMean, OfMean
+from lightning_accum.weighing.functions import FunctionOfMean
 from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import Contribution, Weigher
-from lightning_accum.window_totals import ClosedWindow, Totals, has_weight, summed, tensor_of
+from lightning_accum.window_totals import ClosedWindow, Entry, read, summed, tensor_of
 
 
 class Window:
@@ -60,8 +60,7 @@ class Window:
 
     def discard(self) -> None:
         """Forget what has been accumulated so far."""
-        self._losses: list[Denominator] = []  # or the means that they are a function of
-        self._contributions: list[Contribution] = []
+        self._entries: list[Entry] = []
         self._function: FunctionOfMean | None = None
         self.left_out = 0
         """Micro-batches so far, on this rank, that were not finite, see :meth:`skip_nonfinite`."""
@@ -80,24 +79,22 @@ class Window:
     @property
     def micro_batches(self) -> int:
         """Micro-batches with a loss so far, on this rank."""
-        return len(self._contributions)
+        return len(self._entries)
 
     @property
     def has_weight(self) -> bool:
         """Something has it so far, on this rank."""
-        return any(map(has_weight, self._contributions))
+        return any(entry.has_weight for entry in self._entries)
 
-    def add(self, loss: Tensor, contribution: Contribution) -> Tensor | None:
-        """Take in a micro-batch before its backward.
+    def add(self, loss: Tensor, contribution: Contribution, shares: Tensor | None = None) -> Tensor | None:
+        """Take in a micro-batch before its backward, or the ``shares`` that its terms have in the loss of the window.
 
         Returns:
             What backward takes as ``gradient``, of the loss's type and shape; None where it is 1 (for a loss that is a sum, too).
         """
-        shape = loss.shape
-        if contribution.of_mean is None:
-            self._take_in(loss.item() if loss.is_cpu else loss.detach().reshape(()), contribution)
-        else:
-            self._take_in(contribution.of_mean.mean, contribution)
+        shape, own = loss.shape, _number(loss)
+        added = own if contribution.of_mean is None else contribution.of_mean.mean
+        self._take_in(Entry(own, added if shares is None else _number(shares), contribution))
         weight, weight_scale = contribution.weight, self._weight_scale
         if weight_scale is None:
             weight_scale = self._agreed_weight_scale(0.0 if weight is None else weight)
@@ -107,22 +104,22 @@ class Window:
             return (weight / weight_scale).to(loss.dtype).reshape(shape)
         return torch.full(shape, weight / weight_scale, dtype=loss.dtype, device=loss.device)
 
-    def _take_in(self, mean: Denominator, contribution: Contribution) -> None:
-        function = None if contribution.of_mean is None else contribution.of_mean.function
-        if function is not self._function and function != self._function and has_weight(contribution):
-            if any(map(has_weight, self._contributions)):
+    def _take_in(self, entry: Entry) -> None:
+        of_mean = entry.contribution.of_mean
+        function = None if of_mean is None else of_mean.function
+        if function is not self._function and function != self._function and entry.has_weight:
+            if self.has_weight:
                 raise ArgumentError(
                     f"The loss is {function or 'a mean'} in a micro-batch, and was {self._function or 'a mean'} in those"
                     " before it in the window: the loss of the window is not a function of a single mean. Have training_step"
                     ' compute the same function in all micro-batches of a window, or take the mean of their losses: weight="equal".'
                 )
             self._function = function
-        self._losses.append(mean)
-        self._contributions.append(contribution)
+        self._entries.append(entry)
 
     def weight_so_far(self) -> float:
         """The sum of the weights of this rank; waits for the device that they are on."""
-        weights = [contribution.weight for contribution in self._contributions]
+        weights = [entry.contribution.weight for entry in self._entries]
         if any(weight is None for weight in weights):
             raise ArgumentError(
                 "A window of Tokens ends when the weights of its micro-batches add up to that many, but the loss is a sum,"
@@ -132,35 +129,20 @@ class Window:
             return float(self._tensor_of(weights).sum())  # type: ignore[arg-type]
         return float(sum(weights))  # type: ignore[arg-type]
 
-    def weighed(self) -> list[list[Any]]:
-        """What was taken in so far, as numbers: of each micro-batch the loss, or the mean that it is a function of; its weight
-        (None for a sum); other denominators; factors; and the function, if there is one, with its constant.
-        """
-        return [
-            [
-                float(loss),
-                None if c.weight is None else float(c.weight),
-                [float(other) for other in c.others],
-                float(c.factors),
-                None if c.of_mean is None else [c.of_mean.function.steps, float(c.of_mean.constant)],
-            ]
-            for loss, c in zip(self._losses, self._contributions, strict=True)
-        ]
+    def weighed(self) -> list[dict[str, Any]]:
+        """The micro-batches that were taken in so far, as numbers."""
+        return [entry.state_dict() for entry in self._entries]
 
     @property
     def weight_scale(self) -> float | None:
         """What the weights are divided by during the window; None before the first."""
         return self._weight_scale
 
-    def restore(self, weight_scale: float | None, weighed: Sequence[Sequence[Any]]) -> None:
+    def restore(self, weight_scale: float | None, weighed: Sequence[Mapping[str, Any]]) -> None:
         """Continue from earlier values of :attr:`weight_scale` and :meth:`weighed`."""
-        self._weight_scale = weight_scale
-        self._losses, self._contributions = [], []
-        for loss, weight, others, factors, of_mean in weighed:
-            if of_mean is not None:
-                steps, *_, constant = of_mean
-                of_mean = OfMean(FunctionOfMean(steps), loss, constant)
-            self._take_in(loss, Contribution(weight, tuple(others), factors, of_mean))
+        self._weight_scale, self._entries = weight_scale, []
+        for state in weighed:
+            self._take_in(Entry.from_state_dict(state))
 
     def note_doubt(self, doubt: Denominator) -> None:
         """The micro-batch that is taken in next has :attr:`has_doubts`, if it is not 0."""
@@ -168,7 +150,7 @@ class Window:
 
     def rewind(self, micro_batches: int) -> None:
         """Forget all but the first ``micro_batches`` with a loss."""
-        del self._losses[micro_batches:], self._contributions[micro_batches:]
+        del self._entries[micro_batches:]
 
     def skip_nonfinite(self) -> None:
         """Forget the last micro-batch, which was not finite, but for its number."""
@@ -196,9 +178,8 @@ class Window:
         """
         has_function = self._world_size > 1 and self._function is not None
         of_rank = [float(self.left_out), float(self.flag), float(self.is_last), self.has_doubts, float(has_function)]
-        if self.counted is not None:
-            of_rank += self.counted.compared(self._contributions)
-        self._totals = summed(self._losses, self._contributions, of_rank, self._tensor_of)
+        counted = [] if self.counted is None else self.counted.compared([entry.contribution for entry in self._entries])
+        self._totals = summed(self._entries, of_rank, counted, self._tensor_of)
         if self._world_size > 1:
             self._reduction = dist.all_reduce(self._totals, group=self._group, async_op=True)
 
@@ -217,16 +198,15 @@ class Window:
         assert self._totals is not None
         if self._reduction is not None:
             self._reduction.wait()
-        numbers = self._totals.tolist()  # the one copy to the host
-        totals, counted = Totals(*numbers[: len(Totals._fields)]), numbers[len(Totals._fields) :]
+        totals, counted = read(self._totals.tolist())  # the one copy to the host
         missed = counted[0] if counted else 0.0
         do_factors_differ = any(
             number * squares - total * total > 1e-6 * total * total
             for number, total, squares in zip(counted[1::3], counted[2::3], counted[3::3], strict=True)
         )
         of_terms = None if self.counted is None else self.counted.totals
-        is_counted_empty = not any(of_terms or ()) and not any(None in (c.of_terms or {}).values() for c in self._contributions)
-        function, contributions, is_sum = self._function, self._contributions, bool(totals.sums)
+        function, entries, is_sum = self._function, self._entries, bool(totals.sums)
+        is_counted_empty = not any(of_terms or ()) and not any(None in (e.contribution.of_terms or {}).values() for e in entries)
         weight = totals.weight - (totals.weighted - 1) * self.constant if self.constant else totals.weight
         self.discard()
         is_function = function is not None if self._world_size == 1 else totals.functions > 0
@@ -246,7 +226,7 @@ class Window:
         loss: Denominator = mean
         if is_function:
             size = totals.micro_batches if is_sum else weight
-            loss, slope = self._of_function(function, contributions, mean, size)
+            loss, slope = self._of_function(function, entries, mean, size)
         if is_sum:
             _scale(gradients, self._world_size * slope)
             shown = next((total for total in of_terms or () if total), 1.0)
@@ -255,7 +235,7 @@ class Window:
         assert self._weight_scale is not None
         _scale(gradients, self._world_size * self._weight_scale / weight * slope)
         self._weight_scale = _power_of_two_near(weight / totals.micro_batches)
-        has_others = disagree and any(c.others for c in contributions)
+        has_others = disagree and any(entry.contribution.others for entry in entries)
         doubts = {"do_terms_disagree": has_others, "do_factors_differ": disagree and not has_others}
         return totals.closed(loss, weight, slope=slope, **doubts)
 
@@ -283,13 +263,13 @@ class Window:
             )
 
     def _of_function(
-        self, function: FunctionOfMean | None, contributions: Sequence[Contribution], mean: float, size: float
+        self, function: FunctionOfMean | None, entries: Sequence[Entry], mean: float, size: float
     ) -> tuple[Denominator, float]:
         """The loss of a window that is a function of its ``mean``, and the slope of that. Called on all ranks: 32 bytes from each.
 
         Args:
             function: what the loss is on this rank; None where none has a weight.
-            contributions: of its micro-batches.
+            entries: its micro-batches.
             mean: of the window.
             size: its weight, or its micro-batches where the loss is a function of a sum.
 
@@ -298,11 +278,11 @@ class Window:
         """
         value, slope = (mean, 1.0) if function is None else function.at(mean)
         constants: Denominator = 0.0
-        for c in contributions:
+        for c in (entry.contribution for entry in entries):
             constants = constants + (0.0 if c.of_mean is None else c.of_mean.constant * (1.0 if c.weight is None else c.weight))
         if self._world_size == 1:
             return value + constants / size, slope
-        own = self._tensor_of([float(any(map(has_weight, contributions))), value, slope, constants])
+        own = self._tensor_of([float(any(entry.has_weight for entry in entries)), value, slope, constants])
         of_ranks = [torch.empty_like(own) for _ in range(self._world_size)]
         dist.all_gather(of_ranks, own, group=self._group)
         numbers = torch.stack(of_ranks).tolist()
@@ -316,6 +296,10 @@ class Window:
 
     def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:
         return tensor_of(values, self.device, self.dtype)
+
+
+def _number(loss: Tensor) -> Denominator:
+    return loss.item() if loss.is_cpu else loss.detach().reshape(())
 
 
 def _power_of_two_near(mean: float) -> float:

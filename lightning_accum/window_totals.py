@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError
+from lightning_accum.weighing.functions import FunctionOfMean, OfMean
 from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.terms import tensor_of as as_tensor
 from lightning_accum.weighing.weight import Contribution
@@ -56,9 +57,58 @@ class ClosedWindow(NamedTuple):
     has_doubts: bool = False
     is_miscounted: bool = False
 
+    @classmethod
+    def alone(cls, loss: Denominator, weight: Denominator) -> ClosedWindow:
+        """A window of one micro-batch, which is the full batch as it is."""
+        return cls(loss, weight, 1)
+
+    @classmethod
+    def empty(cls) -> ClosedWindow:
+        """A window without any weight."""
+        return cls(math.nan, 0.0, 0, is_empty=True)
+
+
+class Entry(NamedTuple):
+    """One micro-batch of a window.
+
+    Attributes:
+        loss: the module's own.
+        added: what the loss of the window sums: the loss, or the mean that it is a function of, or the shares of its terms.
+        contribution: what it brings into the window.
+    """
+
+    loss: Denominator
+    added: Denominator
+    contribution: Contribution
+
+    @property
+    def has_weight(self) -> bool:
+        """As the host knows it: what a device holds may be 0."""
+        return isinstance(self.contribution.weight, Tensor) or self.contribution.weight != 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, for a checkpoint; the weight of a sum is None."""
+        own, of_mean = self.contribution, self.contribution.of_mean
+        return {
+            "loss": float(self.loss),
+            "added": float(self.added),
+            "weight": None if own.weight is None else float(own.weight),
+            "others": [float(other) for other in own.others],
+            "factors": float(own.factors),
+            "function": None if of_mean is None else [of_mean.function.steps, float(of_mean.constant)],
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Entry:
+        """The micro-batch of a :meth:`state_dict`."""
+        steps, constant = state["function"] or (None, 0.0)
+        of_mean = None if steps is None else OfMean(FunctionOfMean(steps), state["added"], constant)
+        return cls(state["loss"], state["added"], Contribution(state["weight"], tuple(state["others"]), state["factors"], of_mean))
+
 
 class Totals(NamedTuple):
-    """The numbers of a window, summed over its micro-batches and ranks; of ranks, those that say so.
+    """The numbers of a window, summed over its micro-batches and ranks, in one all-reduce. A new one is a field, and its sum in
+    :func:`summed`; what is no sum, as a maximum, has a place for each rank there.
 
     Attributes:
         weight: of n.
@@ -138,19 +188,22 @@ class Totals(NamedTuple):
         return disagree
 
 
-def has_weight(contribution: Contribution) -> bool:
-    """As the host knows it: what a device holds may be 0."""
-    return isinstance(contribution.weight, Tensor) or contribution.weight != 0
-
-
 def summed(
-    losses: Sequence[Denominator],
-    contributions: Sequence[Contribution],
+    entries: Sequence[Entry],
     of_rank: Sequence[Denominator],
+    counted: Sequence[Denominator],
     tensor_of: Callable[[Sequence[Denominator]], Tensor],
 ) -> Tensor:
-    """The numbers of :class:`Totals`, and others ``of_rank``, on the device of the micro-batches: it is not waited for."""
-    values, sums = tensor_of(losses), tensor_of([float(c.weight is None) for c in contributions])
+    """The :class:`Totals` of this rank, on the device of its micro-batches: it is not waited for.
+
+    Args:
+        entries: the micro-batches.
+        of_rank: the last fields, which micro-batches have not.
+        counted: what follows, of terms that are counted first.
+        tensor_of: makes a tensor of numbers, there.
+    """
+    contributions, values = [entry.contribution for entry in entries], tensor_of([entry.added for entry in entries])
+    sums = tensor_of([float(c.weight is None) for c in contributions])
     n = tensor_of([0.0 if c.weight is None else c.weight for c in contributions])
     if contributions and contributions[0].is_read and all(c.weight is not None for c in contributions):
         n = torch.where((n == 0) & values.isinf(), math.inf, n)
@@ -161,7 +214,12 @@ def summed(
     spread = torch.where((times == 0) & (d == 0), 0.0, d**2 / times)
     loss = torch.where(times == 0, 0.0, values * times)
     columns = (n, loss, n < 0, d, spread, torch.ones_like(n), sums, n != 0)
-    return torch.cat((torch.stack([column.to(n.dtype) for column in columns]).sum(1), tensor_of(of_rank)))
+    return torch.cat((torch.stack([column.to(n.dtype) for column in columns]).sum(1), tensor_of([*of_rank, *counted])))
+
+
+def read(numbers: Sequence[float]) -> tuple[Totals, Sequence[float]]:
+    """What :func:`summed` gave on all ranks, and what was counted of terms."""
+    return Totals(*numbers[: len(Totals._fields)]), numbers[len(Totals._fields) :]
 
 
 def _of_other_terms(contribution: Contribution) -> list[Denominator]:

@@ -284,7 +284,7 @@ def with_state(change: Callable[[dict[str, Any]], Any]) -> None:
     torch.save(checkpoint, "inside.ckpt")
 
 
-@pytest.mark.parametrize("state", [{"format": 9}, {"optimizer_steps": 2}], ids=str)
+@pytest.mark.parametrize("state", [{"format": 99}, {"optimizer_steps": 2}], ids=str)
 def test_a_state_of_another_version_is_an_error(state: dict[str, int]) -> None:
     with_state(lambda callbacks: callbacks.update(GradientAccumulation=state))
     with pytest.raises(AccumulationError, match="format"):
