@@ -84,6 +84,7 @@ class Changes(Toy):
             metric(torch.tensor(2.0 + len(self.seen)))
         self.cat.update(torch.ones(1))
         self.momentum.weight.data.mul_(0.9).add_(self.net.weight.detach(), alpha=0.1)
+        self.momentum.bias.data = self.momentum.bias.data / 2 + 1
         self.a_dict["n"] += 1
         self.a_counter.update("ab")
         self.a_table["n"] += 1

@@ -1,4 +1,4 @@
-"""Lightning's methods changed one by one, as a release might, and hooks of a user's: a window is exact then, or it is told."""
+"""Lightning's methods changed one by one, as a release might: a window is exact then, or it is told."""
 
 from __future__ import annotations
 import __future__
@@ -9,7 +9,6 @@ import logging
 import re
 import textwrap
 from collections.abc import Iterator
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -24,12 +23,11 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support import OPTIMIZERS, Scalar, Toy, fit, relative_error, trainer, warned, x
+from support import Scalar, Toy, fit, relative_error, trainer, warned, x
 from torch import Tensor
 
 import lightning_accum
 from lightning_accum import AccumulationError, GradientAccumulation, SeamError
-from lightning_accum.testing import assert_window_equals_batch
 
 GENERATOR = torch.Generator().manual_seed(0)
 BATCHES = [torch.randn(size, 4, generator=GENERATOR, dtype=torch.float64) for size in (3, 1, 4, 2, 2)]
@@ -221,77 +219,6 @@ def test_a_method_of_lightnings_that_was_renamed_is_an_error_before_training(nam
         trainer()
 
 
-# --- hooks of a user's, against plain Lightning on the full batches --------------------------------------------------------
-
-
-def divides_each(module: pl.LightningModule) -> None:
-    for parameter in module.parameters():
-        parameter.grad /= 2
-
-
-def clears(module: pl.LightningModule, *_: Any) -> None:
-    module.zero_grad()
-
-
-def backward_of_half(module: pl.LightningModule, loss: Tensor, *_: Any, **__: Any) -> None:
-    (loss / 2).backward()
-
-
-def backward_twice(module: pl.LightningModule, loss: Tensor, *_: Any, **__: Any) -> None:
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def no_step(module: pl.LightningModule, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
-    closure()
-    if module.trainer.current_epoch == 1:
-        optimizer.step()
-
-
-def nothing(module: pl.LightningModule, *_: Any, **__: Any) -> None: ...
-
-
-USERS: dict[str, tuple[str, Any]] = {
-    "backward of half the loss": ("backward", backward_of_half),
-    "backward twice": ("backward", backward_twice),
-    "no backward": ("backward", nothing),
-    "no step in an epoch": ("optimizer_step", no_step),
-    "gradients are never cleared": ("optimizer_zero_grad", nothing),
-    "half of what is there after each backward": ("on_after_backward", divides_each),
-    "cleared before each backward": ("on_before_backward", clears),
-    "half of it before a step": ("on_before_optimizer_step", lambda module, optimizer: divides_each(module)),
-    "nothing before a step": ("on_before_optimizer_step", clears),
-    "cleared before it is cleared": ("on_before_zero_grad", clears),
-    "cleared at the start of a batch": ("on_train_batch_start", clears),
-    "cleared at the end of a batch": ("on_train_batch_end", clears),
-    "half of data at the end": ("on_train_batch_end", lambda self, *_: [p.grad.data.div_(2) for p in self.parameters()]),
-}
-
-
-@pytest.mark.some_cases(9)
-@pytest.mark.parametrize("policy", ["windows of 2", "split"])
-@pytest.mark.parametrize("name", USERS)
-def test_a_hook_of_a_user_that_does_something_else_leaves_windows_exact_or_it_is_told(policy: str, name: str) -> None:
-    hook, does = USERS[name]
-
-    def make(optimizer: str) -> Line:
-        module = Line(optimizer)
-        setattr(module, hook, partial(does, module))
-        return module
-
-    rows, told = [list(batch) for batch in BATCHES], []
-    for optimizer in OPTIMIZERS:
-        try:
-            with warned() as told:
-                assert_window_equals_batch(
-                    partial(make, optimizer), rows, GradientAccumulation(**POLICIES[policy]), optimizers=[None]
-                )
-        except AccumulationError:
-            continue
-        except (AssertionError, ValueError):
-            assert told, hook
-
-
 # --- what is relied on, one by one: if a release moves it, this says what, before wrong numbers do -------------------------
 
 
@@ -342,10 +269,3 @@ def test_a_method_that_was_not_read_is_named_and_nothing_is_done_in_its_place(
     assert "Strategy.backward, _AutomaticOptimization.run" in caplog.text
     assert len(heard) == 2
     assert module.total == 2.0
-
-
-def test_other_trainers_are_left_alone() -> None:
-    fit(Scalar([x(1)]))
-    other = fit(Scalar([x(1)]), strategy="auto")
-    assert type(other) is pl.Trainer
-    assert type(other.fit_loop) is _FitLoop

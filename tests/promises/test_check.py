@@ -158,21 +158,6 @@ def test_training_is_as_without_the_samples_that_are_drawn_for_the_check(dataset
     assert Counts.of_all in (0, 2 * 32 + 8)  # no more, since they take long
 
 
-def test_data_that_a_step_gives_a_parameter_is_taken_back() -> None:  # a momentum encoder began elsewhere, silently
-    def moves(net: nn.Module, batch: Any) -> Tensor:
-        net.bias.data = net.bias.data / 2 + 1
-        return classified(net, batch)
-
-    found = []
-    for check in (True, False):
-        module = Toy(moves)
-        next(parameter for name, parameter in module.named_parameters() if name.endswith("bias")).requires_grad_(False)
-        with warned():
-            fit(module, labelled(4, 4, 4, 4), GradientAccumulation(2, check=check))
-        found.append([*module.parameters()])
-    assert all(map(torch.equal, *found))
-
-
 def test_rows_of_one_count_beside_others_do_not_hide_what_a_mean_is_over() -> None:  # 0.65, silently, if pairs were looked at alone
     def mean_of_means(net: nn.Module, batch: tuple[Sequence[Tensor], ...]) -> Tensor:
         return sum(F.mse_loss(net(points), target) for points, target in zip(*batch, strict=True)) / len(batch[0])

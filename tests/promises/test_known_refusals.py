@@ -18,10 +18,9 @@ from support import SaveAfter, Toy, fit, labelled, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import default_collate
 
 from lightning_accum import AccumulationError, GradientAccumulation, GradientNoiseScale, SampleCount, TokenCount, Tokens, verify
-from lightning_accum.testing import EXACT, assert_window_equals_batch, compare_window_with_batch
+from lightning_accum.testing import EXACT, compare_window_with_batch
 
 
 # --- 17: verify; 22: masks that are added ---
@@ -65,11 +64,6 @@ def test_verify_finds_no_difference(module: Any, batches: Any, how: dict[str, in
     assert report, str(report)
 
 
-@pytest.mark.parametrize(("rows", "policy"), [([16, 16], {"window": 1, "micro_batch": 4}), ([16] * 4, {"window": 2})], ids=str)
-def test_training_is_exact_for_a_sum_that_is_divided_by_a_constant(rows: list[int], policy: dict[str, int]) -> None:
-    assert_window_equals_batch(Toy(sixteenth_of_a_sum), rows_of(*rows), GradientAccumulation(**policy))
-
-
 def says_on_each_rank_whether_its_process_is_a_copy(net: nn.Module, batch: Any) -> Tensor:
     if torch.distributed.is_initialized():
         Path(f"rank{torch.distributed.get_rank()}").write_text(str(hasattr(sys, "verifies")))
@@ -83,7 +77,7 @@ def test_verify_starts_its_ranks_in_fresh_processes(monkeypatch: pytest.MonkeyPa
     assert {path.read_text() for path in Path().glob("rank*")} == {"False"}
 
 
-# --- 18: schedules over windows of tokens; 19: a list that all rows share ---
+# --- 18: schedules over windows of tokens ---
 def test_a_schedule_over_the_estimated_steps_of_windows_of_tokens_lasts_until_training_ends() -> None:
     def train(**ends: int) -> Any:
         module = scheduled(lambda module, optimizer: OneCycleLR(optimizer, 0.1, module.trainer.estimated_stepping_batches))
@@ -95,15 +89,6 @@ def test_a_schedule_over_the_estimated_steps_of_windows_of_tokens_lasts_until_tr
         assert train(max_steps=28, max_epochs=-1).global_step == 28  # four batches of 2 rows or two of 6 make a window
     assert not any("learning rate" in message for message in messages)
     assert train(fast_dev_run=8).global_step == 2
-
-
-def test_a_list_of_names_as_long_as_the_batch_is_shared_by_its_rows() -> None:
-    def by_name(net: nn.Module, batch: Any) -> Tensor:
-        columns = torch.stack([net.weight[:, names.index(name)] for name in batch[2]], 1)
-        return F.cross_entropy(batch[0] @ columns.T, batch[1])
-
-    names, policy = [f"variable {number}" for number in range(4)], GradientAccumulation(1, micro_batch=2)
-    assert_window_equals_batch(Toy(by_name), rows_of(4, 4), policy, collate=lambda rows: [*default_collate(rows), names])
 
 
 # --- 20, 21: the weight that is advised, found or given; 22: terms after a resume ---

@@ -417,19 +417,6 @@ def assert_drawn(by_rank: Any, windows: Any = None, engine: str = "accum", epoch
     assert [message for message in messages if not message.startswith("Padding")] == []
 
 
-WITH_LIST: list[dict[str, Any]] = [
-    {"window": 3}, {"window": 3, "tail": "drop"}, {"window": 3, "micro_batch": 2}, {"window": 3, "micro_batch": "offload"},
-    {"window": 3, "on_nonfinite": "raise"}, {"micro_batch": Tokens(12)}, {"micro_batch": "auto"},
-    {"micro_batch": 2, "on_nonfinite": "skip"},
-]  # fmt: skip
-
-
-@pytest.mark.some_cases(3)
-@pytest.mark.parametrize("policy", WITH_LIST, ids=str)
-def test_each_term_of_a_window_is_that_of_its_full_batch(policy: dict[str, Any]) -> None:
-    assert_drawn([DRAWN], **policy)
-
-
 def test_each_term_takes_no_second_backward() -> None:
     module, backwards = OfTerms(LOSSES[THREE].of), []
     module.on_after_backward = lambda: backwards.append(1)
@@ -447,17 +434,6 @@ def test_tokens_of_all_ranks_end_a_window() -> None:
     by_rank = [DRAWN[:6], DRAWN[6:]]
     both = [[*by_rank[0][i], *(by_rank[1][i] if i < 4 else [])] for i in range(6)]
     assert_drawn(by_rank, windows_of_tokens(both, 30), "ddp", window=Tokens(30))
-
-
-@pytest.mark.parametrize(
-    ("window", "sizes"),
-    [({0: 2, 1: 3}, (2, 2, 2, 1, 3, 3, 1)), (lambda step: 1 + step % 3, (1, 2, 3, 1, 2, 3, 1, 1))],
-    ids=["by epoch", "by step"],
-)
-def test_windows_whose_size_changes(window: Any, sizes: Sequence[int]) -> None:
-    every = iter(DRAWN[:7] * 2)
-    windows = [[row for _ in range(size) for row in next(every)] for size in sizes]
-    assert_drawn([DRAWN[:7]], windows, epochs=2, window=window)
 
 
 class Endless(IterableDataset):
