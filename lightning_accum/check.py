@@ -27,7 +27,7 @@ from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
-from lightning_accum.whole.row_proof import moved
+from lightning_accum.whole.row_proof import perturbed
 
 MOST_BATCHES = 8  # loader batches that are looked at until there were enough rows
 
@@ -113,7 +113,7 @@ class Check:
             return  # parts of a batch say nothing
         found = self._find(rows)
         if found.adds_up and before is None and (found.are_alike or has_layers_of_zeros(checked)):
-            with suppress(CannotCheckError), moved(checked.module):  # outputs or statistics of 0 may hide a dependence
+            with suppress(CannotCheckError), perturbed(checked.module):  # outputs or statistics of 0 may hide a dependence
                 again = self._find(rows)
                 found = again if not again.adds_up or found.verdict.deviation is None else found
         if not found.adds_up and rows.are_single:

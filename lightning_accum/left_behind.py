@@ -20,7 +20,7 @@ from lightning_accum.undo import version_of
 from lightning_accum.user_warnings import listed
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 from lightning_accum.weighing import advice
-from lightning_accum.whole.row_proof import moved
+from lightning_accum.whole.row_proof import perturbed
 
 
 def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) -> None:
@@ -31,7 +31,7 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
     is_moved = not checked.sync.is_waited_for_in_forward  # a converged buffer, as of a spectral norm, changes with its parameters
     # on another rank the next step may have no loss
     is_told = checked.is_window_long and is_moved and not checked.on_any(trial.mode.has_waited)
-    with suppress(CannotCheckError), moved(checked.module) if is_moved else nullcontext(), trial.held():
+    with suppress(CannotCheckError), perturbed(checked.module) if is_moved else nullcontext(), trial.held():
         for what, size in _LeftBehind(trial, rows, others, checked.next_step if is_told else None).find().items():
             checked.accumulation.warn_once(advice.of_state(what, size) if what else advice.OF_BATCH_IDX)
 

@@ -94,15 +94,10 @@ def of_all_ranks(
 
     A rank without a batch gets its last one again, as a shadow batch. If lengths are known, no batch is drawn before it is needed,
     so that the state of the loader in a checkpoint matches the batches that were yielded. Otherwise one batch is drawn ahead, and
-    ranks tell each other what they have. A rank that never had a batch gets a batch of another rank.
+    ranks tell each other what they have, and whether one ``is_to_end``. A rank that never had a batch gets a batch of another.
 
-    Args:
-        longest: batches of the rank that has the most; None if that is not known.
-        is_one_empty: whether the loader of a rank is known to have none.
-        is_to_end: whether this rank is; asked where ranks tell each other what they have.
-
-    Raises:
-        RuntimeError: the loader yields more batches than its length, or writes into a batch that is still to run.
+    ``longest`` is the number of batches of the rank that has the most, None if unknown; ``is_one_empty``: the loader of a rank is
+    known to have none.
     """
     batches = chain.from_iterable((loader,))  # calls iter(loader) with the first batch
     last, drawn = None, deque[Any]()

@@ -43,17 +43,6 @@ class SameOrderSampler(DistributedSampler[Any]):
         >>> loader = DataLoader(dataset, batch_size=4, sampler=SameOrderSampler(dataset))
         >>> [len(batch) for batch in loader]
         [4, 4, 2]
-
-        The first window of four, from one rank and from two:
-
-        >>> sampler = SameOrderSampler(dataset)
-        >>> window = list(sampler)[:4]
-        >>> sampler.deal(2, rank=0)
-        >>> left = list(sampler)[:2]
-        >>> sampler.deal(2, rank=1)
-        >>> right = list(sampler)[:2]
-        >>> sorted(left + right) == sorted(window)
-        True
     """
 
     _is_dealt = False
@@ -69,15 +58,7 @@ class SameOrderSampler(DistributedSampler[Any]):
         super().__init__(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=False)
 
     def deal(self, num_replicas: int, rank: int) -> None:
-        """Set the ranks, whatever the process group says.
-
-        Args:
-            num_replicas: ranks that share the samples.
-            rank: which of them this is, from 0.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
+        """Have ``num_replicas`` ranks share the samples, whatever the process group says. This is number ``rank``, from 0."""
         if not 0 <= rank < num_replicas:
             raise ArgumentError(
                 f"deal(num_replicas={num_replicas}, rank={rank}): num_replicas must be 1 or more, and rank from 0 to"
@@ -125,12 +106,7 @@ class SameOrderSampler(DistributedSampler[Any]):
 
 
 def leave_out_repeats(sampler: DistributedSampler[Any]) -> None:
-    """Make a sampler give every sample to one rank only, in place, where it would repeat some to even out the ranks.
-
-    Ranks then differ by up to one sample. With ``drop_last=True`` nothing is repeated, and nothing changes.
-
-    Args:
-        sampler: torch's own, or a subclass that goes by its ``total_size`` and ``num_samples``, as Lightning's wrapper does.
+    """Have a sampler of torch's give every sample to one rank only, where it would repeat some to even out the ranks.
 
     Example:
         >>> sampler = DistributedSampler([10, 11, 12], num_replicas=2, rank=1, shuffle=False)
@@ -228,11 +204,7 @@ class BalancedBatchSampler(SameOrderSampler):
         return windows * self.window + (self._batches_of(rest) if self.rank < rest else 0)
 
     def check_length_of(self, dataset: object) -> None:
-        """Refuse a dataset of another number of samples.
-
-        Raises:
-            ValueError: there are lengths for more samples, or for fewer.
-        """
+        """Refuse a dataset of another number of samples."""
         if isinstance(dataset, Sized) and len(dataset) != len(self._lengths):
             raise ArgumentError(
                 f"BalancedBatchSampler(lengths=...) has the lengths of {len(self._lengths)} samples, but the loader's"
@@ -251,8 +223,7 @@ class BalancedBatchSampler(SameOrderSampler):
 
     def _batches_of(self, samples: int) -> int:
         """The loader batches that each rank has of a window of so many samples: no more than it can have samples."""
-        ranks = self.num_replicas
-        return min(math.ceil(samples / (ranks * self._batch_size)), max(1, samples // ranks))
+        return min(math.ceil(samples / (self.num_replicas * self._batch_size)), max(1, samples // self.num_replicas))
 
 
 def _read_lengths(lengths: Any) -> list[float]:

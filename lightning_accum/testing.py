@@ -7,7 +7,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -148,14 +148,14 @@ def compare_window_with_batch(
         size, tail = policy.policy.window or size, policy.policy.tail
     if isinstance(batches, Sequence):
         each = [list(own) for own in batches] if by_rank else [list(batches[rank::devices]) for rank in range(devices)]
-        data = _Dealt(each, collate)
+        data = _BatchesByRank(each, collate)
         windows = windows_of(each, size, epochs, tail) if windows is None and isinstance(size, int) else windows
     if windows is None:
         raise ArgumentError("Pass windows=, the rows of each: they are counted for so many loader batches of a list alone.")
     kind = strategy if isinstance(strategy, str) else strategy()
     results = _train(make(), data, optimizer, {**in_windows, "strategy": kind, "devices": devices, "max_epochs": epochs}, ckpt_path)
     on_batches = {**trainer, "strategy": "auto", "devices": 1, "limit_train_batches": 1.0, **(reference or {})}
-    (expected,) = _train(make(), _Dealt([windows], collate), optimizer, on_batches)
+    (expected,) = _train(make(), _BatchesByRank([windows], collate), optimizer, on_batches)
     before, losses = expected["before"], expected["losses"]
     if ckpt_path is None and distance(results[0]["before"], before) != 0:
         raise ArgumentError("module makes modules that differ from the beginning. Set a seed in it, or pass a module.")
@@ -178,18 +178,10 @@ def compare_window_with_batch(
 
 def windows_of(by_rank: Sequence[Sequence[Rows | None]], size: int, epochs: int = 1, tail: str = "step") -> list[list[Any]]:
     """The rows of each window of ``size`` loader batches of every rank."""
-    windows: list[list[Any]] = []
-    current: list[Any] = []
-    count, longest = 0, max(map(len, by_rank))
-    for index in range(longest * epochs):
-        here = [own[index % longest] for own in by_rank if index % longest < len(own)]
-        current += [row for rows in here if rows is not None for row in rows]
-        count += 1
-        is_end, is_last = (index + 1) % longest == 0, index + 1 == longest * epochs
-        if count == size or (is_end and tail == "step") or (is_last and tail == "carry"):
-            windows.append(current)
-        if count == size or (is_end and tail != "carry"):
-            current, count = [], 0
+    of_epoch = [[row for rows in step if rows is not None for row in rows] for step in zip_longest(*by_rank)]
+    runs = [of_epoch * epochs] if tail == "carry" else [of_epoch] * epochs
+    starts = [(run, start) for run in runs for start in range(0, len(run), size) if tail != "drop" or start + size <= len(run)]
+    windows = [list(chain.from_iterable(run[start : start + size])) for run, start in starts]
     return [window for window in windows if window]
 
 
@@ -259,7 +251,7 @@ def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float
     return math.sqrt(sum((first[name] - value).square().sum().item() for name, value in second.items()))
 
 
-class _Dealt(pl.LightningDataModule):
+class _BatchesByRank(pl.LightningDataModule):
     """Each data-parallel rank has loader batches of its own: rows, or None."""
 
     def __init__(self, by_rank: Sequence[Sequence[Rows | None]], collate: Callable[[Any], Any]) -> None:

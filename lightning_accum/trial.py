@@ -16,7 +16,7 @@ from lightning_accum.exact import exact_dtype, rounding
 from lightning_accum.failures import have_all_left
 from lightning_accum.prove import ALL, Measured, sample
 from lightning_accum.randomness import RandomState, dropout_switched_off
-from lightning_accum.sync.base import GradientSync
+from lightning_accum.sync.base import GradientSync, gradients_set_aside
 from lightning_accum.trial_mode import TrialMode, is_narrow, widened, widened_batch
 from lightning_accum.undo import Snapshot
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
@@ -331,7 +331,7 @@ class Trial:
             outer = self._take_snapshot()
             stack.callback(outer.restore)
             if not self.backward.is_waited_for_in_forward:  # else the engine looks after them
-                stack.enter_context(_without_gradients(self.module))
+                stack.enter_context(gradients_set_aside(self.module.parameters()))
             stack.callback(self.mode.restore)
             freeze_batch_norm(self.module)
             self._snapshot, self._end, self.draws_others = self._take_snapshot(), None, False
@@ -355,16 +355,3 @@ def _on_host(term: Term) -> Term:
     """The term with shares as numbers, and without its graph."""
     numbers: dict[str, Any] = {name: float(getattr(term, name)) for name in ("losses", "total", "number", "kink")}
     return term._replace(**numbers, edges={}, divisions=(), shares=())
-
-
-@contextmanager
-def _without_gradients(module: nn.Module) -> Iterator[None]:
-    """Inside, no parameter has a gradient, so a step that makes or clears gradients does not touch the window's."""
-    kept = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for parameter, _ in kept:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient

@@ -19,7 +19,7 @@ from lightning_accum.whole import offload
 
 
 class OtherMemory:
-    """A lane between the CPU, as if it were a device, and a host out of sight of :class:`Alive`. It goes where ``lane_for`` is.
+    """Copies between the CPU, as a device, and a host out of sight of :class:`Alive`. It replaces ``copy_stream_for`` is.
 
     A copy is made when somebody waits for it, or for a later one, and not before; and of what is in the memory by then.
     """
@@ -83,11 +83,11 @@ def _bytes(storage: torch.UntypedStorage) -> Any:
 @contextmanager
 def other_memory(smallest: int | None = None) -> Iterator[OtherMemory]:
     """The CPU is a device that has a host, to which tensors of more than so many bytes (None: as on a GPU) are moved."""
-    own, host = (offload.lane_for, offload._SMALL), OtherMemory()
-    offload.lane_for, offload._SMALL = host, own[1] if smallest is None else smallest
+    own, host = (offload.copy_stream_for, offload._SMALL), OtherMemory()
+    offload.copy_stream_for, offload._SMALL = host, own[1] if smallest is None else smallest
     try:
         yield host
     finally:
-        offload.lane_for, offload._SMALL = own
+        offload.copy_stream_for, offload._SMALL = own
     gc.collect()
     assert host.is_quiet

@@ -17,7 +17,7 @@ from lightning_accum.check import MOST_BATCHES
 from lightning_accum.errors import ArgumentError
 from lightning_accum.exclusions import refuse
 from lightning_accum.fabric.loop import Loop
-from lightning_accum.fabric.passes import Words
+from lightning_accum.fabric.passes import LoopMessages
 from lightning_accum.fabric.training import Fabric, Training
 from lightning_accum.nonfinite import Guard
 from lightning_accum.parameter_changes import KeptGradients
@@ -109,8 +109,8 @@ class Accumulator(Loop):
     ) -> None:
         if isinstance(micro_batch, str) and micro_batch in _NOT_IN_A_LOOP:
             raise ArgumentError(_NOT_IN_A_LOOP[micro_batch])
-        self._words = words = Words("the loss function" if loss_of is None else "loss_of")
-        with words:
+        self._messages = messages = LoopMessages("the loss function" if loss_of is None else "loss_of")
+        with messages:
             self.policy = policy = checked_policy(
                 Policy(
                     1 if window is None else window,
@@ -129,16 +129,15 @@ class Accumulator(Loop):
             self._training = training = Training(fabric, model, optimizer, self._refuse_step)
             refuse(training.asked(policy))
             self._loss_of = None if loss_of is None else training.loss_without_wrapper(loss_of)
-            splitting, sums = self._splitting(), training.main_gradients(accumulate_dtype)
-            training.make_sync(policy.finishes_after_backward, sums, self._loss_of)
+            splitting, sums = self._splitting(), training.make_sync(policy, self._loss_of)
             layers = row_wise_of(policy, training.module, training.ranks, training.is_sharded)
-            accumulation = Accumulation(policy, training.ranks, words.rank_zero_warn, splitting, sums, layers)
+            accumulation = Accumulation(policy, training.ranks, messages.rank_zero_warn, splitting, sums, layers)
         if loss_of is None and accumulation.row_wise is not None and accumulation.row_wise.proofs_left:
-            words.rank_zero_warn(unproven(accumulation.row_wise, "pass loss_of="))
+            messages.rank_zero_warn(unproven(accumulation.row_wise, "pass loss_of="))
         guard = None
         if on_nonfinite != "propagate":
             where = lambda: f"Loader batch {self._seen + 1} of rank {training.ranks.rank}, counted from 1,"  # noqa: E731
-            guard = Guard(training, sums or training.sync, on_nonfinite == "skip", where, _log.info, words.warn)
+            guard = Guard(training, sums or training.sync, on_nonfinite == "skip", where, _log.info, messages.warn)
         self._accumulation, self._session = accumulation, Session(training, accumulation, guard, self._announce)
         is_long, is_split = policy.may_be_longer_than_one(1), policy.micro_batch is not None  # row-wise it is not
         if is_long or is_split or training.ranks.size > 1:
@@ -146,8 +145,8 @@ class Accumulator(Loop):
                 accumulation.checks_left = MOST_BATCHES
             elif policy.check:
                 accumulation.verdict = Verdict(None, seen="pass loss_of=" if loss_of is None else 'weight="equal"')
-            warn_of_hooks(training.module, words.rank_zero_warn, is_checked=accumulation.checks_left > 0)
-        warn_of_batch_norm(training.module, is_split, is_long, words.rank_zero_warn)
+            warn_of_hooks(training.module, messages.rank_zero_warn, is_checked=accumulation.checks_left > 0)
+        warn_of_batch_norm(training.module, is_split, is_long, messages.rank_zero_warn)
         self._around, self._kept = ExitStack(), KeptGradients()
 
     # --- what a window was ------------------------------------------------------------------------------------------
@@ -213,7 +212,7 @@ class Accumulator(Loop):
         self._kept.forget()
         self.passes, self.loader_batches = state_dict["passes"], state_dict["loader_batches"]
         accumulation.begin_epoch(self.passes)
-        with self._words:
+        with self._messages:
             accumulation.resume(state_dict["accumulation"])
             window = accumulation.restart(seen, 0, 0, 0, int(self._size(1)))
             self._training.zero_grad()

@@ -59,7 +59,7 @@ class Loop(Passes):
 
     def _run(self, loader: Iterable[Any], skip: int, is_last: bool) -> Generator[Any, None, None]:
         try:
-            with self._words:
+            with self._messages:
                 for micro_batch, ends_window in self._micro_batches(loader, skip, is_last):
                     self._begin(micro_batch, ends_window)
                     yield micro_batch.batch
@@ -121,7 +121,7 @@ class Loop(Passes):
             self._may_be_divided = False
             _warn_of_factors(loss, self._accumulation.boundary.size)
         try:
-            with self._words:
+            with self._messages:
                 self._session.end_micro_batch(self._session.add(self._training, loss, micro_batch))
         except BaseException:
             self._has_failed = True
@@ -167,7 +167,7 @@ class Loop(Passes):
         accumulation = self._accumulation
         if not (self._ends_window or (accumulation.policy.ends_by_tokens and micro_batch.ends_loader_batch)):
             return False
-        with self._words:
+        with self._messages:
             self._refuse_changes()
             if not self._ends_window and not accumulation.is_full():
                 return False

@@ -42,7 +42,7 @@ class Passes:
     _training: Training
     _accumulation: Accumulation
     _session: Session
-    _words: Words
+    _messages: LoopMessages
     _loss_of: LossOfBatch | None
     """The loss of a batch, by which it is checked, and its padding tried out; None if it is not known."""
     _samples: frozenset[int] = frozenset()
@@ -66,7 +66,7 @@ class Passes:
                 f"trim_padding={policy.trim_padding!r} is tried out on two rows before it is used, which needs the loss as a"
                 " function: pass loss_of=; and a model that is not sharded."
             )
-        trim, warn = policy.trim_padding and may_trim, self._words.rank_zero_warn
+        trim, warn = policy.trim_padding and may_trim, self._messages.rank_zero_warn
         return Splitting(policy.micro_batch, trim, policy.split, warn, lambda: self._samples)
 
     def _micro_batches(self, loader: Iterable[Any], skip: int, is_last: bool) -> Iterator[Part]:
@@ -114,7 +114,7 @@ class Passes:
                 self.plan_ahead(batch)
         row_wise, batches = accumulation.row_wise, [] if batch is None else [batch]
         if row_wise is not None and row_wise.proofs_left and loss_of is not None:
-            warn, position = self._words.rank_zero_warn, accumulation.position
+            warn, position = self._messages.rank_zero_warn, accumulation.position
             prove_row_wise(training, row_wise, loss_of, batches, self._samples, warn, position)
         if accumulation.checks_left and loss_of is not None:
             is_long = self.policy.may_be_longer_than_one(1)
@@ -166,7 +166,7 @@ class Passes:
 
     def _say(self, line: str) -> None:
         if self.policy.log and self._training.ranks.rank == 0:
-            print(self._words(line), flush=True)
+            print(self._messages(line), flush=True)
 
 
 def _length_of(loader: Iterable[Any]) -> float:
@@ -193,7 +193,7 @@ _NAMES = {  # the first that fits is taken
 }
 
 
-class Words:
+class LoopMessages:
     """Puts the names of a hand-written loop into messages that are written for fits. As a context, into errors raised in it."""
 
     def __init__(self, name_of_loss: str) -> None:

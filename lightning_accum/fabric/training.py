@@ -132,25 +132,22 @@ class Training(Trained):
         parameters, size = self.parameters(), self.ranks.size
         return Asked(policy, module=self.module, optimizers=self.optimizers, parameters=parameters, ranks=size, **engine)
 
-    def main_gradients(self, dtype: torch.dtype | None) -> MainGradients | None:
-        """Where gradients are added up, if in a wider type than that of their parameters."""
+    def make_sync(self, policy: Policy, loss_of: LossOfBatch | None) -> MainGradients | None:
+        """Decide when gradients are reduced over the ranks. Returns where they are added up, if in a wider type than their own."""
+        dtype, self._loss_of = policy.accumulate_dtype, loss_of
         sums = None if dtype is None else main_gradients(dtype, self.parameters)
-        if sums is not None and self.is_sharded:
+        if self.ddp is not None and sums is not None:
+            self.sync = WideDDPSync(self.ddp, sums, self.ranks)
+        elif self.ddp is not None:
+            self.sync = DDPSync(self.ddp, "window", policy.finishes_after_backward)
+        elif self.is_sharded and sums is not None:
             raise ArgumentError(
                 f"accumulate_dtype={dtype}: the model is sharded, and it is fully_shard that adds up its gradients. Leave it out,"
                 f" and apply fully_shard with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})."
             )
-        return sums
-
-    def make_sync(self, finishes_after_backward: bool, sums: MainGradients | None, loss_of: LossOfBatch | None) -> None:
-        """Decide when gradients are reduced over the ranks."""
-        self._loss_of = loss_of
-        if self.ddp is not None and sums is not None:
-            self.sync = WideDDPSync(self.ddp, sums, self.ranks)
-        elif self.ddp is not None:
-            self.sync = DDPSync(self.ddp, "window", finishes_after_backward)
         elif self.is_sharded:
             self.sync = LoopFSDP2Sync(self.module, "window", self, self.ranks)
+        return sums
 
     def loss_without_wrapper(self, loss_of: Callable[[Any, Any], Tensor]) -> LossOfBatch:
         """The loss of a batch outside of any window, for which no rank waits; in full precision, if the model has it."""

@@ -143,21 +143,30 @@ def gradients_in_place(
 
     Hooks after the accumulation of a gradient do not run: they step, or add it to the sums of a window.
     """
-    before = [parameter.grad for parameter in parameters]
     hooks = [own for parameter in parameters if (own := getattr(parameter, "_post_accumulate_grad_hooks", None))]
     kept = [dict(own) for own in hooks]
     for own in hooks:
         own.clear()
-    for parameter in parameters:
-        parameter.grad = None
     try:
-        torch.autograd.backward(loss, torch.full_like(loss, share), retain_graph=keeps_graph)
-        return [parameter.grad for parameter in parameters]
+        with gradients_set_aside(parameters):
+            torch.autograd.backward(loss, torch.full_like(loss, share), retain_graph=keeps_graph)
+            return [parameter.grad for parameter in parameters]
     finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
         for own, of_own in zip(hooks, kept, strict=True):
             own.update(of_own)
+
+
+@contextmanager
+def gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, no parameter has a gradient at first, so a step that makes or clears gradients does not touch the window's."""
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
 from lightning_accum.sync.base import ShardedSyncPolicy
-from lightning_accum.sync.sharded import NO_WAY_BACK, ShardedEngine, ShardedSync
+from lightning_accum.sync.sharded import CANNOT_FORGET_FORWARD, ShardedEngine, ShardedSync
 
 
 class FSDP2Sync(ShardedSync):
@@ -168,7 +168,7 @@ class FSDP2Sync(ShardedSync):
             if root._get_fsdp_state()._is_root is None:  # it has never run
                 continue
             if not self.can_forget_forward:
-                raise UsageError(NO_WAY_BACK)
+                raise UsageError(CANNOT_FORGET_FORWARD)
             root.reset_iter_state()
 
     # --- parameters ---------------------------------------------------------------------------------------------------

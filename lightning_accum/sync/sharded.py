@@ -21,7 +21,7 @@ from lightning_accum.undo import Snapshot, Undo
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
 _PRIME = 2**31 - 1
-NO_WAY_BACK = (
+CANNOT_FORGET_FORWARD = (
     "training_step failed on a few rows of the first batch, and what its sharded modules have begun cannot be taken back here."
     " Leave out the check: GradientAccumulation(check=False)."
 )
@@ -217,7 +217,7 @@ class FSDP1Sync(ShardedSync):
     def forget_forward(self) -> None:
         states = [getattr(unit, "training_state", None) for unit in self.units]  # a forward that stopped half-way refuses the next
         if any(getattr(state, "name", None) != "IDLE" for state in states):
-            raise UsageError(NO_WAY_BACK)
+            raise UsageError(CANNOT_FORGET_FORWARD)
 
     @override
     def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:

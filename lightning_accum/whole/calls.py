@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_accum.errors import RowWiseError
 from lightning_accum.randomness import RandomState
-from lightning_accum.whole.forms import INSTEAD, Form, Layer, Tree, check_outputs, is_near, read
+from lightning_accum.whole.forms import HINT, Form, Layer, Tree, check_outputs, is_near, read
 
 
 class RowWiseOutputs(torch.autograd.Function):
@@ -163,7 +163,7 @@ class Call:
                 f"a call of {self.layer.name!r}, run again for its backward, returns other outputs than before. It depends on"
                 " something beside its arguments, its parameters and the global random numbers, such as an attribute that is set"
                 " between calls, a generator of its own, or parameters that were exchanged for the call (functional_call). Pass it"
-                f" as an argument. {INSTEAD}",
+                f" as an argument. {HINT}",
             )
 
 

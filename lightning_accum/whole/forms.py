@@ -17,7 +17,7 @@ from lightning_accum.exact import exact, rounding
 from lightning_accum.randomness import RandomState
 from lightning_accum.splitting.rows import Part, holds_tensors, parse, rebuilt
 
-INSTEAD = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
+HINT = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
 
 
 @dataclass
@@ -137,7 +137,7 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
             raise RowWiseError.of(
                 layer.name,
                 f"{name} ({type(inner).__name__}) normalises by the statistics of the rows beside it, so that the whole batch has"
-                f" other outputs. {INSTEAD}",
+                f" other outputs. {HINT}",
             )
     tries, places = [fitting], [place for place, fits in enumerate(fitting) if fits]
     if len(places) > 1 and not layer.is_sharded:
@@ -192,7 +192,7 @@ def check_outputs(layer: Layer, found: Tree, first: Tree, dims: Sequence[int | N
             raise RowWiseError.of(
                 layer.name,
                 f"{layer.name!r} returns {one!r} for some rows and {other!r} for others, which cannot be joined: have it return"
-                f" tensors, with one entry a row and of one shape. {INSTEAD}",
+                f" tensors, with one entry a row and of one shape. {HINT}",
             )
 
 

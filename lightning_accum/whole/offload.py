@@ -35,7 +35,7 @@ _FARTHEST = 32
 """How far back the next of those is looked for, past what is no more needed."""
 
 
-class StreamLane:
+class CopyStream:
     """Copies between a device and the host, one after the other on a stream of their own, beside what the device computes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -67,11 +67,11 @@ class StreamLane:
             now.wait_event(done)
 
 
-def lane_for(device: torch.device) -> StreamLane | None:
-    """The lane between a device and the host; None where there is nowhere to go."""
+def copy_stream_for(device: torch.device) -> CopyStream | None:
+    """The copies between a device and the host; None where there is nowhere to go."""
     if device.type in ("cpu", "mps", "meta") or not hasattr(torch.get_device_module(device), "Stream"):
         return None
-    return StreamLane(device)
+    return CopyStream(device)
 
 
 def offload_in_words(device: torch.device) -> str:
@@ -81,7 +81,7 @@ def offload_in_words(device: torch.device) -> str:
         >>> offload_in_words(torch.device("cpu"))
         'nothing offloaded on a CPU'
     """
-    if lane_for(device) is None:
+    if copy_stream_for(device) is None:
         return f"nothing offloaded on a {device.type.upper()}"
     return "activations on the host"
 
@@ -98,7 +98,7 @@ class Offload:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._lane = device, lane_for(device)
+        self._device, self._stream = device, copy_stream_for(device)
         self._lock = RLock()  # a device has a thread of its own in a backward
         self._staying: frozenset[int] = frozenset()
         self._saved: dict[int, ReferenceType[_Stored]] = {}
@@ -111,7 +111,7 @@ class Offload:
 
         The memory of ``staying`` is held by others: parameters, buffers, the batch.
         """
-        if self._lane is None:
+        if self._stream is None:
             yield
             return
         self._staying = frozenset(value.untyped_storage()._cdata for value in staying if _is_plain(value))
@@ -120,7 +120,7 @@ class Offload:
                 yield
         finally:
             with self._lock:
-                self._let_go(but=0)
+                self._free_oldest(keep=0)
                 self._saved, self._order, self._staying = {}, [], frozenset()
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -130,13 +130,13 @@ class Offload:
         key = tensor.untyped_storage()._cdata
         with self._lock:
             stored = self._saved[key]() if key in self._saved else None
-            if stored is None or not stored.is_of(tensor):
-                assert self._lane is not None
-                stored = _Stored(tensor.detach(), self._lane, self._order)
+            if stored is None or not stored.holds(tensor):
+                assert self._stream is not None
+                stored = _Stored(tensor.detach(), self._stream, self._order)
                 self._saved[key] = ref(stored)
                 self._order.append(ref(stored))
                 self._leaving.append(ref(stored))
-                self._let_go(but=_LEAVING)
+                self._free_oldest(keep=_LEAVING)
         return partial(self._unpack, stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def _is_moved(self, tensor: Tensor) -> bool:
@@ -145,37 +145,37 @@ class Offload:
         base, storage = tensor if tensor._base is None else tensor._base, tensor.untyped_storage()
         return not isinstance(base, nn.Parameter) and storage.nbytes() > _SMALL and storage._cdata not in self._staying
 
-    def _let_go(self, but: int) -> None:
+    def _free_oldest(self, keep: int) -> None:
         """Free the memory of those that left first, once they are on the host."""
-        while len(self._leaving) > but:
+        while len(self._leaving) > keep:
             if (stored := self._leaving.popleft()()) is not None:
-                stored.let_go()
+                stored.free()
 
     def _unpack(self, stored: _Stored, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
         with self._lock, torch.no_grad():
             found = stored.take()
-            stored.fetch_those_before()
+            stored.prefetch()
             return _view(found, dtype, offset, size, stride)
 
 
 class _Stored:
     """One storage as it was when it was saved: on its way out, on the host, or back."""
 
-    def __init__(self, tensor: Tensor, lane: StreamLane, order: list[ReferenceType[_Stored]]) -> None:
-        self._lane, self._device, self._version = lane, tensor.device, tensor._version
+    def __init__(self, tensor: Tensor, stream: CopyStream, order: list[ReferenceType[_Stored]]) -> None:
+        self._stream, self._device, self._version = stream, tensor.device, tensor._version
         self._order, self._index = order, len(order)
         self._here: Tensor | None = tensor
         self._has_left = self._is_changed = False
         self._storage = ref(tensor.untyped_storage())
         size = tensor.untyped_storage().nbytes()
-        self._host = lane.host(size)
-        self._copy: Any = lane.copy(self._host, _view(tensor, torch.uint8, 0, (size,), (1,)))
+        self._host = stream.host(size)
+        self._copy: Any = stream.copy(self._host, _view(tensor, torch.uint8, 0, (size,), (1,)))
 
-    def is_of(self, tensor: Tensor) -> bool:
+    def holds(self, tensor: Tensor) -> bool:
         """The tensor is a view of the storage, unchanged."""
         return self._storage() is tensor.untyped_storage() and self._version == tensor._version
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """It is on the host once what is computed from now on begins: its memory is free, and a change does no harm."""
         assert self._here is not None
         self._finish_copy()
@@ -186,9 +186,9 @@ class _Stored:
         """Begin to bring it back, if only the host has it."""
         if self._here is None:
             self._here = torch.empty_like(self._host, device=self._device, pin_memory=False)
-            self._copy = self._lane.copy(self._here, self._host)
+            self._copy = self._stream.copy(self._here, self._host)
 
-    def fetch_those_before(self) -> None:
+    def prefetch(self) -> None:
         """Begin to bring back what was saved before it, the last first."""
         before = [one() for one in self._order[max(0, self._index - _FARTHEST) : self._index]]
         for stored in [one for one in before if one is not None][: -_AHEAD - 1 : -1]:
@@ -211,7 +211,7 @@ class _Stored:
 
     def _finish_copy(self) -> None:
         if self._copy is not None:
-            self._lane.wait(self._copy)
+            self._stream.wait(self._copy)
             self._copy = None
 
     def __del__(self) -> None:

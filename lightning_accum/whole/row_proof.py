@@ -2,7 +2,7 @@
 
 Both are measured and compared as the check measures and compares rows and their parts: all gradients of the step. So it sees rows
 that depend on each other, a hook that normalises gradients, an output in an attribute that is of one micro-batch alone. Parameters
-are as they are, and moved: a last layer of zeros hides what is before it.
+are as they are, and perturbed: a last layer of zeros hides what is before it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.terms import ONCE
-from lightning_accum.whole.forms import INSTEAD
-from lightning_accum.whole.row_wise import Draws, RowWise
+from lightning_accum.whole.forms import HINT
+from lightning_accum.whole.row_wise import NoiseOfCall, RowWise
 
-_MOVED = 0.1
-"""How far parameters are moved, as part of their size."""
+_PERTURBATION = 0.1
+"""How far parameters are perturbed, as part of their size."""
 
 
 def prove_row_wise(
@@ -56,7 +56,7 @@ def prove_row_wise(
     if trained.sync.is_waited_for_in_forward and position:
         return  # the engine has gradients of its own, until the window ends
     row_wise.begin_proof()
-    engine = trained.sync if trained.sync.is_waited_for_in_forward else _InPlace()
+    engine = trained.sync if trained.sync.is_waited_for_in_forward else _GradientsInPlace()
     take_snapshot = partial(trained.snapshotter.take, watches_parameters=False)
     trial = Trial(row_wise.module, step, take_snapshot, engine, lambda value: trained.ranks.largest(value)[0])
     try:
@@ -97,7 +97,7 @@ def _rows_of(trained: Trained, batches: Sequence[Any], samples: Any) -> tuple[Ca
     return few.take, few.of_batch
 
 
-class _InPlace(GradientSync):
+class _GradientsInPlace(GradientSync):
     """Gives out gradients as a backward leaves them: also those behind a reentrant checkpoint, or a call that runs again."""
 
     gradients_of = staticmethod(gradients_in_place)
@@ -113,9 +113,9 @@ class _Proof:
     kinds: dict[int, set[Hashable]] = field(default_factory=lambda: defaultdict(set))  # of calls, by the number of rows
 
     def run(self, trial: Trial) -> set[Hashable]:
-        """Look with parameters moved, and as they are, and raise if a gradient differs. Returns the kinds of calls."""
+        """Look with parameters perturbed, and as they are, and raise if a gradient differs. Returns the kinds of calls."""
         has_evidence = False
-        for context in (moved(self.row_wise.module), nullcontext()):
+        for context in (perturbed(self.row_wise.module), nullcontext()):
             with context:
                 has_evidence |= trial.in_widest_type(self._look)
         if not trial.largest(float(has_evidence)):
@@ -162,7 +162,7 @@ class _Proof:
         of_loss = Deviation(apart if norm and math.isfinite(apart) else 0.0, True, "the loss")
         return max(self._deviation(trial, whole, part), of_loss, key=lambda found: found.size)
 
-    def _measure(self, trial: Trial, names: Sequence[str], size: int | None, number: int, draws: Draws) -> Measured:
+    def _measure(self, trial: Trial, names: Sequence[str], size: int | None, number: int, draws: NoiseOfCall) -> Measured:
         row_wise = replace(self.row_wise, size=size, names=names, draws=draws, proofs_left=0)
         with ExitStack() as stack:
 
@@ -201,7 +201,7 @@ class _Proof:
             f"row_wise={first!r} runs {first!r} in micro-batches, and with {name} ({kind}) in micro-batches the step of some"
             f" rows is not that of the rows together ({seen}). Its outputs or gradients for a row depend on other rows (a mean over"
             " rows, experts that take so many, a hook that normalises gradients); or the loss uses what a call leaves in an"
-            f" attribute or a hook, which is of one micro-batch alone: have {first!r} return it, with one entry a row. {INSTEAD}"
+            f" attribute or a hook, which is of one micro-batch alone: have {first!r} return it, with one entry a row. {HINT}"
         )
 
     def _innermost(self, trial: Trial, name: str, number: int) -> str:
@@ -213,7 +213,7 @@ class _Proof:
         return name
 
 
-def _draws_of_rows(trial: Trial) -> Draws:
+def _draws_of_rows(trial: Trial) -> NoiseOfCall:
     """Has each call of a submodule draw for its rows, in micro-batches, what it has drawn for them in the whole."""
     states: dict[int, RandomState] = {}
 
@@ -226,8 +226,8 @@ def _draws_of_rows(trial: Trial) -> Draws:
 
 
 @contextmanager
-def moved(module: nn.Module) -> Iterator[None]:
-    """In here each parameter is moved: a last layer of zeros gives nothing, and no gradient to what is before it."""
+def perturbed(module: nn.Module) -> Iterator[None]:
+    """In here each parameter is perturbed: a last layer of zeros gives nothing, and no gradient to what is before it."""
     kept = []
     with torch.no_grad():
         for index, parameter in enumerate(module.parameters()):
@@ -236,7 +236,7 @@ def moved(module: nn.Module) -> Iterator[None]:
                 kept.append((values, values.cpu().clone()))
                 size = values.float().square().mean().sqrt()
                 way = (torch.arange(values.numel(), device=values.device) + index).float().sin().reshape(values.shape)
-                values.add_((_MOVED * torch.where(size > 0, size, 1.0) * way).to(values.dtype))
+                values.add_((_PERTURBATION * torch.where(size > 0, size, 1.0) * way).to(values.dtype))
     try:
         yield
     finally:

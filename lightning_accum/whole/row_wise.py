@@ -27,7 +27,7 @@ from lightning_accum.whole.forms import Form, Layer, Tree, form_of, kind_of, num
 
 _MOST_PROOFS = 8
 """Loader batches at which it is tried whether micro-batches are the whole, until there was a gradient to compare."""
-Draws: TypeAlias = Callable[[int, Sequence[int], int], AbstractContextManager[None]]
+NoiseOfCall: TypeAlias = Callable[[int, Sequence[int], int], AbstractContextManager[None]]
 """What some rows of a call run in, where it is tried out: the number of the call in its step, the rows, and how many there are."""
 
 
@@ -52,12 +52,12 @@ class RowWise:
     size: int | Tokens | None  # rows, or tokens, of a micro-batch; None to run calls as they are, in a trial
     device: torch.device  # where the module runs
     largest: Callable[..., Sequence[float]] | None = None  # over the ranks, if they wait for each other in each of its forwards
-    draws: Draws | None = None  # where they are tried out
+    draws: NoiseOfCall | None = None  # where they are tried out
     proofs_left: int = 0  # loader batches on which row-wise and whole steps may still be compared, until one shows a gradient
 
     def __post_init__(self) -> None:
-        self._layers = _named(self.module, self.names, self.largest is not None)
-        self.names = [layer.name for layer in self._layers]
+        self._named = _named(self.module, self.names)
+        self.names = list(self._named)
         self.kinds: set[Hashable] = set()
         """The kinds of their calls."""
         self._called: set[str] = set()
@@ -89,8 +89,8 @@ class RowWise:
         """
         self._rows, self._number, self._is_over = rows, 0, False
         with ExitStack() as stack:
-            for layer in self._layers:
-                stack.enter_context(_calls_replaced(layer, self._call))
+            for name, module in self._named.items():
+                stack.enter_context(_calls_replaced(name, module, self.largest is not None, self._call))
             yield
 
     def end_backward(self) -> None:
@@ -191,7 +191,7 @@ def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: boo
     return RowWise(module, policy.row_wise, policy.row_wise_size, ranks.device, largest, proofs_left=proofs)
 
 
-def _named(module: nn.Module, names: Sequence[str], are_sharded: bool) -> list[Layer]:
+def _named(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     modules = dict(module.named_modules(remove_duplicate=False))
     for name in names:
         if not name or name not in modules:
@@ -206,20 +206,18 @@ def _named(module: nn.Module, names: Sequence[str], are_sharded: bool) -> list[L
                 f"row_wise={list(names)}: {inner!r} is inside of {outer!r}, which runs in micro-batches. Name one of them."
             )
     first_names = {modules[name]: name for name in reversed(names)}
-    return [Layer(name, inner, inner, are_sharded) for inner, name in first_names.items()][::-1]
+    return {name: inner for inner, name in reversed(first_names.items())}
 
 
 @contextmanager
-def _calls_replaced(layer: Layer, call: Callable[..., Any]) -> Iterator[None]:
+def _calls_replaced(name: str, module: nn.Module, is_sharded: bool, call: Callable[..., Any]) -> Iterator[None]:
     """Have calls of a submodule, with their hooks, run ``call``: in the way in which ``nn.Module.compile`` has them run."""
-    holder, name = vars(layer.module), "_compiled_call_impl"
-    is_own, own = name in holder, holder.get(name)
-    layer.run = layer.module._call_impl if own is None else own
-    holder[name] = lambda *args, **kwargs: call(layer, *args, **kwargs)
+    own = vars(module)
+    compiled = {key: own[key] for key in ("_compiled_call_impl",) if own.get(key) is not None}
+    run = compiled.get("_compiled_call_impl", module._call_impl)
+    own["_compiled_call_impl"] = partial(call, Layer(name, module, run, is_sharded))
     try:
         yield
     finally:
-        if is_own:
-            holder[name] = own
-        else:
-            del holder[name]
+        del own["_compiled_call_impl"]
+        own.update(compiled)
