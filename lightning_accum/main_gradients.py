@@ -113,8 +113,6 @@ class MainGradients(GradientSums):
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         return torch.promote_types(parameter.dtype, self.dtype)
 
-    # --- inside a window ----------------------------------------------------------------------------------------------
-
     def begin_backward(self, is_adding: bool = True) -> None:
         """A backward is next, whose gradients are added to the sums, or stay where they are."""
         self._is_adding, self._factor = is_adding, 1.0
@@ -152,8 +150,6 @@ class MainGradients(GradientSums):
     def restore_accumulated(self, parameters: Iterable[nn.Parameter], kept: Mapping[nn.Parameter, Tensor]) -> None:
         """Have the sums be ``kept``, copies of what :meth:`accumulated` gave. They can be restored more than once."""
         self.of = {own: total.clone() for own, total in kept.items()}
-
-    # --- the end of a window ------------------------------------------------------------------------------------------
 
     @override
     def gradients(self) -> list[Tensor]:

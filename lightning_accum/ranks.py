@@ -84,9 +84,6 @@ class Ranks:
         return batches[0]
 
 
-# --- as many loader batches on every rank -----------------------------------------------------------------------------
-
-
 def of_all_ranks(
     loader: Iterable[Any], longest: int | None, ranks: Ranks, is_one_empty: bool, is_to_end: Callable[[], bool] = lambda: False
 ) -> Iterator[LoaderBatch]:

@@ -149,8 +149,6 @@ class Accumulator(Loop):
         warn_of_batch_norm(training.module, is_split, is_long, messages.rank_zero_warn)
         self._around, self._kept = ExitStack(), KeptGradients()
 
-    # --- what a window was ------------------------------------------------------------------------------------------
-
     @property
     def window_loss(self) -> float:
         """The loss that the full batch of the last window would have had; NaN where it had no weight, and before the first."""
@@ -177,8 +175,6 @@ class Accumulator(Loop):
     def skipped_micro_batches(self) -> int:
         """Micro-batches that ``on_nonfinite="skip"`` has left out in all windows so far, over all ranks."""
         return self._accumulation.total_left_out
-
-    # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What to save beside the states of model and optimizer; inside a window also its gradients. Call it on all ranks.
@@ -217,9 +213,7 @@ class Accumulator(Loop):
             window = accumulation.restart(seen, 0, 0, 0, int(self._size(1)))
             self._training.zero_grad()
             if window is not None and any(loss.weighed and not loss.gradients for loss in window.losses):
-                raise ArgumentError(
-                    "This state is of a rank that keeps no gradients of the unfinished window. Load that of rank 0, on all ranks."
-                )
+                raise ArgumentError("This state lacks the gradients of a window. Load the state of rank 0 on all ranks.")
             if window is not None:
                 accumulation.restore(window, self._training)
                 accumulation.end_loader_batch(seen)

@@ -103,8 +103,6 @@ class Passes:
         self._seen, self.loader_batches = self._seen + 1, self.loader_batches + 1
         self._accumulation.end_loader_batch(self._seen)
 
-    # --- one loader batch -------------------------------------------------------------------------------------------
-
     def _begin_loader_batch(self, batch: Any) -> None:
         """Plan how it is split, and check it or count its window, if that is due."""
         accumulation, training, loss_of = self._accumulation, self._training, self._loss_of
@@ -151,8 +149,6 @@ class Passes:
         assert self._loss_of is not None
         return self._loss_of(batch)
 
-    # --- what is said of them ---------------------------------------------------------------------------------------
-
     def _size(self, of_tokens: float = math.inf) -> float:
         """Loader batches in a window that begins now; ``of_tokens`` if it ends by its tokens."""
         return self.policy.size_at(self._accumulation.epoch, self._accumulation.clock.optimizer_steps) or of_tokens
@@ -176,8 +172,6 @@ def _length_of(loader: Iterable[Any]) -> float:
             return len(loader)  # type: ignore[arg-type]
     return math.inf
 
-
-# --- messages in the words of a loop ----------------------------------------------------------------------------------
 
 _AROUND = "torch.autograd.graph.save_on_cpu() around forward and backward"
 _NAMES = {  # the first that fits is taken

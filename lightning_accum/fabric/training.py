@@ -91,9 +91,7 @@ class Training(Trained):
                 " Wrap one module that has all of them, and pass it as the model."
             )
         if trained and not trained & stepped:
-            return (
-                "The optimizer has none of the parameters of the model. Make it after fabric.setup(model), which may replace them."
-            )
+            return "The optimizer has no parameter of the model. Make it after fabric.setup(model), which may replace them."
         if fabric is None:
             if any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules()):
                 return "A sharded model needs Fabric and fully_shard (FSDP2): pass Fabric(strategy=ModelParallelStrategy(...))"
@@ -161,8 +159,6 @@ class Training(Trained):
 
         return loss
 
-    # --- what the reduction of sharded modules asks for -------------------------------------------------------------
-
     def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step as it is."""
         return step(*args, **kwargs)
@@ -175,8 +171,6 @@ class Training(Trained):
                 " Call the model in every micro-batch, or pass Accumulator(loss_of=...), by which an earlier batch takes its place."
             )
         return self._loss_of(batch)
-
-    # --- parameters and gradients -----------------------------------------------------------------------------------
 
     def _stepped(self) -> list[nn.Parameter]:
         return [parameter for group in self.raw_optimizer.param_groups for parameter in group["params"]]

@@ -154,9 +154,7 @@ class ModuleState:
         trainer, name = module._trainer, type(module).__name__
         undo = Undo(module, module.device, is_deep=True)
         if trainer is not None and trainer.state.status == "running":
-            raise MisconfiguredError(
-                f"verify runs {name} itself, which is in a training now: call verify before trainer.fit or after it."
-            )
+            raise MisconfiguredError(f"verify runs {name} itself, which is in a training: call it before trainer.fit or after it.")
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
                 raise MisconfiguredError(f"{path} has no shape yet. Run a batch through {name} before verify.")

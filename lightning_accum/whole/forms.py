@@ -99,9 +99,6 @@ def is_near(found: Tensor, expected: Tensor) -> Tensor:
     return torch.logical_and(difference <= tolerance * size, (found.isfinite() == expected.isfinite()).all())
 
 
-# --- where the rows are -----------------------------------------------------------------------------------------------
-
-
 class Form(NamedTuple):
     """Where the rows are in calls of one kind."""
 

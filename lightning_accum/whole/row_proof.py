@@ -183,8 +183,6 @@ class _Proof:
         """On any rank."""
         return trial.largest(found.size / rounding_of_gradients(trial.eps)) > 1
 
-    # --- what is wrong ------------------------------------------------------------------------------------------------
-
     def _refuse(self, trial: Trial, found: Deviation, number: int) -> None:
         """Raise what is wrong, unless the step is another one each time."""
         names = self.row_wise.names

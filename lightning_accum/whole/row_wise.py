@@ -103,8 +103,6 @@ class RowWise:
                 " submodule that is called as a module, self.encoder(x), and not by another of its methods."
             )
 
-    # --- the forward --------------------------------------------------------------------------------------------------
-
     def _call(self, layer: Layer, *args: Any, **kwargs: Any) -> Any:
         if self._is_inside or self._is_over or not torch.is_grad_enabled():
             return layer.run(*args, **kwargs)
@@ -166,8 +164,6 @@ class RowWise:
         step = max(1, size)
         return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
-    # --- the backward -------------------------------------------------------------------------------------------------
-
     def _check_is_next(self, number: int) -> None:
         """Raise on all ranks of sharded submodules unless they go on with the same call; 0 for none."""
         if self.largest is None:
@@ -178,9 +174,6 @@ class RowWise:
                 "row_wise: the loss of one rank depends on a call of sharded submodules that the loss of another does not depend"
                 " on. They wait for each other in each: have the loss of each rank depend on the same calls."
             )
-
-
-# --- which submodules -------------------------------------------------------------------------------------------------
 
 
 def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: bool) -> RowWise | None:
@@ -202,9 +195,7 @@ def _named(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
             )
     for outer, inner in permutations(names, 2):
         if modules[inner] in list(modules[outer].modules())[1:]:
-            raise ArgumentError(
-                f"row_wise={list(names)}: {inner!r} is inside of {outer!r}, which runs in micro-batches. Name one of them."
-            )
+            raise ArgumentError(f"row_wise={list(names)}: {inner!r} is inside {outer!r}, which runs in micro-batches. Name one.")
     first_names = {modules[name]: name for name in reversed(names)}
     return {name: inner for inner, name in reversed(first_names.items())}
 
