@@ -69,9 +69,8 @@ def assert_window_equals_batch(
 ) -> None:
     """Assert that each window takes the step of its full batch, with SGD and with AdamW, in float64.
 
-    The module trains twice from the same parameters: in windows, and with plain Lightning in one process on one batch a window,
-    which holds all rows of that window. Parameters, logged losses and the number of optimizer steps have to agree. Switch dropout
-    off, and let noise be part of the rows: it cannot be the same in both.
+    The module trains twice from the same parameters: in windows, and with plain Lightning in one process on one batch a window.
+    Parameters, logged losses and the number of optimizer steps have to agree. Switch dropout off; let noise be part of the rows.
 
     Args:
         module: a LightningModule (it is copied), or a function that makes one with the same parameters at each call.

@@ -63,14 +63,14 @@ class Accumulator(Loop):
         tail: what the end of the data does to an unfinished window. With ``"carry"`` it goes on in the next pass over the data, and
             is stepped in the pass that is called with ``is_last=True``.
         accumulate_dtype: the type that gradients are added up in.
-        on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite. What is skipped is as if it had never
-            been there for the model and the window; what the loop does with its loss is the loop's.
+        on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite. ``"skip"`` leaves no trace in model and
+            window.
         trim_padding: whether to trim the padding of split batches. Needs ``loss_of``, by which it is tried out first.
         split: cuts loader batches that are no containers of tensors with one entry a sample.
-        loss_of: a function ``loss_of(model, batch)`` that returns the loss of a batch. By it the first batches are checked, and
-            it is tried out whether the loss depends on padding. The loop may call it too, or compute its loss otherwise.
-        check: whether to look for parameters that change inside a window; and, where there is ``loss_of``, to try out on a few
-            rows of the first batches that micro-batches add up to them.
+        loss_of: a function ``loss_of(model, batch)`` that returns the loss of a batch, by which the first batches are checked. The
+            loop may call it too, or compute its loss otherwise.
+        check: whether to look for parameters that change inside a window; and, with ``loss_of``, to try out on a few rows of the
+            first batches that micro-batches add up to them.
         log: whether to print, on rank zero, what was understood at the first micro-batch.
 
     Raises:

@@ -119,12 +119,11 @@ def verify(
     """Take one optimizer step as a full batch and one accumulated, and compare them.
 
     The full batch runs through a plain Lightning Trainer, the window through ``Trainer(strategy="accum")`` with
-    ``GradientAccumulation``, which checks the first batch as it does in training. Both train the module itself, and afterwards
-    everything that can be reached from it is restored: parameters, gradients, attributes, random state, optimizers, data loaders'
-    generators. What hooks write elsewhere (files, experiment trackers) stays written. Dropout is switched off meanwhile. The full
-    batch runs twice, with other random numbers and its rows in the other order, which shows what is rounding; if it differs by
-    more, random numbers are made the same for every row. If the two steps differ, possible causes are removed one by one to find
-    the one that matters. The full batch has to fit into memory, beside some copies of the parameters in this precision.
+    ``GradientAccumulation``, which checks the first batch as it does in training. Both train the module itself, with dropout
+    switched off; afterwards everything that can be reached from it is restored. What hooks write elsewhere (files, experiment
+    trackers) stays written. The full batch runs twice, with other random numbers and its rows in reverse order, which shows what is
+    rounding; if it differs by more, random numbers are made the same for every row. If the two steps differ, possible causes are
+    removed one by one. The full batch has to fit into memory, beside some copies of the parameters in this precision.
 
     Args:
         module: a LightningModule with automatic optimization, before a fit or after it.
@@ -139,10 +138,9 @@ def verify(
         gradient_clip_val: the Trainer's.
         gradient_clip_algorithm: the Trainer's.
         join: a function ``join(batches)`` that returns one batch, for batches that are no nested containers of tensors.
-        devices: ranks of a window. With more than one, the batches of the data go to the ranks in turn, ``window`` to each (a
-            single batch is cut into as many), and if one process takes the step of the full batch, so must the ranks: fresh
-            processes on the CPU. What is sent to them has to be picklable, and a script calls ``verify`` below
-            ``if __name__ == "__main__":``. The report names the rank, the parameter and the factor.
+        devices: ranks of a window: fresh processes on the CPU, to which the batches go in turn, ``window`` to each. What is sent
+            to them has to be picklable, and a script calls ``verify`` below ``if __name__ == "__main__":``. The report names the
+            rank, the parameter and the factor.
         strategy: what trains over these ranks: the name of a strategy of this package, or an object of one.
         policy: further arguments of :class:`GradientAccumulation`: ``weight``, ``split``, ``trim_padding``, ...
 
@@ -151,9 +149,7 @@ def verify(
 
     Raises:
         UnreadableLossError: what the micro-batches weigh cannot be read from their losses.
-        MisconfigurationException: there is nothing to compare: manual optimization, a window of one micro-batch, too few batches;
-            or the module holds an iterator, is in a training now, or does not run in this precision. A rank fails,
-            or they wait for each other.
+        MisconfigurationException: there is nothing to compare, the module cannot run here, or a rank fails.
         JoiningError: the batches of a window do not show how they become one.
 
     Example:
