@@ -34,8 +34,7 @@ class GradientSums:
     """The gradients of a window, added up outside of ``parameter.grad``, each in the type of its parameter."""
 
     def __init__(self) -> None:
-        self.of: dict[nn.Parameter, Tensor] = {}
-        """The sum of each parameter that has one."""
+        self.of: dict[nn.Parameter, Tensor] = {}  # the sum of each parameter that has one
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """The type that the gradients of a parameter are added up in."""

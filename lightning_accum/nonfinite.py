@@ -45,8 +45,7 @@ class Guard:
         warn: Callable[[str], None] = warn,
     ) -> None:
         self.leaves_out = leaves_out
-        self.has_left_out = False
-        """The last micro-batch was left out."""
+        self.has_left_out = False  # the last micro-batch was left out
         self._gradients, self._undo, self._parameters_by_name = gradients, trained.snapshotter, trained.parameters_by_name
         self._where, self._inform, self._warn = where, inform, warn
         self._group, self._looks_at_gradients = trained.ranks_of_micro_batch(), trained.scaler is None

@@ -11,10 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from lightning_accum.errors import UsageError
 
-_WINDOWS = 4
-"""Windows compared at the beginning of a fit: a moving average of the parameters begins to move after the first step."""
-_SAMPLED = 256
-"""Elements compared in each parameter."""
+_WINDOWS = 4  # windows compared at the beginning of a fit: a moving average of the parameters begins to move after the first step
+_SAMPLED = 256  # elements compared in each parameter
 
 IN_OPTIMIZER_STEP = (
     "in the module's optimizer_step, after super().optimizer_step(...); or in the same hook of batches, where a window is one"
@@ -27,8 +25,7 @@ class KeptGradients:
     """The gradients that a backward of a window left, to see whether somebody clears or changes them before the next."""
 
     def __init__(self) -> None:
-        self.parameters: Sequence[tuple[str, Tensor]] = ()
-        """By name."""
+        self.parameters: Sequence[tuple[str, Tensor]] = ()  # by name
         self._kept: list[tuple[Tensor | None, int, Tensor | None]] = []
 
     def keep(self, has_values: bool = False) -> None:
@@ -69,12 +66,9 @@ class ParameterChanges:
         self._once_a_window = once_a_window
         self._windows_left = _WINDOWS
         self._before: list[tuple[str, Tensor, Tensor]] = []  # name, parameter, elements
-        self.is_due = warn is not None
-        """The next window is compared."""
-        self.is_under_way = False
-        """The present window is compared."""
-        self.gradients = KeptGradients()
-        """The gradients between two backwards of the present window."""
+        self.is_due = warn is not None  # the next window is compared
+        self.is_under_way = False  # the present window is compared
+        self.gradients = KeptGradients()  # the gradients between two backwards of the present window
 
     def begin_epoch(self) -> None:
         """Compare the first window of the epoch."""

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_accum.errors import UsageError
 from lightning_accum.exact import exact_dtype
 
-END: Any = object()
-"""In the place of a batch, where a loader has no more."""
+END: Any = object()  # in the place of a batch, where a loader has no more
 
 
 class LoaderBatch(NamedTuple):
@@ -134,8 +133,7 @@ class LoaderBatches:
     def __init__(self, batches: Iterator[LoaderBatch]) -> None:
         self._batches = batches
         self._last = LoaderBatch(None, is_last=False, is_shadow=False)
-        self.drawn: deque[LoaderBatch] = deque()
-        """Those after the one that was yielded last."""
+        self.drawn: deque[LoaderBatch] = deque()  # those after the one that was yielded last
 
     def __iter__(self) -> Iterator[LoaderBatch]:
         return self

@@ -22,8 +22,7 @@ from lightning_accum.errors import ArgumentError
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.from_lightning import Strategy, pl
 
-Rows = Sequence[Any]
-"""What a collate function makes a batch of."""
+Rows = Sequence[Any]  # what a collate function makes a batch of
 MakesOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 EXACT = 1e-12
 QUIET: dict[str, Any] = {
@@ -47,14 +46,10 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 class Comparison(NamedTuple):
     """What training in windows reached, beside training on their full batches."""
 
-    parameters: float
-    """Relative error of what training changed in the parameters, the largest over ranks."""
-    losses: float
-    """Relative error of the logged ``window/loss``, the largest over windows and ranks; 0 if nothing was logged."""
-    steps: tuple[int, int]
-    """Optimizer steps in windows and on full batches."""
-    weights: dict[int, float]
-    """The logged ``window/weight`` by optimizer step."""
+    parameters: float  # relative error of what training changed in the parameters, the largest over ranks
+    losses: float  # relative error of the logged window/loss, the largest over windows and ranks; 0 if nothing was logged
+    steps: tuple[int, int]  # optimizer steps in windows and on full batches
+    weights: dict[int, float]  # the logged window/weight by optimizer step
 
 
 def assert_window_equals_batch(

@@ -40,8 +40,7 @@ _NOT_IN_A_LOOP = {
     " torch.autograd.graph.save_on_cpu(pin_memory=True), and leave micro_batch out.",
 }
 
-LossOf = Callable[[Any, Any], Tensor]
-"""``loss_of(model, batch)``: the loss of a batch, as the loop computes it."""
+LossOf = Callable[[Any, Any], Tensor]  # loss_of(model, batch): the loss of a batch, as the loop computes it
 
 
 class Accumulator(Loop):

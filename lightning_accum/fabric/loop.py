@@ -21,11 +21,9 @@ from lightning_accum.weighing.counts import count_samples
 class Loop(Passes):
     """Begins and ends the micro-batches of a loop, and refuses calls that are missing or out of order."""
 
-    _micro_batch: MicroBatch | None = None
-    """The one that was yielded last; None outside of the loop."""
+    _micro_batch: MicroBatch | None = None  # the one that was yielded last; None outside of the loop
     _pass: Generator[Any, None, None] | None = None
-    _around: ExitStack
-    """What forward and backward run in."""
+    _around: ExitStack  # what forward and backward run in
     _kept: KeptGradients
     _is_between_windows = _has_warned = False
     _ends_window = _is_backward_done = _is_step_done = _has_failed = False

@@ -31,8 +31,7 @@ from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.user_warnings import rank_zero_warn, warn
 from lightning_accum.whole.row_proof import prove_row_wise
 
-Part = tuple[MicroBatch, bool]
-"""A micro-batch, and whether its window ends with it."""
+Part = tuple[MicroBatch, bool]  # a micro-batch, and whether its window ends with it
 
 
 class Passes:
@@ -43,13 +42,10 @@ class Passes:
     _accumulation: Accumulation
     _session: Session
     _messages: LoopMessages
-    _loss_of: LossOfBatch | None
-    """The loss of a batch, by which it is checked, and its padding tried out; None if it is not known."""
-    _samples: frozenset[int] = frozenset()
-    """How many the loader puts into a batch; empty if it does not say so."""
+    _loss_of: LossOfBatch | None  # the loss of a batch, by which it is checked, and its padding tried out; None if it is not known
+    _samples: frozenset[int] = frozenset()  # how many the loader puts into a batch; empty if it does not say so
     _length = math.inf
-    _seen = 0
-    """Loader batches that are done, over all passes."""
+    _seen = 0  # loader batches that are done, over all passes
     passes = 0
     """Passes over the data that are done."""
     loader_batches = 0

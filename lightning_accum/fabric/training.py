@@ -28,17 +28,14 @@ from lightning_accum.sync.fsdp2 import FSDP2Sync
 from lightning_accum.trial_mode import is_narrow
 from lightning_accum.undo import Undo
 
-Fabric: TypeAlias = Any
-"""A ``lightning.fabric.Fabric``."""
+Fabric: TypeAlias = Any  # a lightning.fabric.Fabric
 
-LossOfBatch: TypeAlias = Callable[[Any], Tensor]
-"""``loss_of=`` of an Accumulator, of its model without a wrapper."""
+LossOfBatch: TypeAlias = Callable[[Any], Tensor]  # loss_of= of an Accumulator, of its model without a wrapper
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 """Of Fabric's, those that leave the backward and the gradients where torch has them."""
 
-_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-"""Of Accumulators, on the steps of their optimizers."""
+_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()  # of Accumulators, on the steps of their optimizers
 
 
 class Training(Trained):

@@ -23,10 +23,8 @@ class GradientSync:
 
     is_waited_for_in_forward = False
     """The forward and backward of a micro-batch wait for those of the other ranks, whether gradients are reduced or not."""
-    can_forget_forward = True
-    """A forward may fail half-way, and others follow."""
-    is_reduced_inside = False
-    """The gradients of an unfinished window are averaged over the ranks already."""
+    can_forget_forward = True  # a forward may fail half-way, and others follow
+    is_reduced_inside = False  # the gradients of an unfinished window are averaged over the ranks already
 
     @property
     def is_recording_graph(self) -> bool:
@@ -105,8 +103,7 @@ class WrappedSync(GradientSync):
     Where this rank has no loss, another stands in for it, and waits for :meth:`backward_without_loss`.
     """
 
-    _stand_in: Tensor | None = None
-    """The loss in the place of one that is missing, as the engine returned it."""
+    _stand_in: Tensor | None = None  # the loss in the place of one that is missing, as the engine returned it
 
     @abstractmethod
     def _run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

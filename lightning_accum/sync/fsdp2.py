@@ -36,12 +36,9 @@ class FSDP2Sync(ShardedSync):
         self._trained, self._ranks = [sharded for group in self._groups for sharded in _trained_of(group)], ranks
         self._reached: set[Any] = set()
         """Parameters that had a gradient when this window began, or that one of its micro-batches has given one to."""
-        self._is_begun = False
-        """This window has run a backward."""
-        self._is_of_window = False
-        """The backward under way is that of a micro-batch of the window, and none that only takes part."""
-        self._is_called = False
-        """``fully_shard`` reduces gradients where it is expected to."""
+        self._is_begun = False  # this window has run a backward
+        self._is_of_window = False  # the backward under way is that of a micro-batch of the window, and none that only takes part
+        self._is_called = False  # fully_shard reduces gradients where it is expected to
         for group in self._groups:
             group.post_backward = partial(self._reduce, group, group.post_backward)
         self.can_forget_forward = hasattr(FSDPModule, "reset_iter_state")  # not in torch 2.9

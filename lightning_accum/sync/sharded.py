@@ -88,8 +88,7 @@ class ShardedSync(WrappedSync):
     def __init__(self, units: list[Any], policy: ShardedSyncPolicy, engine: ShardedEngine) -> None:
         self.units = units
         self.policy = policy
-        self.batch_on_host: Any = None
-        """The loader batch that was drawn last, as it was before it was moved to the device."""
+        self.batch_on_host: Any = None  # the loader batch that was drawn last, as it was before it was moved to the device
         self._engine = engine
         self._last: tuple[Any, bool] | None = None
         """The batch that had a loss last, or the last part of one, and whether it is on the device."""
@@ -97,10 +96,8 @@ class ShardedSync(WrappedSync):
         below = {child for unit in units for child in unit.modules() if child is not unit}
         self._roots = [unit for unit in units if unit not in below]
         self._unused_roots = set(self._roots)
-        self.may_lack_loss = True
-        """Where this rank has no loss, it can take part all the same."""
-        self.shared_rows: SharedRows | None = None
-        """Where ranks have parts of the same rows, what they have in common."""
+        self.may_lack_loss = True  # where this rank has no loss, it can take part all the same
+        self.shared_rows: SharedRows | None = None  # where ranks have parts of the same rows, what they have in common
         self._outputs: list[Tensor] = []
         self._handles = [unit.register_forward_hook(self._note_output) for unit in units]
 

@@ -18,8 +18,7 @@ from lightning_accum.trainer.from_lightning import MisconfiguredError
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.step import Change, Step, StepRunner, Tensors
 
-_SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6
-"""Running averages may be kept in float32 whatever the precision."""
+_SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6  # running averages may be kept in float32 whatever the precision
 _SMALLEST_SHARE = 1e-2
 """Of the gradient's typical size: a parameter whose own gradient is smaller is measured by this.
 
@@ -88,8 +87,7 @@ class Diagnosis:
 
     def __init__(self, runner: StepRunner, comparison: Comparison) -> None:
         self._runner, self._comparison = runner, comparison
-        self.change = Change()
-        """What was taken out of the module in all steps, so that they can be compared."""
+        self.change = Change()  # what was taken out of the module in all steps, so that they can be compared
         self.breaks: list[Break] = []
         self.notes: list[str] = []
         self.full = runner.full(comparison.full)

@@ -30,8 +30,7 @@ from lightning_accum.verification.examination import Break, Comparison, Diagnosi
 from lightning_accum.verification.over_ranks import OverRanks
 from lightning_accum.verification.step import ModuleState, StepRunner, uncompiled
 
-Join = Callable[[Sequence[Any]], Any]
-"""Makes one batch of several."""
+Join = Callable[[Sequence[Any]], Any]  # makes one batch of several
 
 SHOWN = 10  # parameters in the table of a report
 

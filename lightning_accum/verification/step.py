@@ -32,8 +32,7 @@ from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.weighing.nodes import nodes_below
 from lightning_accum.weighing.safeguards import batch_norm_layers, freeze_batch_norm
 
-_STEPS_IN_AN_EPOCH = 100
-"""What the Trainer expects to have ahead of it: a schedule over one step would be all warm-up, or none."""
+_STEPS_IN_AN_EPOCH = 100  # what the Trainer expects to have ahead of it: a schedule over one step would be all warm-up, or none
 Tensors = Mapping[str, Tensor]
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _REPORTED = (AccumulationWarning, UserWarning)
@@ -184,12 +183,9 @@ class ModuleState:
 class Change(NamedTuple):
     """What is taken out of a module, to see what it does to the result."""
 
-    freezes_batch_norm: bool = False
-    """BatchNorm normalises by its running statistics."""
-    fixes_batch_idx: bool = False
-    """Every ``training_step`` gets the index 0."""
-    evens_noise: bool = False
-    """Random numbers are the same for every row."""
+    freezes_batch_norm: bool = False  # BatchNorm normalises by its running statistics
+    fixes_batch_idx: bool = False  # every training_step gets the index 0
+    evens_noise: bool = False  # random numbers are the same for every row
 
 
 _UNCHANGED = Change()

@@ -25,14 +25,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_accum.errors import UsageError
 
-_SMALL = 2**12
-"""Bytes up to which a storage is not worth two copies."""
-_LEAVING = 2
-"""Storages that may be on their way out while the forward goes on."""
-_AHEAD = 2
-"""Storages that are fetched before the backward needs them."""
-_FARTHEST = 32
-"""How far back the next of those is looked for, past what is no more needed."""
+_SMALL = 2**12  # bytes up to which a storage is not worth two copies
+_LEAVING = 2  # storages that may be on their way out while the forward goes on
+_AHEAD = 2  # storages that are fetched before the backward needs them
+_FARTHEST = 32  # how far back the next of those is looked for, past what is no more needed
 
 
 class CopyStream:

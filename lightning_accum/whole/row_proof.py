@@ -35,8 +35,7 @@ from lightning_accum.weighing.terms import ONCE
 from lightning_accum.whole.forms import HINT
 from lightning_accum.whole.row_wise import NoiseOfCall, RowWise
 
-_PERTURBATION = 0.1
-"""How far parameters are perturbed, as part of their size."""
+_PERTURBATION = 0.1  # how far parameters are perturbed, as part of their size
 
 
 def prove_row_wise(

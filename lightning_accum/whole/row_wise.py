@@ -25,8 +25,7 @@ from lightning_accum.splitting.plan import columns_of
 from lightning_accum.whole.calls import Call, as_one_node
 from lightning_accum.whole.forms import Form, Layer, Tree, form_of, kind_of, number_of_rows, read
 
-_MOST_PROOFS = 8
-"""Loader batches at which it is tried whether micro-batches are the whole, until there was a gradient to compare."""
+_MOST_PROOFS = 8  # loader batches at which it is tried whether micro-batches are the whole, until there was a gradient to compare
 NoiseOfCall: TypeAlias = Callable[[int, Sequence[int], int], AbstractContextManager[None]]
 """What some rows of a call run in, where it is tried out: the number of the call in its step, the rows, and how many there are."""
 
@@ -58,8 +57,7 @@ class RowWise:
     def __post_init__(self) -> None:
         self._named = _named(self.module, self.names)
         self.names = list(self._named)
-        self.kinds: set[Hashable] = set()
-        """The kinds of their calls."""
+        self.kinds: set[Hashable] = set()  # the kinds of their calls
         self._called: set[str] = set()
         self._warn_of_kind: Callable[[str], None] | None = None
         self._forms: dict[Hashable, Form] = {}
