@@ -15,7 +15,7 @@ _WINDOWS = 4  # windows compared at the beginning of a fit: a moving average of 
 _SAMPLED = 256  # elements compared in each parameter
 
 IN_OPTIMIZER_STEP = (
-    "in the module's optimizer_step, after super().optimizer_step(...); or in the same hook of batches, where a window is one"
+    "in the module's optimizer_step, after super().optimizer_step(...); or in the same hook of batches, if a window is one"
     " loader batch that is split (micro_batch=)"
 )
 """The place for what runs once a window, in automatic optimization."""
@@ -91,7 +91,7 @@ class ParameterChanges:
             raise UsageError(
                 f"Between two micro-batches of a window the gradient of '{changed[0]}' was cleared or changed, by training_step or"
                 " by a callback: the window would not take the step of its full batch, and no step was made. Leave zero_grad to"
-                " Lightning, clip once a window, in on_before_optimizer_step, and where a step needs gradients of its own, as"
+                " Lightning, clip once a window, in on_before_optimizer_step, and if a step needs gradients of its own, as"
                 " adversarial examples do, take torch.autograd.grad(...) instead of backward(), or have the batch run whole:"
                 ' micro_batch="offload", and a window of 1. check=False leaves this out.'
             )

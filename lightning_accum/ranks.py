@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_accum.errors import UsageError
 from lightning_accum.exact import exact_dtype
 
-END: Any = object()  # in the place of a batch, where a loader has no more
+END: Any = object()  # in the place of a batch, if a loader has no more
 
 
 class LoaderBatch(NamedTuple):
@@ -161,7 +161,7 @@ def kept(batches: list[Any]) -> list[tuple[Tensor, int, Tensor]]:
 
 
 def draw(batches: Iterator[Any], before: list[tuple[Tensor, int, Tensor]]) -> Any:
-    """The next batch, where those ``before`` are still to run; or an error if drawing it has changed one of them."""
+    """The next batch, while those ``before`` are still to run; or an error if drawing it has changed one of them."""
     following = next(batches, END)
     if any(leaf._version != version and (values is leaf or not torch.equal(leaf, values)) for leaf, version, values in before):
         raise UsageError(

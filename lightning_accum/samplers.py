@@ -106,7 +106,7 @@ class SameOrderSampler(DistributedSampler[Any]):
 
 
 def leave_out_repeats(sampler: DistributedSampler[Any]) -> None:
-    """Have a sampler of torch's give every sample to one rank only, where it would repeat some to even out the ranks.
+    """Have a sampler of torch's give every sample to one rank only, if it would repeat some to even out the ranks.
 
     Example:
         >>> sampler = DistributedSampler([10, 11, 12], num_replicas=2, rank=1, shuffle=False)

@@ -34,7 +34,7 @@ from lightning_accum.whole.row_wise import row_wise_of
 _log = logging.getLogger("lightning.fabric.accumulation")
 
 _NOT_IN_A_LOOP = {
-    "auto": 'micro_batch="auto" runs a batch again where memory runs out, and cannot run your loop again. Give a number of samples'
+    "auto": 'micro_batch="auto" runs a batch again if memory runs out, and cannot run your loop again. Give a number of samples'
     " or Tokens(...); or train a LightningModule with GradientAccumulation.",
     "offload": 'micro_batch="offload" is not for hand-written loops: run the forward and backward of each batch in'
     " torch.autograd.graph.save_on_cpu(pin_memory=True), and leave micro_batch out.",
@@ -150,7 +150,7 @@ class Accumulator(Loop):
 
     @property
     def window_loss(self) -> float:
-        """The loss that the full batch of the last window would have had; NaN where it had no weight, and before the first."""
+        """The loss that the full batch of the last window would have had; NaN if it had no weight, and before the first."""
         closed = self._accumulation.closed
         return math.nan if closed is None else float(closed.loss)
 

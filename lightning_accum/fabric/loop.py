@@ -42,7 +42,7 @@ class Loop(Passes):
             is_last: with ``tail="carry"``, whether this pass is the last one, whose unfinished window takes its step.
 
         Raises:
-            RuntimeError: the loop did not call ``backward``, or not ``step`` where a window ended.
+            RuntimeError: the loop did not call ``backward``, or not ``step`` at the end of a window.
         """
         if self._pass is not None:
             self._pass.close()
@@ -82,7 +82,7 @@ class Loop(Passes):
         if not self._is_backward_done:
             raise UsageError(
                 "The loop has gone on without accumulator.backward(loss). Call it once in every micro-batch, in place of"
-                " loss.backward(): accumulator.backward(None) where there is no loss; and accumulator.step() after it."
+                " loss.backward(): accumulator.backward(None) if there is no loss; and accumulator.step() after it."
             )
         self._refuse_unfinished()
         self._micro_batch = None
@@ -158,7 +158,7 @@ class Loop(Passes):
         micro_batch = self._inside("step")
         if not self._is_backward_done:
             self._refuse_unfinished()
-            raise UsageError("step is called before accumulator.backward(loss), or backward(None) where there is no loss")
+            raise UsageError("step is called before accumulator.backward(loss), or backward(None) if there is no loss")
         if self._is_step_done:
             raise UsageError("step is called twice in a micro-batch")
         self._is_step_done = True
@@ -204,14 +204,14 @@ class Loop(Passes):
         if self._is_backward_done and self._ends_window and not self._is_step_done:
             raise UsageError(
                 "The window has ended, and accumulator.step() was not called. Call it after every accumulator.backward(loss): it"
-                " steps where a window ends, and returns whether it did."
+                " steps at the end of a window, and returns whether it did."
             )
 
     def _refuse_step(self) -> None:
         if self._micro_batch is not None:
             raise UsageError(
                 "The loop steps its optimizer by itself, inside of a window of the Accumulator. Leave optimizer.step() out:"
-                " accumulator.step() steps it where a window ends."
+                " accumulator.step() steps it at the end of a window."
             )
 
     def _keep_gradients(self, is_between_windows: bool = False) -> None:

@@ -176,7 +176,7 @@ _NAMES = {  # the first that fits is taken
     'micro_batch="offload"': _AROUND,
     "delete checkpoint['callbacks']['GradientAccumulation'] from the file": "leave out accumulator.load_state_dict(...)",
     "GradientAccumulation": "Accumulator",
-    "in the module's optimizer_step, after super().optimizer_step(...)": "where accumulator.step() returns True",
+    "in the module's optimizer_step, after super().optimizer_step(...)": "if accumulator.step() returns True",
     "in on_before_optimizer_step, which sees": "in optimizer.register_step_pre_hook(...), which sees",
     "self.all_gather(..., sync_grads=True)": "torch.distributed.nn.functional.all_gather(...)",
     "`window/skipped_micro_batches`": "`accumulator.skipped_micro_batches`",

@@ -215,7 +215,7 @@ def _is_wrapper(value: object, name: str) -> bool:
 
 
 class LoopFSDP2Sync(FSDP2Sync):
-    """As its base, where the loop itself has called the model."""
+    """As its base, but the loop itself has called the model."""
 
     @override
     def forward_without_batch(self) -> None:

@@ -91,7 +91,7 @@ class GradientSync:
         return found if share else [None] * len(found)  # NaN * 0 is NaN
 
     def reshard(self) -> None:
-        """Have the module's parameters be those of the optimizer, where others are in their place between steps."""
+        """Have the module's parameters be those of the optimizer, if others are in their place between steps."""
 
     def forget_forward(self) -> None:
         """There will be no backward for what ran forward."""
@@ -111,7 +111,7 @@ class WrappedSync(GradientSync):
 
     @abstractmethod
     def _loss_without_batch(self) -> Tensor | None:
-        """A loss that stands in for a missing one; None where no rank waits for its backward."""
+        """A loss that stands in for a missing one; None if no rank waits for its backward."""
 
     def _forward_or_stand_in(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def or_stand_in(*args: Any, **kwargs: Any) -> Any:

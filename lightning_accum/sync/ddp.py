@@ -48,7 +48,7 @@ class DDPSync(WrappedSync):
         if self._policy == "micro_batch" and micro_batch.ends_loader_batch:
             return nullcontext()
         # A static graph is recorded at the first backward and reduced with it: torch raises "SystemError" or an internal assert
-        # where that happens under no_sync (Lightning-AI/pytorch-lightning #19354, #20704; still so in torch 2.13).
+        # if that happens under no_sync (Lightning-AI/pytorch-lightning #19354, #20704; still so in torch 2.13).
         if self.is_recording_graph:
             return nullcontext()
         return self._ddp.no_sync()
@@ -121,7 +121,7 @@ class DDPSync(WrappedSync):
     def reduce_accumulated(self) -> None:
         """Reduce, in a backward of its own, what was accumulated without reduction.
 
-        It leaves zeros where no rank has a gradient: there the None comes back, since weight decay would move the parameter.
+        It leaves zeros if no rank has a gradient: there the None comes back, since weight decay would move the parameter.
         """
         self._forget_used()  # also by a micro-batch that was skipped
         self._forward_or_stand_in(lambda: None)

@@ -23,8 +23,8 @@ from lightning_accum.sync.sharded import CANNOT_FORGET_FORWARD, ShardedEngine, S
 class FSDP2Sync(ShardedSync):
     """Reduce-scatter of modules that :func:`torch.distributed.fsdp.fully_shard` was applied to, also beside tensor parallelism.
 
-    ``fully_shard`` reduces a group of parameters as one flat tensor, of those that have a gradient on this rank. Where another rank
-    has a gradient of others that are as large, these are added up with them; where they are of another size, it hangs or dies. So
+    ``fully_shard`` reduces a group of parameters as one flat tensor, of those that have a gradient on this rank. If another rank
+    has a gradient of others that are as large, these are added up with them; if they are of another size, it hangs or dies. So
     all parameters of a group get one, of zeros if they have none. Those that no rank has reached have None again after a window.
     With the policy ``"shard"``, replicas of shards are reduced within the shards at every micro-batch, and over the replicas once a
     window.
@@ -206,7 +206,7 @@ class FSDP2Sync(ShardedSync):
         return [set(group.mesh_info.mesh.mesh.flatten().tolist()) for group in self._groups]
 
     def divide_factors(self) -> set[float]:
-        """What gradients are divided by, where somebody has set it."""
+        """What gradients are divided by, if somebody has set it."""
         factors = {getattr(group, "gradient_divide_factor", None) for group in self._groups}
         return {factor for factor in factors if factor is not None}
 

@@ -96,8 +96,8 @@ class ShardedSync(WrappedSync):
         below = {child for unit in units for child in unit.modules() if child is not unit}
         self._roots = [unit for unit in units if unit not in below]
         self._unused_roots = set(self._roots)
-        self.may_lack_loss = True  # where this rank has no loss, it can take part all the same
-        self.shared_rows: SharedRows | None = None  # where ranks have parts of the same rows, what they have in common
+        self.may_lack_loss = True  # if this rank has no loss, it can take part all the same
+        self.shared_rows: SharedRows | None = None  # if ranks have parts of the same rows
         self._outputs: list[Tensor] = []
         self._handles = [unit.register_forward_hook(self._note_output) for unit in units]
 
@@ -154,7 +154,7 @@ class ShardedSync(WrappedSync):
         self._outputs.clear()  # logits are large, and a backward does not need them
         self._note(has_loss=not micro_batch.is_shadow_batch)
         if self._last is None or not micro_batch.is_shadow_batch:
-            # a part of a batch is on the device, a whole one stays on the host, where there is one
+            # a part of a batch is on the device, a whole one stays on the host, if there is one
             is_part = micro_batch.number > 1 or self.batch_on_host is None
             self._last = (micro_batch.batch if is_part else self.batch_on_host, is_part)
 

@@ -69,7 +69,7 @@ class Step(pl.Callback):
 
     @property
     def gradient(self) -> dict[str, Tensor]:
-        """Of the first call of the closure; zeros where there is none."""
+        """Of the first call of the closure; zeros if there is none."""
         return self.gradients[0]
 
     @override
@@ -169,7 +169,7 @@ class ModuleState:
         """In here the module has no Trainer and no gradients, and may be changed."""
         self._module._trainer = None
         try:
-            self._module.zero_grad()
+            nn.Module.zero_grad(self._module)
             yield
         finally:
             try:

@@ -60,7 +60,7 @@ class Call:
     pieces: list[range]  # the rows of the micro-batches that it runs in
     shadows: int  # micro-batches that other ranks have more: this one takes part with its last again, which counts for nothing
     run_piece: Callable[[range, Any], Any]  # runs the submodule on the arguments of a micro-batch
-    begin_backward: Callable[[], None] | None  # called before its backward, where ranks wait for each other in it
+    begin_backward: Callable[[], None] | None  # called before its backward, if ranks wait for each other in it
     device: torch.device  # whose random state there is beside the CPU's
 
     def __post_init__(self) -> None:

@@ -64,7 +64,7 @@ class CopyStream:
 
 
 def copy_stream_for(device: torch.device) -> CopyStream | None:
-    """The copies between a device and the host; None where there is nowhere to go."""
+    """The copies between a device and the host; None if the device has none."""
     if device.type in ("cpu", "mps", "meta") or not hasattr(torch.get_device_module(device), "Stream"):
         return None
     return CopyStream(device)

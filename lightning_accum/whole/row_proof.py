@@ -49,7 +49,7 @@ def prove_row_wise(
 ) -> None:
     """Raise, on all ranks, if the step in micro-batches is another. Called on all at each loader batch, until it was seen.
 
-    ``batches`` is the loader batch, or empty where this rank has none; ``samples`` are how many of them the loader puts into a
+    ``batches`` is the loader batch, or empty if this rank has none; ``samples`` are how many of them the loader puts into a
     batch, if it says so. ``step`` runs the module on a batch, and logs nothing. The window has ``position`` of them behind it.
     """
     if trained.sync.is_waited_for_in_forward and position:

@@ -27,7 +27,7 @@ from lightning_accum.whole.forms import Form, Layer, Tree, form_of, kind_of, num
 
 _MOST_PROOFS = 8  # loader batches at which it is tried whether micro-batches are the whole, until there was a gradient to compare
 NoiseOfCall: TypeAlias = Callable[[int, Sequence[int], int], AbstractContextManager[None]]
-"""What some rows of a call run in, where it is tried out: the number of the call in its step, the rows, and how many there are."""
+"""What some rows of a call run in during a trial, by the number of the call in its step, the rows, and their number in all."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class RowWise:
     size: int | Tokens | None  # rows, or tokens, of a micro-batch; None to run calls as they are, in a trial
     device: torch.device  # where the module runs
     largest: Callable[..., Sequence[float]] | None = None  # over the ranks, if they wait for each other in each of its forwards
-    draws: NoiseOfCall | None = None  # where they are tried out
+    draws: NoiseOfCall | None = None  # gives rows their random numbers in a trial
     proofs_left: int = 0  # loader batches on which row-wise and whole steps may still be compared, until one shows a gradient
 
     def __post_init__(self) -> None:
