@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +75,11 @@ class ParameterChanges:
         self.is_due = self._warn is not None
 
     def begin(self, module: nn.Module) -> None:
-        """Keep the parameters, after the first forward of a window that is compared."""
+        """Keep the parameters, after the first forward of a window that is compared. The check finds what depends on buffers."""
         self._windows_left = max(0, self._windows_left - 1)
         self.is_due, self.is_under_way = self._windows_left > 0, True
-        self.gradients.parameters = list(_compared(module))
+        named = [(name, own) for name, own in module.named_parameters() if not is_lazy(own) and own.is_floating_point()]
+        self.gradients.parameters = [(name, own) for name, own in named if own.layout == torch.strided and not own.is_meta]
         self._before = [(name, tensor, _elements(tensor)) for name, tensor in self.gradients.parameters]
 
     def refuse_other_gradients(self) -> None:
@@ -141,13 +142,6 @@ def _message(changed: dict[str, float], once_a_window: str) -> str:
         " others than the full batch would. What changes them (a moving average, a copy, a normalisation) is to run once a window:"
         f" {once_a_window}."
     )
-
-
-def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters to compare. The check of the first batch finds losses that depend on buffers."""
-    for name, tensor in module.named_parameters():
-        if not is_lazy(tensor) and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type != "meta":
-            yield name, tensor
 
 
 @torch.no_grad()

@@ -61,7 +61,13 @@ class Loop(Passes):
                 for micro_batch, ends_window in self._micro_batches(loader, skip, is_last):
                     self._begin(micro_batch, ends_window)
                     yield micro_batch.batch
-                    self._end()
+                    if not self._is_backward_done:
+                        raise UsageError(
+                            "The loop went on without accumulator.backward(loss). Call it once in every micro-batch, in place of"
+                            " loss.backward(): accumulator.backward(None) if there is no loss; and accumulator.step() after it."
+                        )
+                    self._refuse_unfinished()
+                    self._micro_batch = None
             if self._accumulation.boundary.is_dropped_by_the_end(self._seen):
                 self.discard()
         finally:
@@ -77,15 +83,6 @@ class Loop(Passes):
         if self._accumulation.row_wise is not None:
             self._around.enter_context(self._accumulation.row_wise.step(count_samples(micro_batch.batch)))
         self._around.enter_context(self._session.begin_micro_batch(micro_batch))
-
-    def _end(self) -> None:
-        if not self._is_backward_done:
-            raise UsageError(
-                "The loop has gone on without accumulator.backward(loss). Call it once in every micro-batch, in place of"
-                " loss.backward(): accumulator.backward(None) if there is no loss; and accumulator.step() after it."
-            )
-        self._refuse_unfinished()
-        self._micro_batch = None
 
     def _inside(self, call: str) -> MicroBatch:
         if self._micro_batch is None:
@@ -130,7 +127,8 @@ class Loop(Passes):
         self._around.close()
         self._keep_gradients()
         if micro_batch.ends_loader_batch:
-            self._end_loader_batch()
+            self._seen, self.loader_batches = self._seen + 1, self.loader_batches + 1
+            self._accumulation.end_loader_batch(self._seen)
 
     def step(self, clip_norm: float | None = None, clip_value: float | None = None) -> bool:
         """At the end of a window normalise its gradients, clip them, step the optimizer and clear them; inside a window do nothing.

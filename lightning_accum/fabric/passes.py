@@ -94,11 +94,6 @@ class Passes:
                 " never ended. Correct the loader's __len__, or pass iter(loader), which has no length."
             )
 
-    def _end_loader_batch(self) -> None:
-        """The backward of its last micro-batch is done."""
-        self._seen, self.loader_batches = self._seen + 1, self.loader_batches + 1
-        self._accumulation.end_loader_batch(self._seen)
-
     def _begin_loader_batch(self, batch: Any) -> None:
         """Plan how it is split, and check it or count its window, if that is due."""
         accumulation, training, loss_of = self._accumulation, self._training, self._loss_of

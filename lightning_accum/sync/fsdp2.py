@@ -103,7 +103,8 @@ class FSDP2Sync(ShardedSync):
     @override
     def complete_reduction(self, micro_batch: MicroBatch) -> None:
         """Reduce what was accumulated in modules that the last backward has not reached."""
-        if self._is_of_window and not self._is_called and any(map(_has_gradient, self._trained)):
+        have_gradients = (own.sharded_param.grad is not None or _whole_gradient(own) is not None for own in self._trained)
+        if self._is_of_window and not self._is_called and any(have_gradients):
             raise SeamError(f"torch {torch.__version__} does not call FSDPParamGroup.post_backward to reduce gradients.")
         self._is_of_window = False
         if micro_batch.is_boundary and self._are_any_left():
@@ -246,10 +247,6 @@ def _whole_gradient(sharded: Any) -> Tensor | None:
     whole = _whole_parameter(sharded)
     gradient: Tensor | None = sharded.unsharded_accumulated_grad
     return whole.grad if gradient is None and whole is not None else gradient
-
-
-def _has_gradient(sharded: Any) -> bool:
-    return sharded.sharded_param.grad is not None or _whole_gradient(sharded) is not None
 
 
 def _type_of_sum(group: Any, sharded: Any) -> torch.dtype:
