@@ -12,11 +12,9 @@ from lightning_accum.samplers import BalancedBatchSampler, SameOrderSampler
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.rows import split_lists
 from lightning_accum.trainer.callback import GradientAccumulation
-from lightning_accum.trainer.ddp import DDPAccumulationStrategy
-from lightning_accum.trainer.fsdp import FSDPAccumulationStrategy
+from lightning_accum.trainer.engines import AccumulationStrategy, DDPAccumulationStrategy, FSDPAccumulationStrategy
 from lightning_accum.trainer.model_parallel import ModelParallelAccumulationStrategy
 from lightning_accum.trainer.noise import GradientNoiseScale
-from lightning_accum.trainer.strategy import AccumulationStrategy
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification.run import verify
 from lightning_accum.weighing.counts import SampleCount, TokenCount

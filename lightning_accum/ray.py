@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_accum.trainer.ddp import DDPAccumulationStrategy
+from lightning_accum.trainer.engines import DDPAccumulationStrategy, FSDPAccumulationStrategy
 from lightning_accum.trainer.from_lightning import pl
-from lightning_accum.trainer.fsdp import FSDPAccumulationStrategy
 
 try:
     from ray.train.lightning import RayDDPStrategy, RayFSDPStrategy

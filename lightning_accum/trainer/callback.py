@@ -16,9 +16,8 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import MisconfiguredError, SIGTERMException, Strategy, misconfigured, pl
+from lightning_accum.trainer.from_lightning import MisconfiguredError, SIGTERMException, Strategy, callbacks_of, misconfigured, pl
 from lightning_accum.trainer.package import check_package
-from lightning_accum.trainer.watch import callbacks_of
 from lightning_accum.weighing.counts import Weight
 from lightning_accum.windows import Windows
 
@@ -163,8 +162,6 @@ class GradientAccumulation(pl.Callback):
         self._state: dict[str, Any] = {}
         self._may_gather = False
 
-    # --- before training --------------------------------------------------------------------------------------------
-
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -207,10 +204,8 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._strategy is not None:
-            self._strategy.end_epoch()
-
-    # --- after training ---------------------------------------------------------------------------------------------
+        if self._strategy is not None and self._windows is not None and self.policy.log:
+            self._strategy.rows.show_epoch(self._windows)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

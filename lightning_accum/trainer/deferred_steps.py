@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_accum.step import Trained
-from lightning_accum.trainer.from_lightning import pl
-from lightning_accum.trainer.watch import replacing
+from lightning_accum.trainer.from_lightning import pl, replacing
 
 
 class DeferredSteps:

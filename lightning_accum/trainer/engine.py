@@ -25,43 +25,36 @@ from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
-from lightning_accum.trainer.from_lightning import Strategy, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import Strategy, is_lightnings, pl, rank_zero_info
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import WindowRows
-from lightning_accum.trainer.watch import Watch, is_lightnings
+from lightning_accum.trainer.watch import Watch
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.windows import Windows
 
-_MOVES = ("on_after_batch_transfer", "transfer_batch_to_device")
-"""Hooks that a batch comes to the device by."""
+_MOVES = ("on_after_batch_transfer", "transfer_batch_to_device")  # hooks that a batch comes to the device by
 
 
 class Engine(Strategy, Trained):
     """What all strategies of this package are; the methods that do nothing here are for engines with several ranks."""
 
-    accumulation: Accumulation | None = None
-    """The state of the running ``fit``; None outside of one, and in manual optimization."""
+    accumulation: Accumulation | None = None  # the state of the running ``fit``; None outside of one, and in manual optimization
     policy: Policy = Policy()
-    gradient_reads: AbstractContextManager[Any] | None = None
-    """Notices hooks that look at gradients inside of a window."""
+    gradient_reads: AbstractContextManager[Any] | None = None  # notices hooks that look at gradients inside of a window
     world_size: int
     global_rank: int
-    ranks: Ranks = Ranks(torch.device("cpu"))
-    """Those of the training; one alone before there are any."""
+    ranks: Ranks = Ranks(torch.device("cpu"))  # those of the training; one alone before there are any
     reduces_every_backward_by_itself = False
     """Where the module optimizes by itself, the engine averages gradients over the ranks in every backward."""
     manual: ManualWindows | None = None
     """The windows of a module that optimizes by itself; None for any other, and where a window is one micro-batch on one rank."""
-    watch: Watch
-    """Checks that Lightning calls what replaces its own; there in a fit."""
+    watch: Watch  # checks that Lightning calls what replaces its own; there in a fit
     row_wise: RowWise | None = None
     """Runs submodules in micro-batches, in steps that see the whole batch; None where nothing was asked to."""
-    offload: Offload | None = None
-    """Moves what autograd saves; None where it stays."""
-    session: Session
-    """Runs loader batches; there with :attr:`accumulation`."""
+    offload: Offload | None = None  # moves what autograd saves; None where it stays
+    session: Session  # runs loader batches; there with :attr:`accumulation`
 
     @property
     @override
@@ -84,11 +77,6 @@ class Engine(Strategy, Trained):
             self.windows.begin_epoch(self.trainer().current_epoch)
         self.set_size()
 
-    def end_epoch(self) -> None:
-        """An epoch ends."""
-        if self.windows is not None and self.policy.log:
-            self.rows.show_epoch(self.windows)
-
     @property
     def rows(self) -> WindowRows:
         """What shows windows that have ended."""
@@ -108,8 +96,6 @@ class Engine(Strategy, Trained):
         if self.windows is not None and self.policy.log:
             self.rows.show_window(self.windows)
 
-    # --- ranks ------------------------------------------------------------------------------------------------------
-
     def _ranks(self) -> Ranks:
         """Those whose gradients are averaged."""
         return Ranks(self.root_device, self.world_size, None, self.world_size, self.global_rank, getattr(self, "_timeout", None))
@@ -121,8 +107,6 @@ class Engine(Strategy, Trained):
     def _make_sync(self) -> GradientSync:
         """When gradients are reduced, in a fit that begins. May refuse what the engine cannot do."""
         return GradientSync()
-
-    # --- gradients --------------------------------------------------------------------------------------------------
 
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
         """Clip the gradients of ``parameters`` to a norm. Returns the norm that they had."""
@@ -142,18 +126,14 @@ class Engine(Strategy, Trained):
             return nullcontext()
         return self.offload.engaged((*self.module.parameters(), *self.module.buffers(), *tree_leaves(batch)))
 
-    # --- one micro-batch --------------------------------------------------------------------------------------------
-
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         splitting = None if self.accumulation is None else self.accumulation.splitting
         if splitting is not None and batch is not None and self.root_device.type != "cpu" and self.trainer().training:
-            trainer = self.trainer()
-            data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-            owners: list[tuple[Any, type]] = [(trainer.lightning_module, pl.LightningModule)]
-            owners += [] if data is None else [(data, pl.LightningDataModule)]
-            if all(is_lightnings(owner, hook, kind) for owner, kind in owners for hook in _MOVES):  # else it comes out as another
-                splitting.look_at(batch)
+            data: Any = self.trainer().datamodule  # type: ignore[attr-defined]  # set by a connector
+            owners: list[tuple[Any, type]] = [(self.module, pl.LightningModule), (data, pl.LightningDataModule)]
+            if all(is_lightnings(own, hook, kind) for own, kind in owners[: 1 + (data is not None)] for hook in _MOVES):
+                splitting.look_at(batch)  # else it comes out as another
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -174,8 +154,6 @@ class Engine(Strategy, Trained):
         sizes = [_batch_size(loader) for loader in ([] if combined is None else combined.flattened)]
         return frozenset() if None in sizes else frozenset(size for size in sizes if size is not None)
 
-    # --- what a session asks for ------------------------------------------------------------------------------------
-
     def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
         """Say in one line what was understood."""
         accumulation, trainer = self.accumulation, self.trainer()
@@ -185,8 +163,6 @@ class Engine(Strategy, Trained):
         beside_a_bar = "\n" if trainer.progress_bar_callback is not None else ""
         rank_zero_info(beside_a_bar + start_line(accumulation, micro_batch, weighed, samples, trainer.accumulate_grad_batches))
         warn_of_windows_never_full(accumulation, micro_batch, weighed, batch, trainer.num_training_batches)
-
-    # --- the optimizer step -----------------------------------------------------------------------------------------
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

@@ -16,12 +16,11 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import check_manual_batch
-from lightning_accum.trainer.from_lightning import _DataFetcher, _FitLoop, _PrefetchDataFetcher, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import _DataFetcher, _FitLoop, _PrefetchDataFetcher, call_batch_end, pl, rank_zero_info
 from lightning_accum.trainer.optimization import WindowOptimization
 from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import WindowFetcher, is_agreeing
 from lightning_accum.trainer.validation import ValidatingEpochLoop
-from lightning_accum.trainer.watch import call_batch_end
 from lightning_accum.user_warnings import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -32,12 +31,9 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     """Windows end where the boundary says; schedulers step when their clock says."""
 
     strategy: Engine
-    begins_anew: bool = False
-    """The epoch of the checkpoint is over."""
-    begun: int = 0
-    """The loader batch that began last, counted from 1 over all epochs."""
-    _advanced: int = 0
-    """That which :meth:`advance` was called for."""
+    begins_anew: bool = False  # the epoch of the checkpoint is over
+    begun: int = 0  # the loader batch that began last, counted from 1 over all epochs
+    _advanced: int = 0  # that which :meth:`advance` was called for
     _inspected: Any = None
     _arguments: tuple[str, ...] = ()
 
@@ -267,8 +263,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 class AccumulatingFitLoop(_FitLoop):
     """The last window ends with the training, and an epoch is as long as that of the rank that has the most."""
 
-    seams: ExitStack
-    """Ends with the fit."""
+    seams: ExitStack  # ends with the fit
 
     @override
     def reset(self) -> None:

@@ -141,13 +141,6 @@ def transferred(trainer: pl.Trainer, batch: Any) -> Any:
     return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
 
-def _may_count_first(strategy: Engine, is_long: bool) -> bool:
-    """The terms of a window can be counted before it runs."""
-    if is_long and (strategy.accumulation is None or strategy.accumulation.rest_of_window is None):
-        return False  # training_step draws its batches by itself
-    return not strategy.snapshotter.iterators() and strategy.policy.may_count_first(is_long)  # draws cannot be put back
-
-
 def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) -> None:
     """Check the loader batch in ``kwargs``, those of ``training_step``, and submodules in micro-batches on it, while that is due.
 
@@ -156,15 +149,17 @@ def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) ->
     if not kwargs and strategy.world_size == 1:
         return
     accumulation, row_wise, samples = strategy.accumulation, strategy.row_wise, strategy.samples_of_loader()
+    assert accumulation is not None
     batches, others = [*kwargs.values()][:1], [*kwargs.values()][1:]
     step = unlogged_step(trainer, others)
-    assert accumulation is not None
     if row_wise is not None and row_wise.proofs_left:
         prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn, accumulation.position)
     if not accumulation.checks_left:
         return
     is_long = accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
-    may_count = _may_count_first(strategy, is_long)
+    # draws of training_step itself cannot be put back
+    may_draw = not is_long or accumulation.rest_of_window is not None
+    may_count = may_draw and not strategy.snapshotter.iterators() and strategy.policy.may_count_first(is_long)
     after = unlogged_step(trainer, [others[0] + 1]) if "batch_idx" in kwargs else None
     of_dataset = partial(DatasetRows, trainer)
     checked = Checked(strategy, step, accumulation, samples, is_long, rank_zero_info, may_count, False, after, of_dataset)
@@ -194,11 +189,11 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[st
         places = torch.arange(1.0, len(found) + 1, device=found.device)  # none makes up for another
         return torch.where((found == 0).any(), torch.nan, (places * found).sum())  # one that is 0 shows nothing
 
+    how: dict[str, Any] = {"is_manual": True, "of_dataset": partial(DatasetRows, trainer)}
+    samples, inform = strategy.samples_of_loader(), lambda _: None  # the line at the start says it for each call
     while number < windows.ranks.largest(windows.most_tried)[0]:
-        accumulation = windows.call(number)
-        step, inform = partial(loss_of_call, number=number), lambda _: None  # the line at the start says it for each call
-        samples, of_dataset = strategy.samples_of_loader(), partial(DatasetRows, trainer)
-        checked = Checked(strategy, step, accumulation, samples, is_long, inform, is_manual=True, of_dataset=of_dataset)
+        accumulation, step = windows.call(number), partial(loss_of_call, number=number)
+        checked = Checked(strategy, step, accumulation, samples, is_long, inform, **how)
         if accumulation.checks_left:
             check.check_first_batch(checked, batches)
         if number == 0 and is_long and windows.is_free_of_steps is None and not checked.on_any(accumulation.checked_rows is None):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_accum.errors import AccumulationError, ArgumentError
 from lightning_accum.trainer.package import take
+from lightning_accum.window_totals import ClosedWindow
 
 if TYPE_CHECKING:
     import lightning.fabric as _fabric
@@ -55,3 +56,50 @@ def misconfigured() -> Iterator[None]:
         yield
     except ArgumentError as error:
         raise MisconfiguredError(str(error)) from error.__cause__
+
+
+# --- a Trainer, its callbacks and its module ----------------------------------------------------------------------------------
+
+
+def is_lightnings(owner: object, hook: str, kind: type = pl.LightningModule) -> bool:
+    """Whether a module, or another ``kind`` of object, leaves ``hook`` to Lightning, of whatever release."""
+    return getattr(type(owner), hook) is getattr(kind, hook) and hook not in vars(owner)
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The Trainer's callbacks, to read and to add to."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, unseen by type checkers
+    return callbacks
+
+
+@contextmanager
+def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
+    """In here an object has these attributes. ``_current_fx_name`` of a module is the hook that ``module.log`` is called in."""
+    own = vars(owner)  # of a Module, setting one takes microseconds
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
+
+
+def call_window_hooks(trainer: pl.Trainer, window: ClosedWindow) -> None:
+    """Call ``on_window_end`` of the callbacks and of the module that have it."""
+    module = trainer.lightning_module
+    owners: list[Any] = [*callbacks_of(trainer), module]
+    listeners = [owner for owner in owners if callable(getattr(owner, "on_window_end", None))]
+    if not listeners:
+        return
+    with replacing(module, _current_fx_name="on_train_batch_end"):  # `self.log` works as there
+        for owner in listeners:
+            owner.on_window_end(*((window,) if owner is module else (trainer, module, window)))
+
+
+def call_batch_end(kind: type[pl.Callback], trainer: pl.Trainer, outputs: Any, batch: Any, batch_idx: int) -> None:
+    """Have callbacks of a kind see an optimizer step that no end of a loader batch comes after."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, kind):
+            callback.on_train_batch_end(trainer, trainer.lightning_module, outputs, batch, batch_idx)

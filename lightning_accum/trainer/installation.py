@@ -12,6 +12,9 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
+from torch.optim import Optimizer
+from typing_extensions import override
+
 from lightning_accum.failures import reraise_first_rank_error
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop, AccumulatingFitLoop
@@ -24,8 +27,7 @@ from lightning_accum.trainer.from_lightning import (
     _SubprocessScriptLauncher,
     pl,
 )
-from lightning_accum.trainer.manual_optimization import WindowManualOptimization
-from lightning_accum.trainer.optimization import NotingPrecision, WindowOptimization
+from lightning_accum.trainer.optimization import WindowManualOptimization, WindowOptimization
 from lightning_accum.trainer.results import BatchResults, WindowRows
 from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import DeferredSigterm, NonPaddingSampling
@@ -64,6 +66,21 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
         is_unanswered = cast("DeferredSigterm", signals).is_waiting and not signals.received_sigterm
     if is_unanswered and is_over:
         raise SIGTERMException
+
+
+class NotingPrecision(Precision):
+    """Clips as the strategy does, and keeps the norm, which Lightning throws away."""
+
+    clips_as: Engine  # a plugin of the user's may have a `strategy` of its own
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        strategy, accumulation = self.clips_as, self.clips_as.accumulation
+        if accumulation is None:  # the module clips by itself
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            norm, closed = strategy.clip_by_norm(self.main_params(optimizer), clip_val), accumulation.closed
+            accumulation.closed = None if closed is None else closed._replace(gradient_norm=norm)
 
 
 # --- the processes of a fit over ranks, from their launch on ----------------------------------------------------------

@@ -40,10 +40,8 @@ class Call(Accumulation):
     """One of the backward calls in a ``training_step``: its windows, each with one loss, and what the check finds of that."""
 
     def __init__(self, windows: ManualWindows, weight_scale: float | None) -> None:
-        self.given = GradientSums()
-        """What it has given to the gradients in this window."""
-        self.line = ""
-        """Of the user's code, which makes it."""
+        self.given = GradientSums()  # what it has given to the gradients in this window
+        self.line = ""  # of the user's code, which makes it
         super().__init__(windows.policy, windows.ranks, windows.warn_once, None, self.given, windows.row_wise, weight_scale)
         self.boundary, self.checks_left = windows.boundary, max(0, windows.checks)
 
@@ -71,23 +69,17 @@ class ManualWindows(Windows):
     ) -> None:
         super().__init__(policy, trained.ranks, warn, "where trainer.global_step has grown")
         self.calls: list[Call] = []
-        self.current = ManualMicroBatch()
-        """None of the data, between loader batches."""
-        self.closed: list[ClosedWindow] = []
-        """The window of each call, at the last boundary."""
+        self.current = ManualMicroBatch()  # None of the data, between loader batches
+        self.closed: list[ClosedWindow] = []  # the window of each call, at the last boundary
         self.row_wise, self.checks = row_wise, checks
-        self.tried: list[Tensor] | None = None
-        """The losses of a ``training_step`` that is tried out."""
-        self.most_tried = 1
-        """Of these, in any ``training_step`` that was tried out."""
+        self.tried: list[Tensor] | None = None  # the losses of a ``training_step`` that is tried out
+        self.most_tried = 1  # of these, in any ``training_step`` that was tried out
         self.is_free_of_steps: bool | None = None
         """No loss depends on a step that ``training_step`` makes before it; None where that was not tried out."""
         self._module = cast("pl.LightningModule", trained.module)
         self._parameters, self._loss_scale, self._reduces_by_itself = trained.parameters, trained.loss_scale, reduces_by_itself
-        self.micro_batches_begun = 0
-        """Those of the window."""
-        self._most_calls = 0
-        """Of ``manual_backward``, in any ``training_step`` so far."""
+        self.micro_batches_begun = 0  # those of the window
+        self._most_calls = 0  # of ``manual_backward``, in any ``training_step`` so far
         self._of_first: tuple[list[str], int] | None = None
         """What the first micro-batch of the window stepped, and how many backward calls it made."""
         self._is_announced = False
@@ -95,8 +87,6 @@ class ManualWindows(Windows):
         # in what is tried out no scheduler steps, whatever it counts
         are_deferred = lambda: self.tried is not None or (counts_steps and self.current.defers_steps)  # noqa: E731
         self.steps = DeferredSteps(trained, schedulers, self.may_step, are_deferred)
-
-    # --- one loader batch -------------------------------------------------------------------------------------------
 
     def begin_loader_batch(self) -> None:
         """Hooks before training_step are next. A window has one that may step, that of its first loader batch."""
@@ -288,8 +278,6 @@ class ManualWindows(Windows):
             manual_start_line(self.calls, [call.line for call in self.calls], samples_of(batch, samples), loader_batches)
         )
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------
-
     @override
     def in_words(self, size: int) -> str:
         return f"{super().in_words(size)}, of a module that optimizes by itself"
@@ -316,8 +304,6 @@ class ManualWindows(Windows):
     @override
     def _loss_scale_of(self, training: Trained) -> float:
         return 1.0  # the sums are without it
-
-    # --- steps ------------------------------------------------------------------------------------------------------
 
     def may_step(self, name: str, optimizer: Optimizer) -> bool:
         """Whether an optimizer of this name, whose step is called, makes it now rather than at the boundary."""

@@ -22,9 +22,8 @@ from lightning_accum.sync.base import ShardedSyncPolicy
 from lightning_accum.sync.fsdp2 import FSDP2Sync, groups_of, has_replicas
 from lightning_accum.sync.sharded import SharedRows
 from lightning_accum.trainer import seams
-from lightning_accum.trainer.ddp import checked_sync
+from lightning_accum.trainer.engines import ShardedMixin, checked_sync
 from lightning_accum.trainer.from_lightning import MisconfiguredError, pl
-from lightning_accum.trainer.fsdp import ShardedMixin
 from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.counts import count_samples
 

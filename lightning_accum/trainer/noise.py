@@ -130,7 +130,7 @@ class GradientNoiseScale(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._let_go()
+        self.teardown()
         found, strategy = "", cast("Engine", trainer.strategy)
         accumulation = strategy.accumulation if isinstance(strategy, Engine) else None
         if accumulation is None or not pl_module.automatic_optimization:
@@ -179,11 +179,13 @@ class GradientNoiseScale(pl.Callback):
         self._micro_batches.append(tensor_of([squares, n, n != 0, counted, samples, float(is_sum)], device, dtype))
         self._norms = None
 
-    def _watch(self, parameters: Iterable[Tensor]) -> None:
+    def _watch(self, parameters: Iterable[Tensor | None]) -> None:
         """Watch parameters that need a gradient and are not watched yet. Sharded ones never get theirs from a backward."""
         # a hook on a leaf gets the sum over all its uses in the graph, before it is added to .grad and before DDP reduces it
         for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._watched and not isinstance(parameter, DTensor):
+            if parameter is None or not parameter.requires_grad or isinstance(parameter, DTensor):
+                continue
+            if parameter not in self._watched:
                 self._watched[parameter] = True
                 handle = parameter.register_hook(partial(self._see, len(self._handles)))  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
@@ -191,7 +193,7 @@ class GradientNoiseScale(pl.Callback):
     def _watch_whole(self, parts: list[nn.Module], unit: nn.Module, arguments: object) -> None:
         if torch.is_grad_enabled():
             for part in parts:
-                self._watch(parameter for parameter in part._parameters.values() if parameter is not None)
+                self._watch(part._parameters.values())
 
     def _see(self, number: int, gradient: Tensor) -> None:
         if self._norms is not None:
@@ -205,11 +207,10 @@ class GradientNoiseScale(pl.Callback):
             return
         if not accumulation.is_passthrough():
             self._measure(cast("Engine", trainer.strategy), accumulation, optimizer)
-            self._show(trainer)
         self._micro_batches.clear()
 
     def _measure(self, strategy: Engine, accumulation: Accumulation, optimizer: Optimizer) -> None:
-        """Estimate S and |G|^2 from the window that has just ended. On all ranks together."""
+        """Estimate S and |G|^2 from the window that has just ended, and log them. On all ranks together."""
         if accumulation.plan is not None and accumulation.plan.order is not None:
             accumulation.warn_once(
                 "GradientNoiseScale takes micro-batches for random parts of the data, but these are sorted by length: where"
@@ -237,12 +238,10 @@ class GradientNoiseScale(pl.Callback):
         is_whole = (as_counted - in_window).abs() <= 1e-5 * as_counted  # and was not resumed in its middle
         decay = self.smoothing ** torch.tensor([1.0] * 7 + [2.0, 0.0], dtype=new.dtype, device=new.device)
         self._sums = torch.where(is_whole & (counted > 1) & new[:6].isfinite().all(), decay * self._sums + new, self._sums)
-
-    def _show(self, trainer: pl.Trainer) -> None:
         total, s, g, weight, samples = (self._sums[_SUMMED.index(name)] for name in ("1", "S", "G", "weight", "samples"))
-        scale = torch.where(g > 0, (s / g).clamp(min=0), math.inf).where(total > 0, math.nan)
-        found = {"weight": scale, "samples": scale * samples / weight, "variance": s / total, "gradient": g / total}
-        cast("Engine", trainer.strategy).rows.show({f"noise_scale/{name}": value for name, value in found.items()}, is_finite=True)
+        noise = torch.where(g > 0, (s / g).clamp(min=0), math.inf).where(total > 0, math.nan)
+        found = {"weight": noise, "samples": noise * samples / weight, "variance": s / total, "gradient": g / total}
+        strategy.rows.show({f"noise_scale/{name}": value for name, value in found.items()}, is_finite=True)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -262,20 +261,15 @@ class GradientNoiseScale(pl.Callback):
             )
 
     @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._let_go()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._let_go()
-
-    def _let_go(self) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         if self._accumulation is not None:
             self._accumulation.observer = None
         for handle in self._handles:
             handle.remove()
         self._accumulation, self._micro_batches, self._optimizers, self._handles, self._norms = None, [], [], [], None
         self._watched = {}  # weak references cannot be pickled
+
+    on_exception = teardown
 
     @override
     def state_dict(self) -> dict[str, Any]:

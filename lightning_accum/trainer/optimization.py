@@ -1,7 +1,11 @@
-"""Automatic optimization of a window: one loader batch, as it is or in micro-batches, and the optimizer step at its end."""
+"""Optimization of a window: one loader batch, as it is or in micro-batches, and the optimizer step at its end.
+
+And manual optimization: the module's own backwards and steps, some of which are deferred.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,10 +24,22 @@ from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.step import Outcome
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.first_batch import transferred, try_out, unlogged_step
-from lightning_accum.trainer.from_lightning import Closure, ClosureResult, Precision, Strategy, _AutomaticOptimization, call, pl
+from lightning_accum.trainer.first_batch import check_manual_batch, transferred, try_out, unlogged_step
+from lightning_accum.trainer.from_lightning import (
+    Closure,
+    ClosureResult,
+    Precision,
+    Strategy,
+    _AutomaticOptimization,
+    _ManualOptimization,
+    call,
+    call_window_hooks,
+    is_lightnings,
+    pl,
+)
 from lightning_accum.trainer.results import collecting_logs, logging_nothing, show_logs
-from lightning_accum.trainer.watch import AROUND_BACKWARD, LIBRARIES, WindowClosure, call_window_hooks, is_lightnings
+from lightning_accum.trainer.watch import AROUND_BACKWARD, LIBRARIES, WindowClosure
+from lightning_accum.window_totals import ClosedWindow
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
@@ -36,14 +52,10 @@ class WindowOptimization(_AutomaticOptimization):
     """A loader batch adds to a window instead of being a part of one; and how its micro-batches are run."""
 
     strategy: Engine
-    skips_backward: bool = False
-    """Nothing is trained: StochasticWeightAveraging passes over the data."""
-    batch: Any = None
-    """The last loader batch of the epoch under way."""
-    _others: Sequence[Any] = ()
-    """What ``training_step`` gets beside it."""
-    _is_silent: bool = False
-    """``training_step`` and its backward need nothing around them."""
+    skips_backward: bool = False  # nothing is trained: StochasticWeightAveraging passes over the data
+    batch: Any = None  # the last loader batch of the epoch under way
+    _others: Sequence[Any] = ()  # what ``training_step`` gets beside it
+    _is_silent: bool = False  # ``training_step`` and its backward need nothing around them
 
     @property
     def epoch_loop(self) -> Any:
@@ -108,8 +120,6 @@ class WindowOptimization(_AutomaticOptimization):
             try_out(self.trainer, strategy, kwargs)
         return ends_window
 
-    # --- a window that is counted before it runs -------------------------------------------------------------------------
-
     def transferred(self, batch: Any) -> Any:
         """A loader batch that was drawn ahead, as ``training_step`` gets it."""
         return transferred(self.trainer, batch)
@@ -129,8 +139,6 @@ class WindowOptimization(_AutomaticOptimization):
         with self.trainer.precision_plugin.train_step_context():
             loss: Tensor | None = self.strategy.run_as_engine(partial(loss_unlogged, self.trainer, ahead=ahead), batch)
         return loss
-
-    # --- the optimizer step -------------------------------------------------------------------------------------------
 
     def step(self, outcome: Outcome, again: Callable[[], Outcome] | None) -> Outcome:
         """Make the optimizer step of a window that has ended, and count it if it really happened.
@@ -172,8 +180,6 @@ class WindowOptimization(_AutomaticOptimization):
     def step_without_batch(self) -> None:
         """End a window after its last loader batch, and make its step."""
         self.step(Outcome(self.strategy.session.end_window(self.epoch_loop.batch_progress.total.ready, is_reduced=False)), None)
-
-    # --- one micro-batch ----------------------------------------------------------------------------------------------
 
     def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
         """``training_step``: the loss of a micro-batch, and what else it returned."""
@@ -228,19 +234,49 @@ class WindowOptimization(_AutomaticOptimization):
         show_logs(self.trainer, outputs)
 
 
-class NotingPrecision(Precision):
-    """Clips as the strategy does, and keeps the norm, which Lightning throws away."""
+class WindowManualOptimization(_ManualOptimization):
+    """Counts the steps that are not deferred, and begins and ends micro-batches."""
 
-    clips_as: Engine  # a plugin of the user's may have a `strategy` of its own
+    strategy: Engine
 
     @override
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        strategy, accumulation = self.clips_as, self.clips_as.accumulation
-        if accumulation is None:  # the module clips by itself
-            super().clip_grad_by_norm(optimizer, clip_val)
-        else:
-            norm, closed = strategy.clip_by_norm(self.main_params(optimizer), clip_val), accumulation.closed
-            accumulation.closed = None if closed is None else closed._replace(gradient_norm=norm)
+    def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        """Run ``training_step`` on a loader batch, which calls the optimizers by itself."""
+        strategy, manual, before = self.strategy, self.strategy.manual, self.optim_step_progress.total.completed
+        batch = next(iter(kwargs.values()), None)
+        with strategy.around_loader_batch(kwargs), strategy.running_row_wise(batch):
+            if manual is None:
+                outputs, closed, loader_batches = super().run(kwargs), list[ClosedWindow](), 1
+            else:
+                epoch_loop: Any = self.trainer.fit_loop.epoch_loop
+                is_boundary = epoch_loop.begin_loader_batch(manual.boundary, "_ManualOptimization")
+                manual.check_batch(True, is_boundary)
+                check_manual_batch(self.trainer, strategy, kwargs)
+                manual.begin_training_step(batch, is_boundary)
+                outputs, loader_batches = super().run(kwargs), manual.boundary.position(epoch_loop.begun)
+                manual.end_training_step(epoch_loop.begun)
+                manual.announce(batch, self.trainer.accumulate_grad_batches, strategy.samples_of_loader())
+                if not is_boundary:
+                    return outputs
+                strategy.end_window()
+                closed = manual.closed
+            if self.optim_step_progress.total.completed > before:
+                window = closed[0] if closed else ClosedWindow(math.nan, math.nan, 1)  # if nothing was weighed
+                call_window_hooks(self.trainer, window._replace(loader_batches=loader_batches, has_stepped=not window.is_empty))
+        return outputs
+
+    @override
+    def _on_before_step(self) -> None:
+        if not self._defers_steps():
+            super()._on_before_step()
+
+    @override
+    def _on_after_step(self) -> None:
+        if not self._defers_steps():
+            super()._on_after_step()
+
+    def _defers_steps(self) -> bool:
+        return self.strategy.manual is not None and self.strategy.manual.current.defers_steps
 
 
 # --- what nobody listens to -------------------------------------------------------------------------------------------

@@ -21,26 +21,21 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.exact import exact
 from lightning_accum.micro_batch import Output
 from lightning_accum.splitting.logs import BatchLog, Joined, joined_logs
-from lightning_accum.trainer.from_lightning import _LoggerConnector, _ResultCollection, _ResultMetric, pl
+from lightning_accum.trainer.from_lightning import _LoggerConnector, _ResultCollection, _ResultMetric, pl, replacing
 from lightning_accum.trainer.manual import ManualWindows
-from lightning_accum.trainer.watch import replacing
 from lightning_accum.windows import Windows
 
 
 class BatchResults(_ResultCollection):
     """Counts what a shadow batch logs without weight, and stores how the batches of this fit are logged."""
 
-    strategy: Any = None
-    """The Engine of the fit, whose file imports this one."""
-    batch_log: BatchLog | None = None
-    """Takes what is logged, while a split batch runs."""
-    is_left_out: bool = False
-    """What is logged is of a batch that is as if it had never been there."""
+    strategy: Any = None  # the Engine of the fit, whose file imports this one
+    batch_log: BatchLog | None = None  # takes what is logged, while a split batch runs
+    is_left_out: bool = False  # what is logged is of a batch that is as if it had never been there
     replaced: dict[int, tuple[Any, dict[str, Any]]]
     """The module and its metrics, and what replaces their methods while a split batch runs: the same functions for all batches,
     since a compiled training_step is compiled anew for others."""
-    looked_in: int | None = None
-    """The epoch in which these metrics were looked for."""
+    looked_in: int | None = None  # the epoch in which these metrics were looked for
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
@@ -107,8 +102,7 @@ def _collecting(results: BatchResults, module: pl.LightningModule) -> Callable[.
     return log
 
 
-_ARGUMENTS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
-"""Of ``log``, after the value."""
+_ARGUMENTS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]  # of ``log``, after the value
 
 
 def show_logs(trainer: pl.Trainer, outputs: Sequence[Output]) -> None:
@@ -178,12 +172,9 @@ class WindowRows(_LoggerConnector):
     ``log`` would do all of that at a hundred times the cost.
     """
 
-    pending: dict[str, Tensor]
-    """Of a window that has ended, and whose loader batch has not."""
-    in_bar: dict[str, Any]
-    """What the progress bar shows of the last window."""
-    last_end: float | None = None
-    """When the last window ended."""
+    pending: dict[str, Tensor]  # of a window that has ended, and whose loader batch has not
+    in_bar: dict[str, Any]  # what the progress bar shows of the last window
+    last_end: float | None = None  # when the last window ended
 
     @property
     @override

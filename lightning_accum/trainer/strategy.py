@@ -1,4 +1,4 @@
-"""The set-up and end of a training, shared by all strategies; and the strategy of one device, ``Trainer(strategy="accum")``."""
+"""The set-up and end of a training, shared by all strategies."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from lightning_accum.splitting.plan import Splitting
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import MisconfiguredError, misconfigured, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import MisconfiguredError, callbacks_of, misconfigured, pl, rank_zero_info, replacing
 from lightning_accum.trainer.installation import installed, naming_launcher
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.validation import validating_every
-from lightning_accum.trainer.watch import Watch, callbacks_of, gradient_reads, replacing
+from lightning_accum.trainer.watch import Watch, gradient_reads
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import Verdict
@@ -44,10 +44,8 @@ class AccumulationMixin(Engine):
     """To be put in front of a strategy of Lightning's."""
 
     _hidden_size: int | None = None
-    _fit: ExitStack | None = None
-    """Undoes what a fit does to the Trainer, its optimizers and callbacks, and to this strategy."""
-    _from_before: frozenset[str] = frozenset()
-    """The attributes that the strategy had before the fit."""
+    _fit: ExitStack | None = None  # undoes what a fit does to the Trainer, its optimizers and callbacks, and to this strategy
+    _from_before: frozenset[str] = frozenset()  # the attributes that the strategy had before the fit
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         seams.check_nothing_is_missing()
@@ -284,58 +282,3 @@ def _inserted(callback: GradientAccumulation, trainer: pl.Trainer) -> Iterator[N
 
 def _policies(trainer: pl.Trainer) -> list[GradientAccumulation]:
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
-
-
-# --- one device -------------------------------------------------------------------------------------------------------
-
-
-class AccumulationStrategy(AccumulationMixin, pl.strategies.SingleDeviceStrategy):
-    """Exact gradient accumulation on one device, ``Trainer(strategy="accum")``.
-
-    It runs on the device that the Trainer's ``accelerator`` and ``devices`` name.
-
-    Args:
-        device: the device, if not the Trainer's.
-        kwargs: see :class:`lightning.pytorch.strategies.SingleDeviceStrategy`.
-
-    Raises:
-        MisconfigurationException: (from the Trainer) it names more than one device or node.
-
-    Example:
-        >>> from lightning.pytorch import Trainer
-        >>> from lightning_accum import GradientAccumulation
-        >>> trainer = Trainer(accelerator="cpu", strategy="accum", callbacks=[GradientAccumulation(8)], logger=False)
-    """
-
-    strategy_name = "accum"
-
-    def __init__(self, device: torch.device | str | int | None = None, **kwargs: Any) -> None:
-        super().__init__(device="cpu" if device is None else device, **kwargs)
-        self._has_device = device is not None
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The one device, as the Trainer's connector asks for it; None until it is known."""
-        return [self.root_device] if self._has_device else None
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        if len(devices) > 1:
-            raise MisconfiguredError(
-                f'strategy="accum" runs on one device, but the Trainer names {len(devices)}. Use strategy="accum_ddp", or'
-                " devices=1."
-            )
-        self._root_device = devices[0]
-        self._has_device = True
-
-    @property
-    def num_nodes(self) -> int:
-        """Always 1."""
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes > 1:
-            raise MisconfiguredError(
-                f'strategy="accum" runs on one node, but the Trainer names {num_nodes}. Use strategy="accum_ddp".'
-            )

@@ -33,10 +33,8 @@ class WindowFetcher(_PrefetchDataFetcher):
     """
 
     strategy: Engine
-    longest: int | None
-    """Batches in an epoch of the rank that has the most; None where some length is not known."""
-    is_one_empty: bool
-    """The loader of a rank has no batch."""
+    longest: int | None  # batches in an epoch of the rank that has the most; None where some length is not known
+    is_one_empty: bool  # the loader of a rank has no batch
     states: deque[list[dict[str, Any]]]
     """Of the loaders that have one: after the batch that was yielded last, and after each that was drawn ahead."""
     _batches: LoaderBatches | None = None
@@ -155,8 +153,7 @@ class DeferredSigterm(_SignalConnector):
     Lightning broadcasts from inside of the handler, between whatever collectives the ranks are in, and stops a rank by itself.
     """
 
-    is_waiting: bool = False
-    """SIGTERM has come in this fit."""
+    is_waiting: bool = False  # SIGTERM has come in this fit
 
     @override
     def _sigterm_notifier_fn(self, signum: Any, frame: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from typing_extensions import override
@@ -12,19 +12,17 @@ from lightning_accum.boundary import ValidationClock, count_windows
 from lightning_accum.errors import UsageError
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import MisconfiguredError, _DataFetcher, _TrainingEpochLoop, pl
-from lightning_accum.trainer.watch import callbacks_of
+from lightning_accum.trainer.from_lightning import MisconfiguredError, _DataFetcher, _TrainingEpochLoop, callbacks_of, pl, replacing
 
 
-@contextmanager
-def validating_every(steps: int, trainer: pl.Trainer) -> Iterator[None]:
+def validating_every(steps: int, trainer: pl.Trainer) -> AbstractContextManager[None]:
     """In here EarlyStopping and ModelCheckpoint, who ask the Trainer, look after a validation and not after an epoch.
 
     Raises:
         MisconfigurationException: the Trainer says when to validate, too.
     """
     own = {name: getattr(trainer, name) for name in ("val_check_interval", "check_val_every_n_epoch")}
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
+    if vars(trainer)["_val_check_time_interval"] is not None:
         own["val_check_interval"] = "a time"
     if own != {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}:
         said = ", ".join(f"{name}={value}" for name, value in own.items())
@@ -32,11 +30,7 @@ def validating_every(steps: int, trainer: pl.Trainer) -> Iterator[None]:
             f"Trainer({said}) and GradientAccumulation(validate_every={steps}) both say when to validate. Leave val_check_interval"
             " and check_val_every_n_epoch out, to validate every so many optimizer steps; or leave validate_every out."
         )
-    vars(trainer).update(val_check_interval=steps, check_val_every_n_epoch=None)
-    try:
-        yield
-    finally:
-        vars(trainer).update(own)
+    return replacing(trainer, val_check_interval=steps, check_val_every_n_epoch=None)
 
 
 class AccumulatingTrainer(pl.Trainer):
@@ -69,10 +63,8 @@ class AccumulatingTrainer(pl.Trainer):
 class ValidatingEpochLoop(_TrainingEpochLoop):
     """Validates after loader batches in which a multiple of ``validate_every`` was reached, where that was asked for."""
 
-    validation: ValidationClock | None = None
-    """When validation is due; None where Lightning decides, or there is none."""
-    _should_check_val_fx: Any
-    """Lightning's own, unless there is such a clock: it is asked after every loader batch."""
+    validation: ValidationClock | None = None  # when validation is due; None where Lightning decides, or there is none
+    _should_check_val_fx: Any  # Lightning's own, unless there is such a clock: it is asked after every loader batch
     _validated: Sequence[int] | None = None
     """In the checkpoint that training goes on from: the steps of that clock, and after which loader batch."""
 

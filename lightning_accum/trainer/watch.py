@@ -1,6 +1,6 @@
 """Whether Lightning calls what stands in for its own, once and in the order that was read, and divides nothing on the way.
 
-And hooks of the user's: those that Lightning does not call, and those that see gradients inside of a window.
+And hooks of the user's that see gradients inside of a window.
 """
 
 from __future__ import annotations
@@ -25,15 +25,12 @@ from lightning_accum.errors import UsageError
 from lightning_accum.parameter_changes import elements_of
 from lightning_accum.step import Outcome
 from lightning_accum.trainer import seams
-from lightning_accum.trainer.from_lightning import Closure, pl
-from lightning_accum.window_totals import ClosedWindow
+from lightning_accum.trainer.from_lightning import Closure, callbacks_of, is_lightnings, pl, replacing
 
 LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
 AROUND_BACKWARD = ("on_before_backward", "on_after_backward")
-CLOSE_WINDOWS = 3
-"""The windows in which the watch is close where all of Lightning's methods are those that were read."""
-_TOLERANCE = 1e-2
-"""Of a factor: what gradients are rounded to in the narrowest type; a loss that is divided is at least halved."""
+CLOSE_WINDOWS = 3  # the windows in which the watch is close where all of Lightning's methods are those that were read
+_TOLERANCE = 1e-2  # of a factor: what gradients are rounded to in the narrowest type; a loss that is divided is at least halved
 _OF_A_STEP = "LightningModule.optimizer_step, LightningOptimizer.step, Strategy.optimizer_step, Precision.optimizer_step"
 
 
@@ -72,8 +69,6 @@ class Watch:
         self._left: set[bool] = set()
         self._is_lightnings = partial(is_lightnings, module)
 
-    # --- epochs ---------------------------------------------------------------------------------------------------------
-
     def begin(self) -> None:
         """Training begins, maybe after a run that failed: tuners try some."""
         self.called.add("Strategy.on_train_start")
@@ -87,8 +82,6 @@ class Watch:
         if number == self._epoch:
             raise seams.broken(f"_TrainingEpochLoop.run was called twice for epoch {number}.")
         self._epoch, self._rates = number, None  # schedulers of epochs step inside of windows that are carried on
-
-    # --- the loss -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def training_step(self, module: pl.LightningModule) -> Iterator[None]:
@@ -135,11 +128,9 @@ class Watch:
     @contextmanager
     def zero_grad(self, optimizer: Optimizer) -> Iterator[None]:
         """The gradients of an earlier window are cleared in here."""
-        parameter = next((parameter for parameter in parameters_of(optimizer) if parameter.grad is not None), None)
-        gradient = None if parameter is None else parameter.grad
-        before = None if gradient is None else gradient._version
+        found = next(((own, own.grad, own.grad._version) for own in parameters_of(optimizer) if own.grad is not None), None)
         yield
-        if gradient is not None and parameter is not None and parameter.grad is gradient and gradient._version == before:
+        if found is not None and found[0].grad is found[1] and found[1]._version == found[2]:
             if not self._is_lightnings("optimizer_zero_grad"):
                 raise UsageError(
                     "The module's optimizer_zero_grad leaves the gradients of an earlier window there, to which this one would add."
@@ -149,8 +140,6 @@ class Watch:
                 "zero_grad left a gradient of an earlier window (_AutomaticOptimization._optimizer_zero_grad,"
                 " LightningModule.optimizer_zero_grad)."
             )
-
-    # --- the step -------------------------------------------------------------------------------------------------------
 
     def note_rates(self, optimizer: Optimizer) -> None:
         """A loader batch has ended that does not end its window."""
@@ -173,8 +162,8 @@ class Watch:
         self.forget_optimizer()
         self._optimizer = optimizer
         if getattr(type(optimizer).step, "hooked", False):  # some that wrap another optimizer leave out Optimizer.__init__
-            self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer))
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer))
+            after, before = optimizer.register_step_post_hook, optimizer.register_step_pre_hook
+            self._hooks = [after(self._after_optimizer), before(self._before_optimizer)]
 
     def forget_optimizer(self) -> None:
         """See no steps any more."""
@@ -226,8 +215,6 @@ class Watch:
             raise seams.broken(f"A window ended, and the optimizer did not step ({_OF_A_STEP}).")
         self._is_stepping, self._steps, self._before_step = False, 0, ([], [])
         return self._has_stepped
-
-    # --- schedulers -----------------------------------------------------------------------------------------------------
 
     def schedulers_due(self) -> None:
         """The clock has ticked."""
@@ -304,53 +291,6 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 def _rates_of(optimizer: Optimizer) -> list[float]:
     rates = [group.get("lr") for group in optimizer.param_groups]
     return [rate for rate in rates if isinstance(rate, float)]  # a tensor may be on a device
-
-
-# --- hooks of the user's --------------------------------------------------------------------------------------------------
-
-
-def is_lightnings(owner: object, hook: str, kind: type = pl.LightningModule) -> bool:
-    """Whether a module, or another ``kind`` of object, leaves ``hook`` to Lightning, of whatever release."""
-    return getattr(type(owner), hook) is getattr(kind, hook) and hook not in vars(owner)
-
-
-def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """The Trainer's callbacks, to read and to add to."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, unseen by type checkers
-    return callbacks
-
-
-@contextmanager
-def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
-    """In here an object has these attributes. ``_current_fx_name`` of a module is the hook that ``module.log`` is called in."""
-    own = vars(owner)  # of a Module, setting one takes microseconds
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            own.pop(name, None)
-        own.update(before)
-
-
-def call_window_hooks(trainer: pl.Trainer, window: ClosedWindow) -> None:
-    """Call ``on_window_end`` of the callbacks and of the module that have it."""
-    module = trainer.lightning_module
-    owners: list[Any] = [*callbacks_of(trainer), module]
-    listeners = [owner for owner in owners if callable(getattr(owner, "on_window_end", None))]
-    if not listeners:
-        return
-    with replacing(module, _current_fx_name="on_train_batch_end"):  # `self.log` works as there
-        for owner in listeners:
-            owner.on_window_end(*((window,) if owner is module else (trainer, module, window)))
-
-
-def call_batch_end(kind: type[pl.Callback], trainer: pl.Trainer, outputs: Any, batch: Any, batch_idx: int) -> None:
-    """Have callbacks of a kind see an optimizer step that no end of a loader batch comes after."""
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, kind):
-            callback.on_train_batch_end(trainer, trainer.lightning_module, outputs, batch, batch_idx)
 
 
 # --- hooks that see gradients inside of a window -----------------------------------------------------------------------

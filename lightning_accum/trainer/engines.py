@@ -1,0 +1,258 @@
+"""The strategies of one device, of DistributedDataParallel and of FullyShardedDataParallel (FSDP1).
+
+That of ``fully_shard`` is in ``model_parallel.py``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_accum.checkpoint import PartialWindow
+from lightning_accum.errors import UsageError
+from lightning_accum.policy import check_is_one_of
+from lightning_accum.sync.base import GradientSync, SyncPolicy, forward_replaced
+from lightning_accum.sync.ddp import DDPSync, WideDDPSync, sync_buffers
+from lightning_accum.sync.sharded import FSDP1Sync, ShardedSync
+from lightning_accum.trainer.from_lightning import MisconfiguredError, misconfigured, pl
+from lightning_accum.trainer.optimization import loss_unlogged
+from lightning_accum.trainer.strategy import AccumulationMixin
+from lightning_accum.user_warnings import rank_zero_warn
+
+_Sync = TypeVar("_Sync", bound=str)
+
+
+def checked_sync(sync: _Sync, *others: str) -> _Sync:
+    """The argument ``sync`` of a strategy.
+
+    Raises:
+        MisconfigurationException: it is none of them.
+    """
+    with misconfigured():
+        check_is_one_of("sync", sync, "window", "micro_batch", *others)
+    return sync
+
+
+class AccumulationStrategy(AccumulationMixin, pl.strategies.SingleDeviceStrategy):
+    """Exact gradient accumulation on one device, ``Trainer(strategy="accum")``.
+
+    It runs on the device that the Trainer's ``accelerator`` and ``devices`` name.
+
+    Args:
+        device: the device, if not the Trainer's.
+        kwargs: see :class:`lightning.pytorch.strategies.SingleDeviceStrategy`.
+
+    Raises:
+        MisconfigurationException: (from the Trainer) it names more than one device or node.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_accum import GradientAccumulation
+        >>> trainer = Trainer(accelerator="cpu", strategy="accum", callbacks=[GradientAccumulation(8)], logger=False)
+    """
+
+    strategy_name = "accum"
+
+    def __init__(self, device: torch.device | str | int | None = None, **kwargs: Any) -> None:
+        super().__init__(device="cpu" if device is None else device, **kwargs)
+        self._has_device = device is not None
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The one device, as the Trainer's connector asks for it; None until it is known."""
+        return [self.root_device] if self._has_device else None
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        if len(devices) > 1:
+            raise MisconfiguredError(
+                f'strategy="accum" runs on one device, but the Trainer names {len(devices)}. Use strategy="accum_ddp", or'
+                " devices=1."
+            )
+        self._root_device = devices[0]
+        self._has_device = True
+
+    @property
+    def num_nodes(self) -> int:
+        """Always 1."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes > 1:
+            raise MisconfiguredError(
+                f'strategy="accum" runs on one node, but the Trainer names {num_nodes}. Use strategy="accum_ddp".'
+            )
+
+
+class DDPAccumulationStrategy(AccumulationMixin, pl.strategies.DDPStrategy):
+    """Exact gradient accumulation over DistributedDataParallel, ``Trainer(strategy="accum_ddp")``.
+
+    Also registered with the suffixes of Lightning's own: ``_spawn``, ``_fork``, ``_notebook`` and
+    ``_find_unused_parameters_true``.
+
+    Args:
+        args: see :class:`lightning.pytorch.strategies.DDPStrategy`; so are the keyword arguments.
+        sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"`` (Accelerate's
+            ``sync_each_batch``); where loader batches are split, at the end of each, since the ranks may come to different
+            numbers of micro-batches. The result is the same.
+        kwargs: see above.
+
+    Raises:
+        MisconfigurationException: ``sync`` is neither of the two.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(accelerator="cpu", devices=2, strategy="accum_ddp", accumulate_grad_batches=8, logger=False)
+    """
+
+    strategy_name = "accum_ddp"
+
+    def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sync_policy = checked_sync(sync)
+
+    @override
+    def _make_sync(self) -> GradientSync:
+        assert self.accumulation is not None
+        assert isinstance(self.model, DistributedDataParallel)
+        if (sums := self.accumulation.sums) is not None:
+            return WideDDPSync(self.model, sums, self.accumulation.ranks)
+        return DDPSync(self.model, self._sync_policy, self.policy.finishes_after_backward)
+
+    @override
+    def _engine(self) -> dict[str, Any]:
+        ddp = self.model
+        assert isinstance(ddp, DistributedDataParallel)
+        is_static, has_hook = bool(ddp.static_graph), bool(ddp._comm_hooks)
+        return {"engine": "ddp", "sync": self._sync_policy, "is_static_graph": is_static, "has_comm_hook": has_hook}
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self.manual is None:  # else nothing is left to DistributedDataParallel that it could delay
+            super().post_backward(closure_loss)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.manual is not None:  # its windows reduce gradients themselves, each backward by itself
+            assert isinstance(self.model, DistributedDataParallel)
+            if self.manual.micro_batches_begun == 1:
+                sync_buffers(self.model)
+            with self.precision_plugin.train_step_context(), self.model.no_sync():
+                return self.module.training_step(*args, **kwargs)
+        if self.accumulation is None:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return self.sync.forward(self.module.training_step, *args, **kwargs)
+
+
+class ShardedMixin(AccumulationMixin):
+    """In front of Lightning's strategies for FSDP1 and FSDP2."""
+
+    reduces_every_backward_by_itself = True
+
+    @override
+    def _make_sync(self) -> ShardedSync:
+        sync = self._sync_of_units()
+        sync.may_lack_loss = self.row_wise is None
+        assert self._fit is not None
+        self._fit.callback(sync.close)
+        return sync
+
+    @abstractmethod
+    def _sync_of_units(self) -> ShardedSync:
+        """The reduction of the engine, once the module is sharded."""
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if isinstance(self.sync, ShardedSync) and self.trainer().training:
+            self.sync.batch_on_host = batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.accumulation is None:
+            return super().training_step(*args, **kwargs)
+        return self.sync.forward(self.module.training_step, *args, **kwargs)
+
+    def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step as the engine wants it."""
+        with self.precision_plugin.train_step_context():
+            return self.run_as_engine(step, *args, **kwargs)
+
+    def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
+        """The loss of a batch that had one before, of which nothing is logged."""
+        loss = loss_unlogged(self.trainer(), batch if is_on_device else super().batch_to_device(batch))
+        if loss is None:
+            raise UsageError(
+                f"training_step returned None on rank {self.global_rank} for a batch for which it had returned a loss before,"
+                " and which ran again in place of a batch without a loss."
+            )
+        return loss
+
+
+class FSDPAccumulationStrategy(ShardedMixin, pl.strategies.FSDPStrategy):
+    """Exact gradient accumulation over FullyShardedDataParallel (FSDP1), ``Trainer(strategy="accum_fsdp")``.
+
+    Lightning runs it on CUDA only.
+
+    Args:
+        args: see :class:`lightning.pytorch.strategies.FSDPStrategy`; so are the keyword arguments.
+        sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"``. Once a window sends less, but
+            holds whole gradients on every rank until the window ends; the other holds shards. The result is the same.
+        kwargs: see above.
+
+    Raises:
+        MisconfigurationException: ``sync`` is neither of the two.
+
+    Example:
+        >>> strategy = FSDPAccumulationStrategy(sync="micro_batch")
+    """
+
+    strategy_name = "accum_fsdp"
+
+    def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sync_policy = checked_sync(sync)
+
+    @override
+    def _engine(self) -> dict[str, Any]:
+        return {"engine": "fsdp1", "sync": self._sync_policy}
+
+    @override
+    def _sync_of_units(self) -> FSDP1Sync:
+        assert self.model is not None
+        return FSDP1Sync(self.model, self._sync_policy, self)
+
+    @override
+    def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.model is self.lightning_module:  # the user wrapped parts of it
+            return step(*args, **kwargs)
+        assert self.model is not None
+        with forward_replaced(self.module, step):
+            return self.model(*args, **kwargs)
+
+    @override
+    def partial_window(self) -> PartialWindow | None:
+        if self.accumulation is not None and self.accumulation.position:
+            rank_zero_warn(
+                "With FSDP1 a checkpoint inside a window does not hold its gradients: going on from it, the first step is made on"
+                ' the rest of the window. strategy="accum_model_parallel" (FSDP2) holds them.'
+            )
+        return None
+
+    @override
+    def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
+        if not isinstance(self.model, FullyShardedDataParallel):
+            raise MisconfiguredError(
+                f"The norm of all gradients is known to one FullyShardedDataParallel around all, but {type(self.model).__name__}"
+                " wraps its parts by itself. Clip by value, or in its configure_gradient_clipping."
+            )
+        return self.model.clip_grad_norm_(largest)
