@@ -174,7 +174,7 @@ class Accumulation(Windows):
             return Weighed(self.closed.weight, is_weightless=False)
         if not self.checks_left:
             is_checked = self.verdict is not None and self.verdict.deviation is not None
-            is_time = not self.window.micro_batches and (self._looks_anew or is_time_to_look(self.clock.optimizer_steps + 1))
+            is_time = not self.window.entries and (self._looks_anew or is_time_to_look(self.clock.optimizer_steps + 1))
             self._looks_anew &= not is_time
             self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_checked and (is_time or is_new_graph)))
             if is_checked and self.splitting is None and self.later.note_lengths(micro_batch.batch):
@@ -279,7 +279,7 @@ class Accumulation(Windows):
             self._add_weight(self.closed)
             return self.closed
         if self.changes.is_under_way:
-            self.changes.end(self.window.micro_batches)
+            self.changes.end(len(self.window.entries))
         sums = None if self.sums is None else self.sums.gradients()
         try:
             self.closed = self.window.close(lambda: [p.grad for p in parameters() if p.grad is not None] if sums is None else sums)

@@ -72,7 +72,7 @@ class Session:
         accumulation, splitting = self._accumulation, self._accumulation.splitting
         if accumulation.window.counted is not None:
             count_window(accumulation, step, batch, self.sync, self._snapshotter)
-        is_split, begun = splitting is not None and splitting.plan is not None, accumulation.window.micro_batches
+        is_split, begun = splitting is not None and splitting.plan is not None, len(accumulation.window.entries)
         has_boundary = ends_window and not self.finishes_after_backward
         with _NOTHING_AROUND if self._row_wise is None else self._row_wise.step(count_samples(batch)):
             if accumulation.is_shadow_batch:
@@ -101,7 +101,7 @@ class Session:
     def _mark(self) -> Mark:
         """Where the window stands, before an attempt at a loader batch that may have to be undone."""
         accumulation, window, sums = self._accumulation, self._accumulation.window, self._accumulation.sums
-        begun, left_out, is_zero_grad_due = window.micro_batches, window.left_out, accumulation.is_zero_grad_due
+        begun, left_out, is_zero_grad_due = len(window.entries), window.left_out, accumulation.is_zero_grad_due
         parameters = self._parameters()
         kept = {} if sums is None else {own: total.clone() for own, total in sums.accumulated(parameters).items()}
 

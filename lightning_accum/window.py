@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Window:
         self._world_size, self._group = ranks.size, ranks.group
         self.dtype = exact_dtype(self.device)
         """The type of weights and totals. MPS has no float64; float32 counts are exact up to 2**24."""
+        self._tensor_of = partial(tensor_of, device=self.device, dtype=self.dtype)
         self.flag = False
         """Something that all ranks are to know of when the window ends; it travels with the weights."""
         self.is_last = False
@@ -60,7 +62,7 @@ class Window:
 
     def discard(self) -> None:
         """Forget what has been accumulated so far."""
-        self._entries: list[Entry] = []
+        self.entries: list[Entry] = []  # the micro-batches with a loss so far, on this rank
         self._function: FunctionOfMean | None = None
         self.left_out = 0
         """Micro-batches so far, on this rank, that were not finite, see :meth:`skip_nonfinite`."""
@@ -77,14 +79,9 @@ class Window:
         return set() if self.counted is None else {*self.counted.keys}
 
     @property
-    def micro_batches(self) -> int:
-        """Micro-batches with a loss so far, on this rank."""
-        return len(self._entries)
-
-    @property
     def has_weight(self) -> bool:
         """Something has it so far, on this rank."""
-        return any(entry.has_weight for entry in self._entries)
+        return any(entry.has_weight for entry in self.entries)
 
     def add(self, loss: Tensor, contribution: Contribution, shares: Tensor | None = None) -> Tensor | None:
         """Take in a micro-batch before its backward, or the ``shares`` that its terms have in the loss of the window.
@@ -115,11 +112,11 @@ class Window:
                     ' compute the same function in all micro-batches of a window, or take the mean of their losses: weight="equal".'
                 )
             self._function = function
-        self._entries.append(entry)
+        self.entries.append(entry)
 
     def weight_so_far(self) -> float:
         """The sum of the weights of this rank; waits for the device that they are on."""
-        weights = [entry.contribution.weight for entry in self._entries]
+        weights = [entry.contribution.weight for entry in self.entries]
         if any(weight is None for weight in weights):
             raise ArgumentError(
                 "A window of Tokens ends when the weights of its micro-batches add up to that many, but the loss is a sum,"
@@ -131,7 +128,7 @@ class Window:
 
     def weighed(self) -> list[dict[str, Any]]:
         """The micro-batches that were taken in so far, as numbers."""
-        return [entry.state_dict() for entry in self._entries]
+        return [entry.state_dict() for entry in self.entries]
 
     @property
     def weight_scale(self) -> float | None:
@@ -140,7 +137,7 @@ class Window:
 
     def restore(self, weight_scale: float | None, weighed: Sequence[Mapping[str, Any]]) -> None:
         """Continue from earlier values of :attr:`weight_scale` and :meth:`weighed`."""
-        self._weight_scale, self._entries = weight_scale, []
+        self._weight_scale, self.entries = weight_scale, []
         for state in weighed:
             self._take_in(Entry.from_state_dict(state))
 
@@ -150,11 +147,11 @@ class Window:
 
     def rewind(self, micro_batches: int) -> None:
         """Forget all but the first ``micro_batches`` with a loss."""
-        del self._entries[micro_batches:]
+        del self.entries[micro_batches:]
 
     def skip_nonfinite(self) -> None:
         """Forget the last micro-batch, which was not finite, but for its number."""
-        self.rewind(self.micro_batches - 1)
+        self.rewind(len(self.entries) - 1)
         self.left_out += 1
 
     def add_empty(self) -> None:
@@ -178,8 +175,8 @@ class Window:
         """
         has_function = self._world_size > 1 and self._function is not None
         of_rank = [float(self.left_out), float(self.flag), float(self.is_last), self.has_doubts, float(has_function)]
-        counted = [] if self.counted is None else self.counted.compared([entry.contribution for entry in self._entries])
-        self._totals = summed(self._entries, of_rank, counted, self._tensor_of)
+        counted = [] if self.counted is None else self.counted.compared([entry.contribution for entry in self.entries])
+        self._totals = summed(self.entries, of_rank, counted, self._tensor_of)
         if self._world_size > 1:
             self._reduction = dist.all_reduce(self._totals, group=self._group, async_op=True)
 
@@ -205,7 +202,7 @@ class Window:
             for number, total, squares in zip(counted[1::3], counted[2::3], counted[3::3], strict=True)
         )
         of_terms = None if self.counted is None else self.counted.totals
-        function, entries, is_sum = self._function, self._entries, bool(totals.sums)
+        function, entries, is_sum = self._function, self.entries, bool(totals.sums)
         is_counted_empty = not any(of_terms or ()) and not any(None in (e.contribution.of_terms or {}).values() for e in entries)
         weight = totals.weight - (totals.weighted - 1) * self.constant if self.constant else totals.weight
         self.discard()
@@ -293,9 +290,6 @@ class Window:
                 " a single mean. Have training_step compute the same function on all ranks."
             )
         return value + sum(constant for *_, constant in numbers) / size, slope
-
-    def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:
-        return tensor_of(values, self.device, self.dtype)
 
 
 def _number(loss: Tensor) -> Denominator:

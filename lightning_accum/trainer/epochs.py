@@ -6,25 +6,31 @@ import math
 from collections import OrderedDict, deque
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from typing_extensions import override
 
+from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import TAILS, Boundary
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import check_manual_batch
-from lightning_accum.trainer.from_lightning import _DataFetcher, _FitLoop, _PrefetchDataFetcher, call_batch_end, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import (
+    _DataFetcher,
+    _FitLoop,
+    _PrefetchDataFetcher,
+    call_batch_end,
+    pl,
+    rank_zero_info,
+    replacing,
+)
 from lightning_accum.trainer.optimization import WindowOptimization
 from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import WindowFetcher, is_agreeing
 from lightning_accum.trainer.validation import ValidatingEpochLoop
 from lightning_accum.user_warnings import rank_zero_warn
-
-if TYPE_CHECKING:
-    from lightning_accum.accumulation import Accumulation
 
 
 class AccumulatingEpochLoop(ValidatingEpochLoop):
@@ -239,20 +245,15 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             super()._update_learning_rates(interval, update_plateau_schedulers)
             return
         # Lightning counts loader batches of the epoch; what is due is decided here, and stepped by Lightning
-        clock = strategy.accumulation.clock
-        configs = strategy.lr_scheduler_configs
+        clock, configs = strategy.accumulation.clock, strategy.lr_scheduler_configs
         if not configs:
             return
         due: list[pl.utilities.types.LRSchedulerConfig] = []
         for config in configs if strategy.watch.take_turn(update_plateau_schedulers) else ():
             if config.interval == "step":
                 due += [replace(config, frequency=1)] * clock.times_due(config.frequency)
-        strategy.lr_scheduler_configs = due
-        try:
-            with strategy.watch.ticks([] if update_plateau_schedulers else due):
-                super()._update_learning_rates(interval, update_plateau_schedulers)
-        finally:
-            strategy.lr_scheduler_configs = configs
+        with replacing(strategy, lr_scheduler_configs=due), strategy.watch.ticks([] if update_plateau_schedulers else due):
+            super()._update_learning_rates(interval, update_plateau_schedulers)
         if update_plateau_schedulers:  # they come last: a loader batch may end after the last of its windows
             clock.hold()
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_accum.errors import AccumulationError, ArgumentError
 from lightning_accum.trainer.package import take
-from lightning_accum.window_totals import ClosedWindow
 
 if TYPE_CHECKING:
     import lightning.fabric as _fabric
@@ -84,18 +83,6 @@ def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
         for name in attributes:
             own.pop(name, None)
         own.update(before)
-
-
-def call_window_hooks(trainer: pl.Trainer, window: ClosedWindow) -> None:
-    """Call ``on_window_end`` of the callbacks and of the module that have it."""
-    module = trainer.lightning_module
-    owners: list[Any] = [*callbacks_of(trainer), module]
-    listeners = [owner for owner in owners if callable(getattr(owner, "on_window_end", None))]
-    if not listeners:
-        return
-    with replacing(module, _current_fx_name="on_train_batch_end"):  # `self.log` works as there
-        for owner in listeners:
-            owner.on_window_end(*((window,) if owner is module else (trainer, module, window)))
 
 
 def call_batch_end(kind: type[pl.Callback], trainer: pl.Trainer, outputs: Any, batch: Any, batch_idx: int) -> None:

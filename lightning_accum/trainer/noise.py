@@ -157,7 +157,7 @@ class GradientNoiseScale(pl.Callback):
         """Watch the next backward, of a micro-batch with a weight (None for a loss that is a sum). Called by the strategy."""
         assert self._accumulation is not None
         window = self._accumulation.window
-        del self._micro_batches[window.micro_batches - 1 :]  # of a batch that runs again, or of a window that was dropped
+        del self._micro_batches[len(window.entries) - 1 :]  # of a batch that runs again, or of a window that was dropped
         if not self._micro_batches:
             for optimizer in self._optimizers:
                 self._watch(parameters_of(optimizer))  # some may have been frozen so far

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_accum.accumulation import Accumulation
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import Output
 from lightning_accum.splitting.logs import BatchLog
@@ -33,16 +34,13 @@ from lightning_accum.trainer.from_lightning import (
     _AutomaticOptimization,
     _ManualOptimization,
     call,
-    call_window_hooks,
     is_lightnings,
     pl,
+    replacing,
 )
 from lightning_accum.trainer.results import collecting_logs, logging_nothing, show_logs
 from lightning_accum.trainer.watch import AROUND_BACKWARD, LIBRARIES, WindowClosure
 from lightning_accum.window_totals import ClosedWindow
-
-if TYPE_CHECKING:
-    from lightning_accum.accumulation import Accumulation
 
 _NOTHING: dict[str, Any] = {}
 _NOTHING_AROUND = nullcontext()
@@ -106,16 +104,16 @@ class WindowOptimization(_AutomaticOptimization):
         self.skips_backward = self._skip_backward
         if self.skips_backward:
             accumulation.window.discard()
-        ends_window: bool = self.epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
-        if strategy.watch.is_close:
-            strategy.watch.find_other_rates(strategy.optimizers[0], accumulation.warn_once)
         if kwargs:
             self.batch, *self._others = kwargs.values()
             self._is_silent = _is_silent(self.trainer, strategy)
-        if splitting is not None and kwargs:
-            self.plan_ahead(self.batch)
-        elif splitting is not None:
+        ends_window: bool = self.epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
+        if strategy.watch.is_close:
+            strategy.watch.find_other_rates(strategy.optimizers[0], accumulation.warn_once)
+        if splitting is not None:
             splitting.plan = None
+            if kwargs:
+                self.plan_ahead(self.batch)
         if not self.skips_backward and (strategy.row_wise is not None or accumulation.checks_left):
             try_out(self.trainer, strategy, kwargs)
         return ends_window
@@ -277,6 +275,18 @@ class WindowManualOptimization(_ManualOptimization):
 
     def _defers_steps(self) -> bool:
         return self.strategy.manual is not None and self.strategy.manual.current.defers_steps
+
+
+def call_window_hooks(trainer: pl.Trainer, window: ClosedWindow) -> None:
+    """Call ``on_window_end`` of the callbacks and of the module that have it."""
+    module = trainer.lightning_module
+    owners: list[Any] = [*trainer.callbacks, module]  # type: ignore[attr-defined]  # set by a connector
+    listeners = [owner for owner in owners if callable(getattr(owner, "on_window_end", None))]
+    if not listeners:
+        return
+    with replacing(module, _current_fx_name="on_train_batch_end"):  # `self.log` works as there
+        for owner in listeners:
+            owner.on_window_end(*((window,) if owner is module else (trainer, module, window)))
 
 
 # --- what nobody listens to -------------------------------------------------------------------------------------------

@@ -228,8 +228,9 @@ class WindowRows(_LoggerConnector):
                 others["window/grad_norm"] = closed.gradient_norm
         else:
             return None
-        if not isinstance(closed.weight, Tensor) and (rate := self._weight_per_second(closed.weight)) is not None:
-            others["window/weight_per_second"] = rate
+        last_end, self.last_end = self.last_end, time.perf_counter()
+        if last_end is not None and self.last_end > last_end and not isinstance(closed.weight, Tensor):
+            others["window/weight_per_second"] = closed.weight / (self.last_end - last_end)
         windows.epoch_loss.add(closed.loss, closed.weight)
         steps = windows.clock.optimizer_steps
         self.in_bar = {"w_loss": closed.loss, "w_steps": str(steps)}
@@ -243,12 +244,6 @@ class WindowRows(_LoggerConnector):
                 **others,
             }
         )
-
-    def _weight_per_second(self, weight: float) -> float | None:
-        """Between the ends of the last two windows; None for the first, and where the clock has not moved."""
-        last_end, self.last_end = self.last_end, time.perf_counter()
-        elapsed = 0.0 if last_end is None else self.last_end - last_end
-        return weight / elapsed if elapsed > 0 else None
 
     def show_epoch(self, windows: Windows) -> None:
         """Log the epoch's loss: the mean of its windows, each with its weight."""

@@ -150,10 +150,22 @@ class AccumulationMixin(Engine):
             rank_zero_warn(unproven(self.row_wise, "the module optimizes by itself"))
         self.offload = Offload(self.root_device) if policy.offload else None
         is_long, is_split = policy.may_be_longer_than_one(size), policy.micro_batch is not None
-        if is_manual:
-            self._begin_manual(is_long)
+        if is_manual and self.ranks.size == 1 and not is_long:
+            how = f", {offload_in_words(self.root_device)}" if policy.offload else ""
+            rank_zero_info(f"accumulating 1 loader batch a step{how}; manual optimization: Lightning runs it unchanged")
             return
         warn_of_batch_norm(module, is_split, is_long, rank_zero_warn)
+        self.snapshotter = Undo(module, self.root_device)
+        assert self._fit is not None
+        if is_manual:
+            reduces, schedulers = self.reduces_every_backward_by_itself, [config.scheduler for config in self.lr_scheduler_configs]
+            checks = MOST_BATCHES if policy.check and self._why_unchecked() is None else 0
+            if checks and reduces:
+                checks = 0
+                rank_zero_warn(advice.of_unchecked(Verdict(None, seen="the module is sharded, and optimizes by itself"), True))
+            self.manual = ManualWindows(policy, self, schedulers, rank_zero_warn, reduces, self.row_wise, checks)
+            self._fit.callback(self.manual.steps.end)
+            return
         is_one_backward = not (is_split or is_long or self.ranks.size > 1)
         if not is_one_backward or self.row_wise is not None:
             warn_of_hooks(module, rank_zero_warn)
@@ -164,12 +176,10 @@ class AccumulationMixin(Engine):
             rank_zero_info(
                 f"GradientAccumulation(accumulate_dtype={dtype}): no parameter has a narrower type, so it changes nothing."
             )
-        self.snapshotter = Undo(module, self.root_device)
-        self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(), sums, self.row_wise)
-        assert self._fit is not None
+        self.accumulation = Accumulation(policy, self.ranks, rank_zero_warn, self._splitting(), sums, self.row_wise)
         if sums is not None:
             self._fit.callback(sums.close)
-        if self.policy.check and (is_long or is_split or self.world_size > 1 or self.policy.ends_by_tokens):
+        if policy.check and (is_long or is_split or self.world_size > 1 or policy.ends_by_tokens):
             if (reason := self._why_unchecked()) is None:
                 self.accumulation.checks_left = MOST_BATCHES
             else:
@@ -205,24 +215,6 @@ class AccumulationMixin(Engine):
             " put back. Have train_dataloader return both loaders, as a dict; or pass check=False if you know that it is right."
         )
         return held
-
-    def _begin_manual(self, is_long: bool) -> None:
-        ranks, module = self.ranks, self.module
-        assert self._fit is not None
-        if ranks.size == 1 and not is_long:
-            how = f", {offload_in_words(ranks.device)}" if self.policy.offload else ""
-            rank_zero_info(f"accumulating 1 loader batch a step{how}; manual optimization: Lightning runs it unchanged")
-            return
-        warn_of_batch_norm(module, is_split=False, is_window_long=is_long, warn=rank_zero_warn)
-        self.snapshotter = Undo(module, self.root_device)
-        checks = MOST_BATCHES if self.policy.check and self._why_unchecked() is None else 0
-        reduces = self.reduces_every_backward_by_itself
-        if checks and reduces:
-            checks = 0
-            rank_zero_warn(advice.of_unchecked(Verdict(None, seen="the module is sharded, and optimizes by itself"), True))
-        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        self.manual = ManualWindows(self.policy, self, schedulers, rank_zero_warn, reduces, self.row_wise, checks)
-        self._fit.callback(self.manual.steps.end)
 
     def _splitting(self) -> Splitting | None:
         policy = self.policy

@@ -124,19 +124,14 @@ class NonPaddingSampling(_DataConnector):
         if isinstance(batch_sampler, BalancedBatchSampler):
             batch_sampler.check_length_of(cast("DataLoader[Any]", dataloader).dataset)
             batch_sampler.deal(**kwargs)
-            self._check_agreement(batch_sampler)
+            largest, smallest = cast("Engine", self.trainer.strategy).ranks.largest(batch_sampler.digest, -batch_sampler.digest)
+            if largest != -smallest:  # on all ranks
+                raise ArgumentError(
+                    "BalancedBatchSampler has other lengths or arguments on one rank than on another, so some samples would be"
+                    " in no window and some in several: pass the lengths of the whole dataset, the same on all ranks"
+                )
             return dataloader
         return super()._prepare_dataloader(dataloader, shuffle, mode)
-
-    def _check_agreement(self, batch_sampler: BalancedBatchSampler) -> None:
-        """Refuse ranks that share out their samples by other numbers: some would be in no window. Called on all of them."""
-        ranks = cast("Engine", self.trainer.strategy).ranks
-        largest, smallest = ranks.largest(batch_sampler.digest, -batch_sampler.digest)
-        if largest != -smallest:
-            raise ArgumentError(
-                "BalancedBatchSampler has other lengths or arguments on one rank than on another, so some samples would be"
-                " in no window and some in several: pass the lengths of the whole dataset, the same on all ranks"
-            )
 
     @override
     def _resolve_sampler(self, dataloader: DataLoader[Any], shuffle: bool, mode: Any = None) -> Sampler[Any] | Iterable[Any]:
