@@ -176,9 +176,10 @@ class Accumulation(Windows):
             is_checked = self.verdict is not None and self.verdict.deviation is not None
             is_time = not self.window.entries and (self._looks_anew or is_time_to_look(self.clock.optimizer_steps + 1))
             self._looks_anew &= not is_time
-            self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_checked and (is_time or is_new_graph)))
+            doubt = self.later.note(micro_batch.batch, contribution, is_checked and (is_time or is_new_graph))
             if is_checked and self.splitting is None and self.later.note_lengths(micro_batch.batch):
-                self.window.note_doubt(1.0)
+                doubt = 1.0
+            self.window.note_doubt(doubt)
         if self.window.counted is not None and contribution.of_terms is None and self._unread is None:
             contribution = contribution._replace(weight=None, of_terms={})
         if contribution.of_terms is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from lightning_accum.step import Backward, CountsAhead, Outcome, Step, Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import gradients_of_zero
-from lightning_accum.weighing.terms import tensor_of
 
 _NOTHING_AROUND = nullcontext()
 
@@ -122,12 +122,12 @@ class Session:
     def _attempt(self, step: Step, has_boundary: bool, plan: Plan) -> tuple[list[Output], list[int] | None]:
         guard, is_shadow_batch = self.guard, self._accumulation.is_shadow_batch
         own, outputs = len(plan.pieces), list[Output]()
-        rounds = self.rounds(own)
+        rounds, is_read = self.rounds(own), plan.is_read
         with step.collecting_logs() as log:
             for index, batch in enumerate(plan):
                 is_boundary = has_boundary and index == rounds - 1
                 count = plan.pieces[index].count
-                micro_batch = MicroBatch(batch, count if plan.is_read else None, index, own, is_boundary, is_shadow_batch)
+                micro_batch = MicroBatch(batch, count if is_read else None, index, own, is_boundary, is_shadow_batch)
                 try:
                     loss, extra, weighed = self._run_micro_batch(step, micro_batch)
                 except StopIteration as error:
@@ -139,7 +139,9 @@ class Session:
                 if guard is not None and guard.has_left_out:
                     outputs.append(Output(None, {}, EMPTY, count, logs, is_left_out=True))
                 else:
-                    outputs.append(_output_of(loss, extra, weighed, count, logs))
+                    # a part of the graph would keep what it saved for a backward that never comes
+                    extra = apply_to_collection(extra, Tensor, Tensor.detach) if extra else extra
+                    outputs.append(Output(None if loss is None else loss.detach(), extra, weighed, count, logs))
                 del loss, extra, batch, micro_batch  # before the next forward
         self._run_shadow_batches(own, rounds, has_boundary)
         return outputs, plan.order
@@ -154,7 +156,9 @@ class Session:
             with _NOTHING_AROUND if (counted := self._accumulation.window.counted) is None else counted.noting_values():
                 loss, extra = step.forward(micro_batch.batch)
             weighed = self.add(step, loss, micro_batch)
-        return loss, extra, self.end_micro_batch(weighed)
+        if self.guard is not None or self._accumulation.changes.is_under_way:
+            weighed = self.end_micro_batch(weighed)
+        return loss, extra, weighed
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         """Its forward is next: returns what this and its backward run in."""
@@ -284,10 +288,4 @@ class Session:
         closed = accumulation.closed
         if closed is None or closed.is_empty:
             return None
-        return tensor_of(closed.loss, accumulation.ranks.device, accumulation.window.dtype)
-
-
-def _output_of(loss: Tensor | None, extra: dict[str, Any], weighed: Weighed, rows: int, logs: Mapping[Any, Any]) -> Output:
-    """What is kept of a micro-batch: a part of the graph would keep what it saved for a backward that never comes."""
-    extra = apply_to_collection(extra, Tensor, Tensor.detach) if extra else extra
-    return Output(None if loss is None else loss.detach(), extra, weighed, rows, logs)
+        return torch.as_tensor(closed.loss, device=accumulation.ranks.device, dtype=accumulation.window.dtype)

@@ -231,19 +231,17 @@ class WindowRows(_LoggerConnector):
         last_end, self.last_end = self.last_end, time.perf_counter()
         if last_end is not None and self.last_end > last_end and not isinstance(closed.weight, Tensor):
             others["window/weight_per_second"] = closed.weight / (self.last_end - last_end)
-        windows.epoch_loss.add(closed.loss, closed.weight)
         steps = windows.clock.optimizer_steps
         self.in_bar = {"w_loss": closed.loss, "w_steps": str(steps)}
-        return self.show(
-            {
-                "window/loss": closed.loss,
-                "window/weight": closed.weight,
-                "window/total_weight": windows.total_weight,
-                "window/micro_batches": closed.micro_batches,
-                "window/optimizer_steps": steps,
-                **others,
-            }
-        )
+        shown = {
+            "window/loss": closed.loss,
+            "window/weight": closed.weight,
+            "window/total_weight": windows.total_weight,
+            "window/micro_batches": closed.micro_batches,
+            "window/optimizer_steps": steps,
+        }
+        self.show({**shown, **others})
+        return windows.epoch_loss.add(closed.loss, closed.weight)
 
     def show_epoch(self, windows: Windows) -> None:
         """Log the epoch's loss: the mean of its windows, each with its weight."""
