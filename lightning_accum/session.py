@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from lightning_accum.step import Backward, CountsAhead, Outcome, Step, Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import gradients_of_zero
+from lightning_accum.weighing.terms import tensor_of
 
 _NOTHING_AROUND = nullcontext()
 
@@ -288,4 +288,4 @@ class Session:
         closed = accumulation.closed
         if closed is None or closed.is_empty:
             return None
-        return torch.as_tensor(closed.loss, device=accumulation.ranks.device, dtype=accumulation.window.dtype)
+        return tensor_of(closed.loss, accumulation.ranks.device, accumulation.window.dtype)
