@@ -196,13 +196,13 @@ def attempt(point: Point) -> Outcome | BaseException:
         return error
 
 
-@pytest.mark.parametrize("seed", seeds_of_a_search(SEEDS["accum"], 90))
+@pytest.mark.parametrize("seed", seeds_of_a_search(SEEDS["accum"], 60))
 def test_one_rank(seed: int) -> None:
     point = draw(seed)
     check(point, attempt(point))
 
 
-@pytest.mark.parametrize("seed", seeds_of_a_search(SEEDS["accum"], 55))
+@pytest.mark.parametrize("seed", seeds_of_a_search(SEEDS["accum"], 40))
 def test_one_rank_resumed(seed: int) -> None:
     point = draw(seed).resumed()
     check(point, attempt(point))
@@ -230,7 +230,7 @@ def point_of(engine: str, seed: int, is_resumed: bool) -> Point:
 
 
 # 36: no batch on a rank, and a loader whose state was saved when it had drawn one too many
-DDP = seeds_of_a_search(SEEDS["ddp"], 16, "ddp", faults=[36])
+DDP = seeds_of_a_search(SEEDS["ddp"], 12, "ddp", faults=[36])
 FSDP2 = seeds_of_a_search(SEEDS["fsdp2"], 6, "fsdp2", [needs_sharding_on_cpu])
 RESUMED = [pytest.param(*case.values, True, id=f"{case.id} resumed", marks=case.marks) for case in DDP]
 WHOLE = [pytest.param(*case.values, False, id=case.id, marks=case.marks) for case in (*DDP, *FSDP2)]
