@@ -16,6 +16,9 @@ import pytest
 import torch
 from alive import SavedBytes
 from harness import assert_one_window_one_batch
+from loss_table import LOSSES as TABLE
+from loss_table.rows import Kind, Trained, data
+from loss_table.rows import Loss as Row
 from manual_modules import GAN, draw
 from sharded import needs_sharding_on_cpu, shard
 from support import Toy, ddp, fit, relative_error, warned
@@ -81,9 +84,20 @@ def of_classes(net: Any, batch: Any) -> Tensor | None:
 # --- any loss ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(4)
+def rows_of(loss: Row, seed: int) -> list[dict[str, Tensor]]:
+    batch = data(loss, seed)
+    return [{field: values[row] for field, values in batch.items()} for row in range(len(batch[loss.fields[0]]))]
+
+
+@pytest.mark.some_cases(6, 12)
+@pytest.mark.parametrize("loss", [pytest.param(loss, id=loss.name.replace(" ", "_")) for loss in TABLE if loss.kind is Kind.BATCH])
+def test_a_loss_that_no_weight_makes_exact_takes_the_steps_of_the_whole_batch(loss: Row) -> None:
+    policy = row_wise(names="net", micro_batch=5, weight=loss.weight)
+    assert_window_equals_batch(lambda: Trained(loss), [rows_of(loss, seed) for seed in range(2)], policy, optimizers=[sgd])
+
+
 @pytest.mark.parametrize("name", LOSSES)
-def test_any_loss_takes_the_steps_of_the_whole_batch(name: str) -> None:
+def test_losses_of_two_views_take_the_steps_of_the_whole_batch(name: str) -> None:
     assert_window_equals_batch(two_views(LOSSES[name]), batches(*[ROWS] * 4), row_wise())
 
 
@@ -92,9 +106,9 @@ def test_a_loss_of_pairs_in_a_window_of_several_loader_batches_is_refused() -> N
         fit(two_views(clip), collated(ROWS, ROWS), row_wise(2))
 
 
-@pytest.mark.some_cases(3, 6)
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("policy", [{"window": 2}, {"window": 1, "micro_batch": 4}], ids=["windows", "split"])
-@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"rmse"}))
+@pytest.mark.parametrize("name", LOSSES)
 def test_the_error_of_a_loss_of_pairs_names_submodules_with_which_it_is_exact(name: str, policy: dict[str, Any]) -> None:
     with pytest.raises(DoesNotAddUpError) as raised:
         fit(two_views(LOSSES[name]), collated(ROWS, ROWS), GradientAccumulation(**policy))
