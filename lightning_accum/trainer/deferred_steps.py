@@ -35,13 +35,14 @@ class DeferredSteps:
     ) -> None:
         self._trained, self._may_step, self._are_deferred = trained, may_step, are_deferred
         self._is_stepping = False
-        self._undo, self._known = ExitStack(), set[int]()
+        self._undo, self._known, self.optimizers = ExitStack(), set[int](), list[Optimizer]()
         self._defer(trained.optimizers, schedulers)
 
     def _defer(self, optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> None:
         for one in (*optimizers, *schedulers):
             if id(one) not in self._known:
                 self._known.add(id(one))
+                self.optimizers += [one] * isinstance(one, Optimizer)
                 self._undo.enter_context(self._intercepted(one) if isinstance(one, Optimizer) else self._scheduler_deferred(one))
 
     def find_held(self) -> None:

@@ -77,6 +77,7 @@ class ManualWindows(Windows):
         self.is_free_of_steps: bool | None = None
         """No loss depends on a step that ``training_step`` makes before it; None where that was not tried out."""
         self._module = cast("pl.LightningModule", trained.module)
+        self._named = dict(trained.module.named_parameters())
         self._parameters, self._loss_scale, self._reduces_by_itself = trained.parameters, trained.loss_scale, reduces_by_itself
         self.micro_batches_begun = 0  # those of the window
         self._most_calls = 0  # of ``manual_backward``, in any ``training_step`` so far
@@ -203,16 +204,26 @@ class ManualWindows(Windows):
     def trying_out(self, moves: bool = False) -> Iterator[list[Tensor]]:
         """In here ``training_step`` is tried out: losses are collected, no backward runs, and no optimizer or scheduler steps.
 
+        Optimizers have the parameters that the module has now: a trial in a wider type replaces those.
+
         Args:
             moves: an optimizer whose step is called changes its parameters a little.
         """
         before, self.current, self.tried = self.current, ManualMicroBatch(defers_steps=True, moves=moves), []
         trained = [(parameter, parameter.requires_grad) for parameter in self._parameters()]
+        now = dict(self._module.named_parameters())
+        of_trial = {parameter: now.get(name, parameter) for name, parameter in self._named.items()}
+        groups = [group for optimizer in self.steps.optimizers for group in optimizer.param_groups]
+        of_groups = [group["params"] for group in groups]
         try:
+            for group, parameters in zip(groups, of_groups, strict=True):
+                group["params"] = [of_trial.get(parameter, parameter) for parameter in parameters]
             yield self.tried
         finally:
             self.most_tried = max(self.most_tried, len(self.tried))
             self.current, self.tried = before, None
+            for group, parameters in zip(groups, of_groups, strict=True):
+                group["params"] = parameters
             for parameter, is_trained in trained:  # toggle_optimizer takes it, and an error may leave it so
                 parameter.requires_grad_(is_trained)
 

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import assert_one_window_one_batch, windows_of
-from manual_modules import ALL, GAN, MAML, SIZES, Dependent, Manual, RawOptimizers, TwoSchedulers, Unclipped, draw
+from manual_modules import ALL, GAN, MAML, SIZES, Dependent, Manual, RawOptimizers, Toggled, TwoSchedulers, Unclipped, draw
 from sharded import fsdp2, needs_sharding_on_cpu
 from support import SaveAfter, StatefulLoader, ddp, error_of_updates, fit, fp16_on_cpu, loader, warned
 from torch import Tensor, nn
@@ -117,9 +117,14 @@ def test_the_start_line_says_which_backward_is_which_loss(caplog: Any) -> None:
     assert all(name in line for name in ("3 loader batches", "window/loss ", "window/loss_2", "window/loss_3", "manual_modules.py"))
 
 
-def test_a_step_before_a_loss_that_depends_on_it_is_an_error() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # a module of float32 is tried out in a copy
+def test_a_step_before_a_loss_that_depends_on_it_is_an_error(dtype: torch.dtype) -> None:
+    batches = [tuple(part.to(dtype) for part in batch) for batch in batches_of(GAN)]
     with pytest.raises(DoesNotAddUpError, match="Call step after the last"):
-        fit(Dependent(), batches_of(GAN), accumulate_grad_batches=3)
+        fit(Dependent().to(dtype), batches, accumulate_grad_batches=3)
+    with warned() as of_toggled:
+        fit(Toggled().to(dtype), batches, accumulate_grad_batches=3)
+    assert not of_toggled
     with pytest.warns(AccumulationWarning, match="optimizer 1"):
         fit(Dependent(), batches_of(GAN), GradientAccumulation(3, check=False))
     with warned() as messages:
