@@ -446,7 +446,7 @@ def test_sigterm_that_no_window_is_left_for_ends_its_rank_after_the_training(str
     end.assert_soon()
 
 
-@pytest.mark.some_cases(2, 1)
+@pytest.mark.some_cases(1, 2)
 @strategies("ddp, forked", "fsdp2, forked")
 @pytest.mark.parametrize(("what", "status"), [("SIGTERM to parent", -signal.SIGTERM), ("SIGTERM", 1)])
 def test_sigterm_to_a_forked_rank_or_to_what_forked_it_ends_all(strategy: str, what: str, status: int) -> None:

@@ -123,7 +123,7 @@ def test_windows_are_exact_with_either_package_and_a_checkpoint_inside_one_goes_
 
 
 @pytest.mark.some_cases(0, 1)
-@pytest.mark.parametrize("name", reversed(PACKAGES))
+@pytest.mark.parametrize("name", PACKAGES[::-1])
 def test_a_program_loads_no_other_package_than_its_own(name: str) -> None:
     script = f"import lightning_accum\nimport {name} as pl\nfrom lightning_accum import GradientAccumulation\n"
     script += TRAINS.partition("if __name__")[0]

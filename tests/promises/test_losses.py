@@ -30,7 +30,7 @@ from written_losses import Loss as Written
 from lightning_accum import DDPAccumulationStrategy, GradientAccumulation
 from lightning_accum.testing import adamw, assert_window_equals_batch
 
-EVERY = 30
+EVERY = 50
 """The part of the table that is trained on two ranks."""
 
 
