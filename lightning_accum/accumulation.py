@@ -285,7 +285,7 @@ class Accumulation(Windows):
         try:
             self.closed = self.window.close(lambda: [p.grad for p in parameters() if p.grad is not None] if sums is None else sums)
         except ArgumentError as error:  # on all ranks
-            unread = [self.ranks.share(self._unread, rank) for rank in range(self.ranks.world_size)] if self.world_size > 1 else []
+            unread = self.ranks.gather(self._unread) if self.world_size > 1 else []
             if self.counted_next is None or any(unread):
                 raise next(filter(None, unread), error) from None
             self.closed = ClosedWindow.empty()

@@ -83,7 +83,7 @@ def _summed_gradients(
     named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced: bool, sums: GradientSums | None
 ) -> dict[str, Tensor]:
     """The gradients, summed over the ranks, on the host of the first rank."""
-    gradients = {name: parameter.grad if sums is None else sums.of.get(parameter) for name, parameter in named.items()}
+    gradients = {name: parameter.grad if sums is None else sums.by_parameter.get(parameter) for name, parameter in named.items()}
     is_anywhere = ranks.largest(*(float(gradient is not None) for gradient in gradients.values()))
     found = {}
     for (name, own), is_one in zip(gradients.items(), is_anywhere, strict=True):
@@ -141,4 +141,4 @@ def restore_loss(
         if sums is None:
             parameter.grad = gradient
         else:
-            sums.of[parameter] = gradient
+            sums.by_parameter[parameter] = gradient

@@ -99,8 +99,7 @@ class Checked:
 
     def of_all(self, value: Any) -> list[Any]:
         """The value of each rank. Called on all ranks."""
-        ranks = self.accumulation.ranks
-        return [value] if ranks.world_size == 1 else [ranks.share(value, rank) for rank in range(ranks.world_size)]
+        return self.accumulation.ranks.gather(value)
 
 
 class Rows(NamedTuple):

@@ -34,7 +34,7 @@ class GradientSums:
     """The gradients of a window, added up outside of ``parameter.grad``, each in the type of its parameter."""
 
     def __init__(self) -> None:
-        self.of: dict[nn.Parameter, Tensor] = {}  # the sum of each parameter that has one
+        self.by_parameter: dict[nn.Parameter, Tensor] = {}  # the sum of each parameter that has one
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """The type that the gradients of a parameter are added up in."""
@@ -43,10 +43,10 @@ class GradientSums:
     @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: Tensor, factor: float | Tensor = 1.0) -> None:
         """Add ``factor`` times a gradient, which nobody else uses from now on."""
-        total = self.of.get(parameter)
+        total = self.by_parameter.get(parameter)
         if total is None:
             total = gradient.to(self.dtype_of(parameter))
-            self.of[parameter] = total if isinstance(factor, float) and factor == 1 else total.mul_(factor)
+            self.by_parameter[parameter] = total if isinstance(factor, float) and factor == 1 else total.mul_(factor)
         elif not isinstance(factor, Tensor):
             total.add_(gradient, alpha=factor)
         elif gradient.layout == torch.strided:
@@ -56,7 +56,7 @@ class GradientSums:
 
     def gradients(self) -> list[Tensor]:
         """All sums, to be scaled in place."""
-        return list(self.of.values())
+        return list(self.by_parameter.values())
 
     @torch.no_grad()
     def reduce(self, ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
@@ -66,7 +66,7 @@ class GradientSums:
         """
         if not parameters:
             return
-        sums, dense, sparse = self.of, 1.0, 2.0
+        sums, dense, sparse = self.by_parameter, 1.0, 2.0
         own = [0.0 if p not in sums else sparse if sums[p].layout != torch.strided else dense for p in parameters]
         kinds = dict(zip(parameters, ranks.largest(*own), strict=True))
         used = [parameter for parameter, kind in kinds.items() if kind]
@@ -87,7 +87,7 @@ class GradientSums:
 
     def clear(self) -> None:
         """Forget the sums; a window has ended."""
-        self.of = {}
+        self.by_parameter = {}
 
 
 class MainGradients(GradientSums):
@@ -144,11 +144,11 @@ class MainGradients(GradientSums):
 
     def accumulated(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """The sums of these parameters, for the caller to copy before a backward."""
-        return {own: self.of[own] for own in parameters if own in self.of}
+        return {own: self.by_parameter[own] for own in parameters if own in self.by_parameter}
 
     def restore_accumulated(self, parameters: Iterable[nn.Parameter], kept: Mapping[nn.Parameter, Tensor]) -> None:
         """Have the sums be ``kept``, copies of what :meth:`accumulated` gave. They can be restored more than once."""
-        self.of = {own: total.clone() for own, total in kept.items()}
+        self.by_parameter = {own: total.clone() for own, total in kept.items()}
 
     @override
     def gradients(self) -> list[Tensor]:
@@ -165,8 +165,8 @@ class MainGradients(GradientSums):
     @torch.no_grad()
     def write_to_grad(self) -> None:
         """Give each parameter its sum as its gradient, in its own type. Each sum is freed at once, so that memory does not grow."""
-        for parameter in list(self.of):
-            parameter.grad = self.of.pop(parameter).to(parameter.dtype)
+        for parameter in list(self.by_parameter):
+            parameter.grad = self.by_parameter.pop(parameter).to(parameter.dtype)
 
     @override
     def clear(self) -> None:

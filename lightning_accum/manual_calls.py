@@ -62,7 +62,7 @@ class ManualMicroBatch:
         code = crc32(f"{self.next_call} {self.stepped} {is_end}".encode()) & 0xFFFFFF  # exact in any type
         most, fewest = ranks.largest(code, -code)
         if most != -fewest:
-            places = [f"rank {rank} {ranks.share(where, rank)}" for rank in range(ranks.world_size)]
+            places = [f"rank {rank} {place}" for rank, place in enumerate(ranks.gather(where))]
             raise UsageError(
                 f"The ranks are at different places in the training_step that ends a window: {'; '.join(places)}. {_SAME_CALLS}"
             )

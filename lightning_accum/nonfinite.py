@@ -39,13 +39,13 @@ class Guard:
         self,
         trained: Trained,
         gradients: GradientSync | MainGradients,
-        leaves_out: bool,
+        skips: bool,
         where: Callable[[], str],
         inform: Callable[[str], None],
         warn: Callable[[str], None] = warn,
     ) -> None:
-        self.leaves_out = leaves_out
-        self.has_left_out = False  # the last micro-batch was left out
+        self.skips = skips
+        self.has_skipped = False  # the last micro-batch was left out
         self._gradients, self._undo, self._parameters_by_name = gradients, trained.snapshotter, trained.parameters_by_name
         self._where, self._inform, self._warn = where, inform, warn
         self._group, self._looks_at_gradients = trained.ranks_of_micro_batch(), trained.scaler is None
@@ -55,22 +55,22 @@ class Guard:
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Keep what its forward and backward may change."""
-        self._micro_batch, self.has_left_out = micro_batch, False
-        if self.leaves_out:
+        self._micro_batch, self.has_skipped = micro_batch, False
+        if self.skips:
             self._snapshot = self._undo.take(watches_parameters=False)
 
     @contextmanager
     def watching(self, loss: Tensor, weight: Denominator | None) -> Iterator[None]:
         """The backward of a micro-batch runs in here."""
         named, gradients = self._parameters_by_name(), self._gradients
-        accumulated = gradients.accumulated(named.values()) if self.leaves_out else {}
+        accumulated = gradients.accumulated(named.values()) if self.skips else {}
         kept = {parameter: gradient.clone() for parameter, gradient in accumulated.items()}
         fault: str | None = "an error"
         try:
             yield
             fault = self._fault(loss, weight, named)
         finally:
-            if fault is not None and self.leaves_out:
+            if fault is not None and self.skips:
                 gradients.restore_accumulated(named.values(), kept)
         if fault is not None:
             self._report(fault)
@@ -78,12 +78,12 @@ class Guard:
     def _report(self, fault: str) -> None:
         place, number = self._micro_batch.position, self._micro_batch.number
         where = self._where() + (f" (micro-batch {place} of {number})" if number > 1 else "")
-        if not self.leaves_out:
+        if not self.skips:
             raise NotFiniteError(
                 f"{where} is not finite: {fault}. No optimizer step was made with it."
                 ' GradientAccumulation(on_nonfinite="skip") trains on without such micro-batches.'
             )
-        self.has_left_out = True
+        self.has_skipped = True
         if self._has_warned:
             self._inform(f"{where} is left out: {fault}.")
         else:
@@ -94,9 +94,9 @@ class Guard:
     def end_micro_batch(self) -> bool:
         """Restore what the micro-batch changed, if it was left out. Returns whether it was."""
         snapshot, self._snapshot = self._snapshot, None
-        if self.has_left_out and snapshot is not None:
+        if self.has_skipped and snapshot is not None:
             snapshot.restore()
-        return self.has_left_out
+        return self.has_skipped
 
     def _fault(self, loss: Tensor, weight: Denominator | None, named: Mapping[str, nn.Parameter]) -> str | None:
         """What is not finite, in words; None for nothing. Waits for the device, once."""

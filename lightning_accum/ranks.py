@@ -74,13 +74,18 @@ class Ranks:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._world)
         return values.tolist()
 
-    def share(self, batch: Any, source: int) -> Any:
-        """The batch of rank ``source``. Called on all of them."""
-        if self.world_size == 1:
-            return batch
-        batches = [batch if self.rank == source else None]
-        dist.broadcast_object_list(batches, source, group=self._world, device=self._device)
-        return batches[0]
+    def broadcast(self, value: Any, source: int) -> Any:
+        """The value of rank ``source``. Called on all ranks."""
+        values = [value if self.rank == source else None]
+        dist.broadcast_object_list(values, source, group=self._world, device=self._device)
+        return values[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks. Called on all of them."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self._world)
+        return values
 
 
 def of_all_ranks(
@@ -111,7 +116,7 @@ def of_all_ranks(
             if is_stopped:
                 yield LoaderBatch(None, True, False, is_stopped)
             if is_lacked and of_any[4]:
-                shared = ranks.share(own, int(of_any[4]) - 1)
+                shared = ranks.broadcast(own, int(of_any[4]) - 1)
                 last, is_one_empty = shared if lacks_batch else last, False
         elif number <= longest:
             is_there, has_more = is_there or ranks.world_size > 1, number < longest
@@ -142,7 +147,7 @@ class LoaderBatches:
         self._last = self.drawn.popleft() if self.drawn else next(self._batches)
         return self._last
 
-    def rest(self, number: float) -> Iterator[tuple[Any, bool]]:
+    def draw_ahead(self, number: float) -> Iterator[tuple[Any, bool]]:
         """Draw as many after the one that was yielded last, or what there is. Each with whether it is a shadow batch."""
         last, before = (self.drawn or [self._last])[-1], kept([self._last, *self.drawn])
         while len(self.drawn) < number and not last.is_last:

@@ -91,12 +91,12 @@ class Session:
 
     def _run_whole(self, step: Step, batch: Any, is_boundary: bool) -> tuple[Tensor | None, dict[str, Any]]:
         micro_batch = MicroBatch(batch, is_boundary=is_boundary, is_shadow_batch=self._accumulation.is_shadow_batch)
-        if self.guard is None or not self.guard.leaves_out:
+        if self.guard is None or not self.guard.skips:
             return self._run_micro_batch(step, micro_batch)[:2]
         with step.collecting_logs() as log:  # what may be left out is not shown before it was looked at
             loss, extra, weighed = self._run_micro_batch(step, micro_batch)
-        step.show_logs([Output(loss, extra, weighed, 1, log.take(loss, weighed, 1), self.guard.has_left_out)])
-        return (None, {}) if self.guard.has_left_out else (loss, extra)
+        step.show_logs([Output(loss, extra, weighed, 1, log.take(loss, weighed, 1), self.guard.has_skipped)])
+        return (None, {}) if self.guard.has_skipped else (loss, extra)
 
     def _mark(self) -> Mark:
         """Where the window stands, before an attempt at a loader batch that may have to be undone."""
@@ -136,7 +136,7 @@ class Session:
                     found = f"training_step raises StopIteration in micro-batch {index + 1} of {own} of a loader batch"
                     raise UsageError(f"{found}, whose other micro-batches are in the window. Leave micro_batch out.") from error
                 logs = log.take(loss, weighed, count)
-                if guard is not None and guard.has_left_out:
+                if guard is not None and guard.has_skipped:
                     outputs.append(Output(None, {}, EMPTY, count, logs, is_left_out=True))
                 else:
                     # a part of the graph would keep what it saved for a backward that never comes

@@ -76,7 +76,7 @@ class Passes:
         longest, negated_shortest = ranks.largest(self._length, -self._length)
         known = int(longest) if longest < math.inf else None
         batches = LoaderBatches(of_all_ranks(loader, known, ranks, not negated_shortest))
-        accumulation.rest_of_window = lambda: batches.rest(boundary.left(self._seen + 1, self._size))
+        accumulation.rest_of_window = lambda: batches.draw_ahead(boundary.left(self._seen + 1, self._size))
         for number, (batch, ends_data, is_shadow, _) in enumerate(batches, 1):
             if number <= skip:
                 continue

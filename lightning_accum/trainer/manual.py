@@ -186,13 +186,13 @@ class ManualWindows(Windows):
             self.current.compare_places(self.ranks, is_end=False)
         call.window.reduce()
         if self.ranks.size > 1 and not self._reduces_by_itself:
-            call.given.reduce(self.ranks, [p for p in self._parameters() if p.requires_grad or p in call.given.of])
+            call.given.reduce(self.ranks, [p for p in self._parameters() if p.requires_grad or p in call.given.by_parameter])
         closed = call.window.close(call.given.gradients)
         call.window.warn_of(closed, self.warn_once)
         if closed.has_doubts:
             self.warn_once(OF_UNSEEN_TERMS)
         self.closed.append(closed)
-        sums = call.given.of
+        sums = call.given.by_parameter
         call.given.clear()
         if closed.is_empty:
             return {}

@@ -92,7 +92,7 @@ class WindowFetcher(_PrefetchDataFetcher):
         left = accumulation.boundary.left(epoch_loop.batch_progress.total.ready, cast("Any", epoch_loop).window_size)
         if not self.is_ahead:
             self.states = deque([self._states_of_loaders()])
-        for batch, is_shadow_batch in self._batches.rest(left):
+        for batch, is_shadow_batch in self._batches.draw_ahead(left):
             self._stop_at_sigterm(self._batches.drawn[-1])
             self.states.append(self._states_of_loaders())
             yield batch, is_shadow_batch
