@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -42,13 +41,12 @@ class ShardedEngine(Protocol):
 class SharedRows:
     """Whether ranks with parts of the same rows, as in context parallelism, had a loss in the same micro-batches of a window.
 
-    In the place of a rank without a loss another batch would run, whose keys and values the others would attend to. This rank has
-    parts of the rows of ``number``, from 0; there are ``of`` such sets of rows.
+    In the place of a rank without a loss another batch would run, whose keys and values the others would attend to. ``number`` is
+    the same on ranks with parts of the same rows.
     """
 
-    def __init__(self, ranks: Ranks, number: int, of: int) -> None:
-        self._ranks, self._number, self._of = ranks, number, of
-        self._seen = 1
+    def __init__(self, ranks: Ranks, number: int) -> None:
+        self._ranks, self._number, self._seen = ranks, number, 1
 
     def note(self, has_loss: bool) -> None:
         """A micro-batch has run."""
@@ -60,10 +58,9 @@ class SharedRows:
 
     def end_window(self) -> None:
         """Raise, on all ranks, if some that have parts of the same rows had a loss, and others had none."""
-        own = [self._seen if number == self._number else None for number in range(self._of)]
+        found = set(self._ranks.gather((self._number, self._seen)))
         self.forget()
-        found = self._ranks.largest(*(-inf if seen is None else sign * seen for sign in (1, -1) for seen in own))
-        if any(most != -fewest for most, fewest in zip(found[: self._of], found[self._of :], strict=True)):
+        if len(found) > len({number for number, _ in found}):
             raise UsageError(
                 "A rank returned no loss for a batch for which other ranks, with parts of the same rows, returned one. With"
                 " context_parallel or sequence_parallel in mesh=, these ranks need the same batches, and training_step returns a"

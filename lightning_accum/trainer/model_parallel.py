@@ -217,8 +217,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
                 " data-parallel ranks is expected. Leave it out: the weights of the window normalise them."
             )
         if self.same_rows() > 1:
-            dealt = self.distributed_sampler_kwargs
-            sync.shared_rows = SharedRows(self.ranks, dealt["rank"], dealt["num_replicas"])
+            sync.shared_rows = SharedRows(self.ranks, self.distributed_sampler_kwargs["rank"])
         if self.policy.accumulate_dtype is not None:
             self._check_accumulate_dtype(sync, self.policy.accumulate_dtype)
         return sync
