@@ -24,8 +24,8 @@ IN_OPTIMIZER_STEP = (
 class KeptGradients:
     """The gradients that a backward of a window left, to see whether somebody clears or changes them before the next."""
 
-    def __init__(self) -> None:
-        self.parameters: Sequence[tuple[str, Tensor]] = ()  # by name
+    def __init__(self, parameters: Sequence[tuple[str, Tensor]] = ()) -> None:
+        self.parameters = parameters
         self._kept: list[tuple[Tensor | None, int, Tensor | None]] = []
 
     def keep(self, has_values: bool = False) -> None:
@@ -79,7 +79,7 @@ class ParameterChanges:
         self._windows_left = max(0, self._windows_left - 1)
         self.is_due, self.is_under_way = self._windows_left > 0, True
         named = [(name, own) for name, own in module.named_parameters() if not is_lazy(own) and own.is_floating_point()]
-        self.gradients.parameters = [(name, own) for name, own in named if own.layout == torch.strided and not own.is_meta]
+        self.gradients = KeptGradients([(name, own) for name, own in named if own.layout == torch.strided and not own.is_meta])
         self._before = [(name, tensor, _elements(tensor)) for name, tensor in self.gradients.parameters]
 
     def refuse_other_gradients(self) -> None:

@@ -216,8 +216,7 @@ class Loop(Passes):
         """Keep the gradients as they are now, each with the number of its changes, to see whether others change one."""
         if is_between_windows or not self._kept.parameters:
             are_in_grad = self._accumulation.sums is None and not self._training.sync.is_waited_for_in_forward
-            trained = (own for own in self._training.parameters() if own.requires_grad and are_in_grad)
-            self._kept.parameters = [("", own) for own in trained]
+            self._kept = KeptGradients([("", own) for own in self._training.parameters() if own.requires_grad and are_in_grad])
         self._kept.keep()
         self._is_between_windows = is_between_windows
 
