@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lightning-accum", description="Exact gradient accumulation for PyTorch Lightning.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('lightning-accum')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_demo(commands.add_parser("demo", help="see what exact accumulation changes", description=DEMO))
+    _add_demo(commands.add_parser("demo", help="show the effect of exact accumulation", description=DEMO))
     _add_verify(commands.add_parser("verify", help="prove a module of yours", description=VERIFY))
     arguments = parser.parse_args(argv)
     try:
@@ -50,14 +50,14 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_demo)
 
 
-VERIFY = """Take one optimizer step of a LightningModule as a full batch and one accumulated, compare them, and name what breaks
-equality. MODULE and DATA are written package.module:name; a class or a function is called without arguments. The exit status is
-0 only if the steps are equal; 1 if not, or if they cannot be compared; 2 if the arguments are wrong. One of --window,
+VERIFY = """Take one optimizer step of a LightningModule as a full batch and one accumulated, compare them, and name the cause
+of a difference. MODULE and DATA are written package.module:name; a class or a function is called without arguments. The exit
+status is 0 only if the steps are equal; 1 if not, or if they cannot be compared; 2 if the arguments are wrong. One of --window,
 --micro-batch and --devices is needed, or several. The function lightning_accum.verify takes more."""
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("module", metavar="MODULE", help="a LightningModule, or what makes one: package.module:name")
+    parser.add_argument("module", metavar="MODULE", help="a LightningModule, its class or a function: package.module:name")
     add = parser.add_argument
     add("--data", metavar="DATA", help="a LightningDataModule, a loader or a batch (default: the module's own train_dataloader)")
     add("--window", type=_natural, metavar="N", help="loader batches in a window")
@@ -109,7 +109,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         print("The demo needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 1
     arguments.out.mkdir(parents=True, exist_ok=True)  # not to learn after a minute of training that there can be none
-    print("One small language model, trained 11 times with 32 samples a step: a minute.\n", flush=True)
+    print("Trains a small language model 11 times, with 32 samples a step, for about a minute.\n", flush=True)
     from lightning_accum.demo import run_demo
 
     return run_demo(arguments.epochs, arguments.out)

@@ -153,8 +153,8 @@ class Accumulation(Windows):
         if micro_batch.is_shadow_batch:
             if self.has_joint_loss:
                 raise UsageError(
-                    "This rank has run out of data, and its last batch stands in for the next, but the loss gathers the rows of all"
-                    " ranks: those of this one would count twice. Give all ranks equally many batches (drop_last=True)."
+                    "This rank has run out of data and repeats its last batch, but the loss gathers the rows of all ranks, so the "
+                    "rows of this rank would count twice. Give all ranks equally many batches (drop_last=True)."
                 )
             self._add_empty(micro_batch)
             return EMPTY
@@ -187,9 +187,9 @@ class Accumulation(Windows):
         weight = contribution.weight
         if self.has_joint_loss and weight is None:
             raise ArgumentError(
-                "The loss gathers the rows of all ranks, and is a sum: it may be the same on each, or that of its own rows."
-                ' Pass GradientAccumulation(weight="equal") for the mean over the ranks, as DistributedDataParallel takes it;'
-                " or divide it by the number of its own rows."
+                "The loss gathers the rows of all ranks, and is a sum: it may be the same on all ranks, or the sum of the rank's "
+                'own rows. Pass GradientAccumulation(weight="equal") for the mean over the ranks, as in DistributedDataParallel; '
+                "or divide the sum by the number of the rank's own rows."
             )
         is_weightless = not isinstance(weight, Tensor) and weight == 0
         # the weight in the type of the sums, if they are in a wider one
@@ -317,8 +317,8 @@ class Accumulation(Windows):
         """A window whose loss is a function of a mean where that has no finite slope, as the square root at 0: it is left out."""
         if self.policy.on_nonfinite == "raise":
             raise NotFiniteError(
-                f"The gradient of a window is not finite: its loss is {closed.loss:g}, a function of a mean"
-                f" ({self.weigher.criterion}) whose slope there is {closed.slope:g}. No optimizer step was made with it."
+                f"The gradient of a window is not finite: its loss is {closed.loss:g}, a function of a mean "
+                f"({self.weigher.criterion}) whose derivative there is {closed.slope:g}. No optimizer step used it."
             )
         left_out = closed.left_out + closed.micro_batches
         return closed._replace(loss=math.nan, weight=0.0, micro_batches=0, is_empty=True, left_out=left_out)
@@ -326,8 +326,8 @@ class Accumulation(Windows):
     def _add_weight(self, closed: ClosedWindow) -> None:
         if closed.is_empty and not self.is_step:
             self.warn_once(
-                "A window ended without any weight (all labels ignored, no batch, or nothing finite): there is no optimizer step"
-                " for it, parameters and optimizer state stay as they are."
+                "A window ended with weight 0 (all labels ignored, no batch, or no finite loss): its optimizer step is "
+                "skipped. Parameters and optimizer state do not change."
             )
         elif not closed.is_empty:
             self.total_weight = self.total_weight + closed.weight

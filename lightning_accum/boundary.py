@@ -26,7 +26,7 @@ class TailRule(NamedTuple):
 
 
 TAILS: dict[Tail, TailRule] = {
-    "step": TailRule(lambda there, size: True, "there is one optimizer step an epoch, on what is there"),
+    "step": TailRule(lambda there, size: True, "there is one optimizer step an epoch, on all of its data"),
     "drop": TailRule(lambda there, size: False, "nothing is trained"),
     "carry": TailRule(lambda there, size: True, "it goes on in the next epoch", goes_on=True),
 }

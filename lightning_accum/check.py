@@ -209,9 +209,9 @@ class Check:
             if not (self._accumulation.splitting or self._checked.is_window_long) and self._checked.on_any(trial.mode.has_waited):
                 raise GathersError("training_step gathers from other ranks")
             if self._checked.on_any(trial.draws_others):
-                raise CannotCheckError("training_step draws random numbers that are others for each batch")
+                raise CannotCheckError("training_step draws different random numbers for each batch")
             first = looks[0].whole
             same = trial.measure(first.batch, names, first.rows, first.total)
             if self._checked.on_any(abs(same.loss - first.loss) > trial.tolerance * abs(first.loss)):
-                raise CannotCheckError("training_step gives the same rows another loss each time")
+                raise CannotCheckError("training_step returns a different loss for the same rows each time")
             return found

@@ -130,9 +130,9 @@ def restore_loss(
             continue
         if gradient.shape != parameter.shape:
             raise ArgumentError(
-                f"The checkpoint's unfinished window has a gradient of shape {tuple(gradient.shape)} for the parameter {name},"
-                f" which is of shape {tuple(parameter.shape)}. Resume with the module that was trained; or with another window,"
-                " so that a new one begins."
+                f"The checkpoint's unfinished window has a gradient of shape {tuple(gradient.shape)} for the parameter {name}, "
+                f"which is of shape {tuple(parameter.shape)}. Resume with the module that was trained; or change the window, "
+                "which begins a new one."
             )
         dtype = parameter.dtype if sums is None else sums.dtype_of(parameter)
         gradient = (gradient * (scale / ranks.size)).to(parameter.device, dtype)

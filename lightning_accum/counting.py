@@ -64,8 +64,8 @@ def _count_by_running(
     if batch is None:
         if sync.is_waited_for_in_forward:
             raise UsageError(
-                "The loader yields None on this rank, where the others run forward to count the terms of the loss. Pass a"
-                " weight for each term, weight=[...], which are counted in the batch."
+                "The loader yields None on this rank, while other ranks run forward to count the terms of the loss. Pass one "
+                "weight for each term, weight=[...], which need no forward."
             )
         return
     if ahead:

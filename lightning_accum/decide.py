@@ -114,7 +114,7 @@ class Deciding:
         worst = max(wrong or [fit for fit in chosen.values() if not fit.is_open], key=lambda fit: fit.deviation.size, default=None)
         is_shown = bool(wrong) or any(fit.deviation.has_evidence and not fit.is_open for fit in chosen.values())
         if not checked.on_any(is_shown) or worst is None:
-            raise UnsuitableRowsError("the first rows have no gradient, or do not show whether the loss is a mean or a sum")
+            raise UnsuitableRowsError("the first rows have no gradient, or cannot tell a mean from a sum")
         size, tolerance = worst.deviation.size, rounding_of_gradients(eps)
         verdict = Verdict(max(size, 2 * tolerance) if wrong else size, tolerance, worst.deviation.seen, tuple(worst.deviation.rows))
         mend = self._weight_that_adds_up(looks, terms, trial) if wrong else None
@@ -217,13 +217,13 @@ class Deciding:
         if is_one:
             return known, None
         if is_function:
-            return known, (advice.of_argument('weight="equal"'), "it is a function of means with weights of their own")
+            return known, (advice.of_argument('weight="equal"'), "it is a function of means with different weights")
         known = known._replace(counts_first=True)
         if checked.may_count_terms:
             return known, None
         names = ", ".join(words_of(terms[key], mode).partition(",")[0] for key, mode in modes.items())
         mend = advice.of_argument(f"weight=[...], with a weight for each of its terms ({names})")
-        return known, (advice.of_calls(names) if checked.is_manual else mend, f"its terms ({names}) have weights of their own")
+        return known, (advice.of_calls(names) if checked.is_manual else mend, f"its terms ({names}) have different weights")
 
     def _weight_that_adds_up(self, looks: Sequence[Look], terms: dict[int, Term], trial: Trial) -> str | None:
         """An argument with which the parts add up, in words.
@@ -239,5 +239,5 @@ class Deciding:
         weights = [weight for weight in (self.weight if isinstance(self.weight, tuple) else [self.weight]) if callable(weight)]
         is_shared = any({part.weight(ALL, weight) for part in parts} == {whole.weight(ALL, weight)} for weight in weights)
         if (not adds_up or any(fit.mode == SUM for fit in chosen)) and self.checked.on_any(is_shared):
-            raise CannotCheckError(f"weight={name_of(self.weight)} counts as much in some rows of the batch as in all of them")
+            raise CannotCheckError(f"weight={name_of(self.weight)} returns the same count for some rows of the batch as for all")
         return advice.of_argument('weight="auto"') if adds_up and not isinstance(self.weight, tuple) else None

@@ -33,10 +33,10 @@ SAMPLES, LONGEST = 101, 256  # bytes
 """Three windows and a tail of 5 samples in an epoch, which two ranks share as 51 and 50, and four as 26 and three times 25."""
 COLUMNS = "{:<32}{:>10}{:>10}{:>12}{:>8}"
 CAPTION = (
-    "Run: ranks x loader batches in a window x samples in a loader batch; 32/4: batches of 32, split into fours. Loss: of the last"
-    " step's batch, nats. Losses: the largest difference of a step's loss from the full batch's, relative to that. Parameters: the"
-    " norm of their difference from the full batch's after training, relative to that of the way that those went. Steps: of the"
-    " optimizer, of the scheduler."
+    "Run: ranks x loader batches in a window x samples in a loader batch; 32/4: batches of 32, split into fours. Loss: of the "
+    "last step's batch, nats. Losses: the largest relative difference of a step's loss from the full batch's. Parameters: the "
+    "norm of their difference from the full batch's after training, relative to the norm of the full batch's total change. "
+    "Steps: of the optimizer, of the scheduler."
 )
 
 

@@ -79,7 +79,7 @@ class Asked:
     def not_row_wise_sharded(self) -> str:
         """Beside what ``fully_shard`` cannot run submodules again after a backward; empty where it can."""
         if torch.__version__ < "2.9":
-            return f"torch {torch.__version__}, which reduces what was accumulated in another forward and backward alone"
+            return f"torch {torch.__version__}, which reduces accumulated gradients only in another forward and backward"
         if self.sync != "window":
             return f'sync="{self.sync}"'
         if self.tensor_parallel > 1:
@@ -112,13 +112,13 @@ def _exclusions(a: Asked) -> Iterator[str]:
     only_for_split = trims if policy.split is None else "split="
     if only_for_split and (row_wise or policy.offload):
         whole = f"row_wise={row_wise}" if row_wise else 'micro_batch="offload"'
-        yield f"{only_for_split} is for loader batches that are split; {whole} has training_step see them whole. Leave it out."
+        yield f"{only_for_split} is for loader batches that are split, but {whole} runs them whole. Leave it out."
     if trims and not is_split:
-        yield f"{trims} says how loader batches are split, but not the size, and so none is: set micro_batch= too."
+        yield f"{trims} says how to split loader batches, but not into which size: set micro_batch= too."
     if policy.counts_ahead and TAILS[policy.tail].goes_on and is_long:
         yield (
-            f"weight={weights} counts a window before it runs, but with tail='carry' it may go on in the next epoch, whose"
-            " batches are not there yet. Use tail='step' or 'drop', or one weight for all terms."
+            f"weight={weights} counts a window before it runs, but with tail='carry' it may continue in the next epoch, whose "
+            "batches are not known yet. Use tail='step' or 'drop', or one weight for all terms."
         )
 
     # --- and beside a module or an optimizer
@@ -126,8 +126,8 @@ def _exclusions(a: Asked) -> Iterator[str]:
     draws = training_step is not None and "dataloader_iter" in inspect.signature(training_step).parameters
     if (is_split or policy.counts_ahead) and draws:
         yield (
-            f"{micro_batch if is_split else f'weight={weights}'} counts or splits the batches of the loader, but the training_step"
-            f" of {module_name} draws them by itself (`dataloader_iter`). Have it take a batch."
+            f"{micro_batch if is_split else f'weight={weights}'} counts or splits the batches of the loader, but the training_step "
+            f"of {module_name} draws its own (`dataloader_iter`). Have it take a batch."
         )
     if any(isinstance(optimizer, LBFGS) for optimizer in a.optimizers):
         again = "LBFGS runs its closure several times in a step, and"
@@ -138,16 +138,16 @@ def _exclusions(a: Asked) -> Iterator[str]:
             )
         if policy.on_nonfinite == "skip":
             yield (
-                "LBFGS compares the losses of a batch that it runs several times in a step, and none of them can be left out. Use"
-                ' on_nonfinite="raise" or another optimizer.'
+                "LBFGS runs a batch several times in a step and compares its losses, so none can be left out. Use "
+                'on_nonfinite="raise" or another optimizer.'
             )
         if a.is_manual and a.ranks > 1:
             yield (
-                f"{again} with automatic_optimization=False what these have reduced over the ranks cannot be run again. Use one"
-                " rank, or another optimizer."
+                f"{again} with automatic_optimization=False, but gradients that were reduced over the ranks cannot be reduced "
+                "again. Use one rank, or another optimizer."
             )
     if a.is_manual:
-        alone = f"is not for modules with automatic_optimization=False, such as {module_name}: they run their backwards and steps."
+        alone = f"is not for modules with automatic_optimization=False, such as {module_name}: they run backward and step."
         if policy.ends_by_tokens:
             yield f"{window} {alone} Give the window in loader batches."
         if is_split:
@@ -157,49 +157,49 @@ def _exclusions(a: Asked) -> Iterator[str]:
         if dtype is not None:
             yield f"accumulate_dtype={dtype} {alone} Leave it out."
         if looks_at_gradients:
-            yield f'{nonfinite} {alone} Look in training_step, or leave it at "propagate".'
+            yield f'{nonfinite} {alone} Check for it in training_step, or leave it at "propagate".'
         if a.is_sharded and row_wise:
             yield f'row_wise={row_wise} {alone} Use Trainer(strategy="accum_ddp"), whose backwards do not gather parameters.'
 
     # --- and beside an engine
     if widens and not a.is_sharded and a.module is not None and (layers := sparse_layers(a.module)):
         yield (
-            f"accumulate_dtype={dtype} adds up dense gradients, but those of {layers[0]} are sparse. Leave sparse=True out of it,"
-            " or accumulate_dtype."
+            f"accumulate_dtype={dtype} adds up dense gradients, but those of {layers[0]} are sparse. Leave out sparse=True, or "
+            "accumulate_dtype."
         )
     if widens and a.engine in ("ddp", "fsdp2") and a.sync == "micro_batch":
         yield (
-            f'accumulate_dtype={dtype} has the sum of the gradients reduced, but {strategy}(sync="micro_batch") those of each'
-            ' micro-batch, in the type of the parameters. Use sync="window".'
+            f'accumulate_dtype={dtype} reduces the sum of the gradients, but {strategy}(sync="micro_batch") reduces each '
+            'micro-batch in the type of the parameters. Use sync="window".'
         )
     if widens and a.has_comm_hook:
         yield (
-            f"accumulate_dtype={dtype} reduces its sums by itself, but {strategy}(ddp_comm_hook=...) changes how"
-            " DistributedDataParallel reduces gradients. Leave one of them out."
+            f"accumulate_dtype={dtype} reduces its own sums, but {strategy}(ddp_comm_hook=...) changes how DistributedDataParallel "
+            "reduces gradients. Leave one of them out."
         )
     if a.engine == "fsdp1" and dtype is not None:
         yield (
-            f"accumulate_dtype={dtype}: FSDP1 adds up the gradients of a window in the type that it computes in. Use"
-            ' FSDPAccumulationStrategy(sync="micro_batch") without accumulate_dtype and keep the parameters in float32'
-            ' (precision="bf16-mixed"), whose shards are added up in float32; or strategy="accum_model_parallel" (FSDP2).'
+            f"accumulate_dtype={dtype}: FSDP1 adds up the gradients of a window in its compute type. Use "
+            'FSDPAccumulationStrategy(sync="micro_batch") without accumulate_dtype and keep the parameters in float32 '
+            '(precision="bf16-mixed"), which adds up shards in float32; or strategy="accum_model_parallel" (FSDP2).'
         )
     if a.engine == "fsdp1" and looks_at_gradients:
         yield (
-            f"{nonfinite} looks at gradients before they are reduced, but FSDP1 gives them to nobody until then. Use"
-            ' strategy="accum_model_parallel" (FSDP2, fully_shard).'
+            f"{nonfinite} needs gradients before they are reduced, but FSDP1 does not expose them. Use "
+            'strategy="accum_model_parallel" (FSDP2, fully_shard).'
         )
     if looks_at_gradients and a.sync != "window":
         yield (
-            f"{nonfinite} looks at the gradients of each rank, but with {strategy}(sync={a.sync!r}) each backward reduces them, so"
-            ' that a gradient that is not finite reaches all ranks. Use sync="window".'
+            f"{nonfinite} needs the gradients of each rank, but with {strategy}(sync={a.sync!r}) each backward reduces them, so a "
+            'non-finite gradient reaches all ranks. Use sync="window".'
         )
     again = "runs submodules again in the backward of the loss"
     if a.is_static_graph:
-        recorded = f"is decided after a backward, but {strategy}(static_graph=True) reduces in the one that it has recorded."
+        recorded = f"is decided after a backward, but {strategy}(static_graph=True) reduces gradients in one recorded backward."
         if looks_at_gradients:
-            yield f"What {nonfinite} leaves out or raises {recorded} Leave static_graph out."
+            yield f"The effect of {nonfinite} {recorded} Leave static_graph out."
         if row_wise and not a.is_manual:
-            yield f"row_wise={row_wise} {again}, and {strategy}(static_graph=True) records one backward. Leave static_graph out."
+            yield f"row_wise={row_wise} {again}, but {strategy}(static_graph=True) records one backward. Leave static_graph out."
         if policy.ends_by_tokens:
             yield f"The end of {window} {recorded} Leave static_graph out, or give the window in loader batches."
     if row_wise and a.engine == "fsdp1":
@@ -214,16 +214,16 @@ def _exclusions(a: Asked) -> Iterator[str]:
         )
     if (isinstance(policy.micro_batch, Tokens) or policy.micro_batch == "auto") and a.needs_as_many_rounds:
         yield (
-            f"{micro_batch} may split the batches of the ranks into different numbers of micro-batches, but"
-            f" {a.needs_as_many_rounds} has all ranks run each of them together. Leave that out, or give a number of samples."
+            f"{micro_batch} may split the batches of the ranks into different numbers of micro-batches, but "
+            f"{a.needs_as_many_rounds} needs the same number on all ranks. Leave it out, or give a number of samples."
         )
     if policy.micro_batch == "auto" and a.is_sharded:
         yield (
-            f"{micro_batch} runs a batch again if a rank runs out of memory, which {strategy} cannot do without the other ranks."
-            " Pass a number of samples, or Tokens(...)."
+            f"{micro_batch} runs a batch again if a rank runs out of memory, which {strategy} can do only on all ranks together. "
+            "Pass a number of samples, or Tokens(...)."
         )
     if a.same_rows > 1:
-        parts = f"but {a.same_rows} ranks have parts of the same rows, and run them together."
+        parts = f"but {a.same_rows} ranks have parts of the same rows and run together."
         if is_split:
             yield f"{micro_batch} splits the batch of each rank, {parts} Use smaller loader batches."
         if policy.weight not in ("auto", "equal"):

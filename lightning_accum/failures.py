@@ -52,7 +52,7 @@ def reraise_first_rank_error(passing: tuple[type[BaseException], ...] = ()) -> I
             time.sleep(_FAREWELL)
         if rank == own[0] or message == own[1]:
             raise
-        found = f"Rank {rank} failed first, with {message.rstrip('.')}. This rank could not go on without it"
+        found = f"Rank {rank} failed first, with {message.rstrip('.')}. This rank cannot continue without it"
         raise RankFailedError(f"{found} ({own[1].splitlines()[0]}).") from error
 
 

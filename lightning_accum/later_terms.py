@@ -61,8 +61,8 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
         if not checked.on_any(is_count or reason == "new terms"):
             return  # it is weighted as before, and nothing contradicts that
         accumulation.warn_once(
-            "The loss of a micro-batch has terms that the batches which were checked had not, and they could not be checked:"
-            f" {problem}."
+            "The loss of a micro-batch has terms that the checked batches did not have, and the new terms could not be checked: "
+            f"{problem}."
         )
         return
     now = accumulation.weigher.known

@@ -103,7 +103,7 @@ class _LeftBehind:
             return {}
         trial.restore()
         if change() > trial.tolerance:
-            raise CannotCheckError("training_step gives the same rows another loss each time")
+            raise CannotCheckError("training_step returns a different loss for the same rows each time")
         trial.restore()
         write(after)
         found = {_named("buffer", buffers): max(change(), of_far)}

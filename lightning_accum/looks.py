@@ -138,7 +138,7 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str
     if size is None and (plan := accumulation.plan) is not None and plan.is_read:
         size = plan.pieces[0].count  # of the longest rows
     found: FewRows | SplitRows | None = None
-    reason: CannotCheckError = UnsuitableRowsError("a rank has no batch of enough rows")
+    reason: CannotCheckError = UnsuitableRowsError("a rank has no batch with enough rows")
     try:
         found = _rows_of(checked, batches, size, shared, of_dataset)
     except CannotCheckError as error:
@@ -165,12 +165,12 @@ def _rows_of(
     """
     accumulation, module = checked.accumulation, checked.module
     if any(map(is_lazy, chain(module.parameters(), module.buffers()))):
-        raise UnsuitableRowsError("lazy layers are made by the first batch")
+        raise UnsuitableRowsError("the first batch initialises lazy layers")
     if not batches or accumulation.is_shadow_batch:
         return None
     if held := checked.trained.snapshotter.iterators():
         names = " and ".join(map(repr, held))
-        raise CannotCheckError(f"the module holds an iterator ({names}), and what training_step draws from it cannot be put back")
+        raise CannotCheckError(f"the module holds an iterator ({names}), whose items cannot be put back")
     if of_dataset and checked.of_dataset is not None:
         return checked.of_dataset()
     if (cut := split_rows(checked, batches[0], size)) is not None:
@@ -364,7 +364,7 @@ def takes_rows_of_other_ranks(checked: Checked, trial: Trial, rows: Rows) -> boo
             accumulation.checks_left = 0
         raise
     if is_joint:
-        accumulation.verdict = Verdict(None, seen="the loss takes the rows of all ranks together")
+        accumulation.verdict = Verdict(None, seen="the loss gathers the rows of all ranks")
         accumulation.has_joint_loss, accumulation.checks_left = True, 0
         if accumulation.boundary.size != 1:
             raise DoesNotAddUpError(advice.OF_SEVERAL_BATCHES)

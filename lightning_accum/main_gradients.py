@@ -137,8 +137,8 @@ class MainGradients(GradientSums):
         gradient, parameter.grad = parameter.grad.detach(), None
         if gradient.layout != torch.strided:
             raise UsageError(
-                f"accumulate_dtype={self.dtype} adds up dense gradients, but that of a parameter of shape {tuple(parameter.shape)}"
-                f" is {gradient.layout}. Leave accumulate_dtype out, or have the layer give dense ones."
+                f"accumulate_dtype={self.dtype} adds up dense gradients, but that of a parameter of shape {tuple(parameter.shape)} "
+                f"is {gradient.layout}. Leave accumulate_dtype out, or make the gradients dense."
             )
         self.add(parameter, gradient, factor)
 

@@ -17,8 +17,8 @@ from lightning_accum.trial import PATIENCE
 from lightning_accum.user_warnings import users_line
 
 _SAME_CALLS = (
-    "Over ranks, all of them make the same calls of manual_backward and step: a rank that has nothing to add takes part with a loss"
-    " of 0 that depends on the parameters. With automatic optimization a rank may return None."
+    "All ranks must make the same calls of manual_backward and step: a rank without a loss passes a loss of 0 that depends on "
+    "the parameters. With automatic optimization a rank may return None."
 )
 
 
@@ -40,16 +40,16 @@ class ManualMicroBatch:
         """Its ``training_step`` has run: does it call what the first of the window has ``stepped``, and as many backwards?"""
         if self.stepped != stepped and self.next_call:
             warn(
-                f"training_step stepped {', '.join(self.stepped) or 'nothing'} in a micro-batch of a window, and"
-                f" {', '.join(stepped) or 'nothing'} in the first. Only the steps of the last micro-batch are taken. Do they"
-                " depend on batch_idx or on the loss, or does the module accumulate by itself?"
+                f"training_step stepped {', '.join(self.stepped) or 'nothing'} in a micro-batch of a window, and "
+                f"{', '.join(stepped) or 'nothing'} in the first. Only the steps of the last micro-batch are taken. Do steps "
+                "depend on batch_idx or on the loss, or does the module accumulate gradients itself?"
             )
         if self.next_call != calls:
             warn(
-                f"training_step called manual_backward {calls} times in the first micro-batch of a window, and"
-                f" {self.next_call} times in another: the first calls of all micro-batches belong together, and so do the"
-                " second ones. A window equals its full batch only if all micro-batches make the same calls. Does their number"
-                " depend on batch_idx, or does training_step return early?"
+                f"training_step called manual_backward {calls} times in the first micro-batch of a window, and {self.next_call} "
+                "times in another. A window combines the first calls of all micro-batches, then the second calls, and equals its "
+                "full batch only if all micro-batches make the same calls. Does their number depend on batch_idx, or does "
+                "training_step return early?"
             )
 
     def compare_places(self, ranks: Ranks, is_end: bool) -> None:
@@ -75,8 +75,8 @@ class ManualMicroBatch:
         may_be_early = self.next_call < most_calls or not most_calls
         if not have_all_left(may_be_early, PATIENCE + 10 * (time.monotonic() - self.begun)):
             raise UsageError(
-                f"Rank {ranks.rank} has called manual_backward {self.next_call} times and left training_step, and another rank is"
-                f" still in it, where it waits for this one. {_SAME_CALLS}"
+                f"Rank {ranks.rank} has called manual_backward {self.next_call} times and left training_step, while another "
+                f"rank is still in it and waits for this one. {_SAME_CALLS}"
             )
 
 
@@ -86,7 +86,7 @@ def check_batches(ranks: Ranks, has_batch: bool) -> None:
     if some_have and some_lack:
         has, others = ("", "another has None for it") if has_batch else ("None for ", "others have a batch")
         raise UsageError(
-            f"Rank {ranks.rank} has {has}a loader batch that reduces gradients, and {others}. With"
-            " automatic_optimization=False the module's own training_step reduces gradients and steps, on all ranks or on none:"
-            " leave None out of the loaders, or use automatic optimization."
+            f"Rank {ranks.rank} has {has}a loader batch that reduces gradients, and {others}. With "
+            "automatic_optimization=False training_step itself reduces gradients and steps, on all ranks or on none: have the "
+            "loaders yield no None, or use automatic optimization."
         )

@@ -36,11 +36,11 @@ def of_losses(checked: Checked, rows: Rows, verdict: Verdict, terms: Mapping[int
     mend = _of_pairs(checked, rows) if mend is None else mend
     *first, last = map(str, verdict.rows or ("some", "others"))
     sizes = "single rows" if len(verdict.rows) > 3 else f"{', '.join(first)} and {last} rows"
-    before = " Optimizer steps were made before: the batches until then could not be checked." * checked.accumulation.is_step
+    before = " Earlier optimizer steps used batches that could not be checked." * checked.accumulation.is_step
     messages = checked.of_all(
-        "The losses of micro-batches do not add up to that of their batch, so a window would not take the step of its full batch:"
-        f" {sum(verdict.rows)} rows of a batch, in parts of {sizes} weighted by weight={weight}: {verdict.in_words}."
-        f' {mend} weight="equal" takes the classic mean of means instead; check=False leaves out the check.{before}'
+        "The losses of micro-batches do not add up to that of their batch, so a window would not take the step of its full batch: "
+        f"{sum(verdict.rows)} rows of a batch, in parts of {sizes} weighted by weight={weight}: {verdict.in_words}. {mend} "
+        f'weight="equal" takes the classic mean of means instead; check=False turns the check off.{before}'
     )
     deviations = checked.of_all(0.0 if verdict.adds_up else verdict.deviation or 0.0)
     return str(messages[deviations.index(max(deviations))])
@@ -61,9 +61,9 @@ def _of_pairs(checked: Checked, rows: Rows) -> str:
     if checked.accumulation.ranks.size > 1:
         policy += ", gather the rows of all ranks (self.all_gather(..., sync_grads=True))"
     return (
-        "No weight that was tried makes them add up: the loss compares the rows of its batch, or divides by something other than a"
-        f" count. Have the loader yield your effective batch, with {policy}; or pass the weight that its mean is divided by, as a"
-        " function of the batch."
+        "No weight that was tried makes them add up: the loss compares the rows of its batch, or divides by something other "
+        f"than a count. Have the loader yield your effective batch, with {policy}; or pass the denominator of its mean, as a "
+        "function of the batch: weight=."
     )
 
 

@@ -80,8 +80,8 @@ class Guard:
         where = self._where() + (f" (micro-batch {place} of {number})" if number > 1 else "")
         if not self.skips:
             raise NotFiniteError(
-                f"{where} is not finite: {fault}. No optimizer step was made with it."
-                ' GradientAccumulation(on_nonfinite="skip") trains on without such micro-batches.'
+                f'{where} is not finite: {fault}. No optimizer step used it. GradientAccumulation(on_nonfinite="skip") leaves out '
+                "such micro-batches."
             )
         self.has_skipped = True
         if self._has_warned:
@@ -117,7 +117,7 @@ class Guard:
         for name, number in zip(names, numbers, strict=True):
             if not math.isfinite(number):
                 return f"the gradient of '{name}' has {'NaN' if math.isnan(number) else 'an infinity'} in it"
-        return "its gradient is not finite on another rank that runs a part of it"
+        return "its gradient is not finite on another rank that has a part of it"
 
     @torch.no_grad()
     def _largest(self, named: Mapping[str, nn.Parameter]) -> tuple[list[str], list[Tensor]]:

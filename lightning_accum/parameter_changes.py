@@ -138,9 +138,9 @@ def _message(changed: dict[str, float], once_a_window: str) -> str:
     more = f" and {len(others)} more change" if others else " changes"
     size = f"by {'up to ' * bool(others)}{max(changed.values()):.1g} of {'their' if others else 'its'} size in this one"
     return (
-        f"The parameter{'s' * bool(others)} '{first}'{more} between the micro-batches of a window ({size}): all but the first see"
-        " others than the full batch would. What changes them (a moving average, a copy, a normalisation) is to run once a window:"
-        f" {once_a_window}."
+        f"The parameter{'s' * bool(others)} '{first}'{more} between the micro-batches of a window ({size}): all but the first see "
+        "different values than the full batch would. Change parameters (a moving average, a copy, a normalisation) once a window: "
+        f"{once_a_window}."
     )
 
 

@@ -94,11 +94,11 @@ class Policy:
     def in_words(self, size: int) -> str:
         """What ends a window, to be compared with the checkpoint's."""
         if isinstance(self.window, Tokens):
-            what = "tokens as a function tells" if callable(self.window.count) else f"{self.window.count} tokens"
+            what = "tokens as a function returns" if callable(self.window.count) else f"{self.window.count} tokens"
         elif isinstance(self.window, Mapping):
             what = f"{dict(self.window)} loader batches by epoch"
         else:
-            what = "loader batches as a function tells" if callable(self.window) else f"{self.window or size} loader batches"
+            what = "loader batches as a function returns" if callable(self.window) else f"{self.window or size} loader batches"
         return f"{what} (weight: {self.weight_in_words})"
 
     @property
@@ -177,7 +177,7 @@ def _check_window(window: Any) -> None:
         if not window or any(not is_natural(epoch, 0) or not is_natural(size, 1) for epoch, size in window.items()):
             raise ArgumentError(f"window={window!r}: expected {{epoch: loader batches}} with epochs from 0 and sizes from 1")
         if 0 not in window:
-            raise ArgumentError(f"window={dict(window)!r} does not say what holds in epoch 0; add {{0: 1}}")
+            raise ArgumentError(f"window={dict(window)!r} has no entry for epoch 0; add {{0: 1}}")
     elif not (window is None or isinstance(window, Tokens) or callable(window) or is_natural(window, 1)):
         raise ArgumentError(
             f"window={window!r}: expected a number of loader batches from 1, {{epoch: number}}, a function of the optimizer step,"

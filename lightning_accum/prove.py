@@ -163,7 +163,7 @@ def fit_of(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> Fit:
 def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) -> Deviation:
     whole, parts, rows = look.whole, look.parts, look.sizes
     if len({one.function for one in (whole, *parts)}) > 1 and whole.rerun is None:
-        return Deviation(math.inf, True, "the loss is a function of a mean in some parts, and another or none in others", rows)
+        return Deviation(math.inf, True, "the loss is not the same function of a mean in all parts", rows)
     weights = [part.weight(key, mode) for part in parts]
     own = whole.weight(key, mode)
     if mode == ONCE:

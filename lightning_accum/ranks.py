@@ -122,8 +122,8 @@ def of_all_ranks(
             is_there, has_more = is_there or ranks.world_size > 1, number < longest
         elif ranks.largest(is_there)[0]:
             raise UsageError(
-                f"The loader has yielded more than the {longest} batches of its length, with the last of which a window has"
-                " ended. Correct its __len__, or iterate over itertools.islice(loader, n)."
+                f"The loader has yielded more than the {longest} batches of its length, after which a window ended. Correct "
+                "its __len__, or iterate over itertools.islice(loader, n)."
             )
         if not is_there:
             return
@@ -170,7 +170,7 @@ def draw(batches: Iterator[Any], before: list[tuple[Tensor, int, Tensor]]) -> An
     following = next(batches, END)
     if any(leaf._version != version and (values is leaf or not torch.equal(leaf, values)) for leaf, version, values in before):
         raise UsageError(
-            "The loader has written its next batch into the tensors of an earlier one, which has not run yet: batches are drawn"
-            " ahead if the loader has no length, or if the terms of a window are counted. Yield new tensors for each batch."
+            "The loader has written its next batch into the tensors of an earlier batch that has not run yet (batches are drawn "
+            "ahead if the loader has no length, or if terms are counted). Yield new tensors for each batch."
         )
     return following

@@ -12,8 +12,8 @@ except ImportError as error:
 
 if not issubclass(RayDDPStrategy, pl.strategies.DDPStrategy):
     raise ImportError(
-        f"Ray Train derives its strategies from {RayDDPStrategy.__mro__[1].__module__}, since that is installed: import Trainer and"
-        " modules from it, and the strategies from lightning_accum.ray."
+        f"Ray Train's strategies are derived from {RayDDPStrategy.__mro__[1].__module__}, which is installed: import Trainer "
+        "and modules from it, and the strategies from lightning_accum.ray."
     )
 
 

@@ -51,9 +51,9 @@ class SameOrderSampler(DistributedSampler[Any]):
     def __init__(self, dataset: Dataset[Any], shuffle: bool = True, seed: int = 0) -> None:
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
             raise WrongTypeError(
-                "SameOrderSampler(dataset): expected a dataset with a __len__ and an order to choose, found"
-                f" {type(dataset).__name__}; an IterableDataset orders itself: give it to its DataLoader without a sampler, and let"
-                " its __iter__ choose what each rank gets"
+                f"SameOrderSampler(dataset): expected a dataset with __len__, not an iterable one, found {type(dataset).__name__}; "
+                "pass an IterableDataset to its DataLoader without a sampler, and let its __iter__ choose the samples of each "
+                "rank"
             )
         super().__init__(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=False)
 

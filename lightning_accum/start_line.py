@@ -101,6 +101,6 @@ def warn_of_windows_never_full(
     tokens = policy.window.at(float(accumulation.total_weight))
     if in_epoch < tokens:
         accumulation.warn_once(
-            f"A window of {tokens} {unit} is never full: by the first loader batch an epoch has about {in_epoch:.0f} of"
-            f' them, and with tail="{policy.tail}" {TAILS[policy.tail].outcome}. Use a smaller window, or tail="carry".'
+            f"A window of {tokens} {unit} is never full: an epoch has about {in_epoch:.0f} of them (estimated from its first "
+            f'loader batch), and with tail="{policy.tail}" {TAILS[policy.tail].outcome}. Use a smaller window, or tail="carry".'
         )

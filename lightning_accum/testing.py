@@ -145,14 +145,14 @@ def compare_window_with_batch(
         data = _BatchesByRank(each, collate)
         windows = windows_of(each, size, epochs, tail) if windows is None and isinstance(size, int) else windows
     if windows is None:
-        raise ArgumentError("Pass windows=, the rows of each: they are counted for so many loader batches of a list alone.")
+        raise ArgumentError("Pass windows=, the rows of each window: only lists of loader batches are counted automatically.")
     kind = strategy if isinstance(strategy, str) else strategy()
     results = _train(make(), data, optimizer, {**in_windows, "strategy": kind, "devices": devices, "max_epochs": epochs}, ckpt_path)
     on_batches = {**trainer, "strategy": "auto", "devices": 1, "limit_train_batches": 1.0, **(reference or {})}
     (expected,) = _train(make(), _BatchesByRank([windows], collate), optimizer, on_batches)
     before, losses = expected["before"], expected["losses"]
     if ckpt_path is None and distance(results[0]["before"], before) != 0:
-        raise ArgumentError("module makes modules that differ from the beginning. Set a seed in it, or pass a module.")
+        raise ArgumentError("module returns modules with different initial parameters. Set a seed in it, or pass a module.")
     if not (changed := distance(expected["parameters"], before)):
         raise ArgumentError("Training on the full batches changed no parameter, so there is nothing to compare.")
     errors = [distance(result["parameters"], expected["parameters"]) / changed for result in results]

@@ -124,11 +124,11 @@ class Snapshot:
         return [*dict.fromkeys(_in_words(path, self._module) for path in found)]
 
     def _in_words(self, tensor: Tensor, path: _Path) -> str:
-        mend = ", which cannot be undone where a batch is tried out or runs again. Make it a buffer of the module."
+        mend = ", which cannot be undone if a batch is checked or runs again. Make it a buffer of the module."
         if path is not None:
             return f"a tensor in '{_in_words(path, self._module)}' in place{mend}"
         name = next((name for name, parameter in self._module.named_parameters() if parameter is tensor), "?")
-        mend = '; micro_batch="auto" cannot take that back when memory runs out; use a fixed micro_batch.'
+        mend = '; micro_batch="auto" cannot undo this if memory runs out; use a fixed micro_batch.'
         return f"the parameter '{name}' in place{mend}"
 
     def __enter__(self) -> Snapshot:

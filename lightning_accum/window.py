@@ -107,9 +107,9 @@ class Window:
         if function is not self._function and function != self._function and entry.has_weight:
             if self.has_weight:
                 raise ArgumentError(
-                    f"The loss is {function or 'a mean'} in a micro-batch, and was {self._function or 'a mean'} in those"
-                    " before it in the window: the loss of the window is not a function of a single mean. Have training_step"
-                    ' compute the same function in all micro-batches of a window, or take the mean of their losses: weight="equal".'
+                    f"The loss is {function or 'a mean'} in a micro-batch, and was {self._function or 'a mean'} in earlier ones of "
+                    "the window: the loss of the window is not a function of a single mean. Have training_step compute the same "
+                    'function in all micro-batches of a window, or take the mean of their losses: weight="equal".'
                 )
             self._function = function
         self.entries.append(entry)
@@ -119,8 +119,8 @@ class Window:
         weights = [entry.contribution.weight for entry in self.entries]
         if any(weight is None for weight in weights):
             raise ArgumentError(
-                "A window of Tokens ends when the weights of its micro-batches add up to that many, but the loss is a sum,"
-                " which has no weight. Return a mean from training_step, or give the window in loader batches."
+                "A window of Tokens ends when the weights of its micro-batches reach its size, but the loss is a sum, which "
+                "has no weight. Return a mean from training_step, or give the window in loader batches."
             )
         if any(isinstance(weight, Tensor) for weight in weights):
             return float(self._tensor_of(weights).sum())  # type: ignore[arg-type]
@@ -211,10 +211,10 @@ class Window:
         is_listed = self.counted is not None and self.counted.is_listed
         if missed > 1e-6 and not is_listed:
             raise UsageError(
-                "The terms of the loss have other weights in training_step than when they were counted before the window: it draws"
-                " random numbers that cannot be repeated, depends on something that changes, or has two similar terms, one of which"
-                " may be absent. Divide the sum of a term that may be absent by max(count, 1), so that all micro-batches have it."
-                " For terms that are random or change, pass a weight for each, weight=[...], which is counted in the batch."
+                "The weights of the loss's terms differ from the counts taken before the window: training_step draws random "
+                "numbers that cannot be repeated, depends on changing state, or has two similar terms, one of which may be absent. "
+                "Divide the sum of a term that may be absent by max(count, 1), so that all micro-batches have it. For terms that "
+                "are random or change, pass one weight for each term, weight=[...], which counts the batch."
             )
         disagree = totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
         if (totals.weight == 0 and not is_sum) or (of_terms is not None and is_sum and is_counted_empty):
@@ -240,23 +240,22 @@ class Window:
         """Name what keeps a window that has ended from being its full batch."""
         if closed.do_terms_disagree:
             warn(
-                f"The ratio of the terms' weights varies between micro-batches, and all took the weight of the first"
-                f" ({self.weigher.criterion}): this window differs from its full batch. Pass one weight for each term,"
-                " weight=[...]."
+                "The ratio of the terms' weights varies between micro-batches, but all terms had the weight of the first "
+                f"({self.weigher.criterion}): this window differs from its full batch. Pass one weight for each term, weight=[...]."
             )
         if closed.do_factors_differ:
             warn(
-                "A factor of the loss changes inside a window, or is not the same on all ranks (as is the slope of relu(mean - c)"
-                " on either side of c), or a penalty on parameters is not in all micro-batches. Factors and penalties are taken"
-                " for constants; if this one is not constant, the window differs from its full batch. Anneal a factor by"
-                " global_step, which is constant within a window, not by batch_idx; if a factor depends on the batch, pass an"
-                " explicit weight."
+                "A factor of the loss changes inside a window, or differs between ranks (such as the slope of relu(mean - c) "
+                "on either side of c), or some micro-batches lack a penalty on parameters. Factors and penalties are treated "
+                "as constants; if this one is not constant, the window differs from its full batch. Anneal a factor by "
+                "global_step, which is constant within a window, not by batch_idx; if a factor depends on the batch, pass an "
+                "explicit weight."
             )
         if closed.is_miscounted:
             warn(
-                "The weights of the terms, counted in micro-batches, do not add up to their counts in the whole batch: a"
-                " micro-batch had no loss, or a weight is not a count that adds up. In such a window the terms do not have the"
-                " shares that they have in the full batch."
+                "The weights of the terms, counted in micro-batches, do not add up to the counts of the whole batch: a micro-batch "
+                "had no loss, or a weight is not a count that adds up. In this window the ratio of the terms differs from the full "
+                "batch."
             )
 
     def _of_function(

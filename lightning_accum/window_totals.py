@@ -153,9 +153,9 @@ class Totals(NamedTuple):
         """
         if self.weight == math.inf:
             raise ArgumentError(
-                "A loss is infinite, and its weight is 0 or infinite: in a micro-batch where nothing was counted, a sum that is not"
-                " 0 is divided by that count. The window has no full batch without it. Leave out of the sum what is not counted, as"
-                " in (loss * mask).sum() / mask.sum(); or divide by what each micro-batch has."
+                "A loss is infinite, and its weight is 0 or infinite: a micro-batch divides a nonzero sum by a count of 0. "
+                "Without this micro-batch the window has no full batch. Mask the sum as the count is masked, (loss * "
+                "mask).sum() / mask.sum(); or divide by a count that is never 0."
             )
         if self.negative or not math.isfinite(self.weight):
             raise ArgumentError(
@@ -165,8 +165,8 @@ class Totals(NamedTuple):
             )
         if self.sums and self.weight:
             raise ArgumentError(
-                f"In {self.sums:.0f} of the window's {self.micro_batches:.0f} micro-batches the loss is a sum, in the others it is"
-                " a mean: they cannot be added up. Return one kind of loss from training_step."
+                f"In {self.sums:.0f} of the window's {self.micro_batches:.0f} micro-batches the loss is a sum, in the others a "
+                "mean: the two cannot be combined. Return one kind of loss from training_step."
             )
 
     def do_terms_disagree(self, rounding: float) -> bool:
@@ -181,9 +181,9 @@ class Totals(NamedTuple):
         disagree = self.spread * (self.sums or self.weight) / self.terms**2 - 1 > rounding
         if self.sums and disagree:
             raise ArgumentError(
-                "The loss is a sum that is multiplied by another factor in each micro-batch of the window, as by one over a count:"
-                " sums are added up as they are. Divide the sum by its count, so that the count is seen, or pass the weight."
-                " Anneal a factor by global_step, and not by batch_idx."
+                "The loss is a sum that is multiplied by another factor in each micro-batch of the window, such as 1 / count: sums "
+                "are added up without a weight. Divide the sum by its count, which makes the count visible, or pass the weight. "
+                "Anneal a factor by global_step, and not by batch_idx."
             )
         return disagree
 

@@ -168,8 +168,8 @@ class Windows:
                 self.boundary.close(seen - into_window)
                 if into_window or "is_at_boundary" in state:
                     self._warn(
-                        "The checkpoint was taken inside a window and does not hold its gradients: the first optimizer step is"
-                        " made on the rest of the window."
+                        "The checkpoint was taken inside a window and does not hold its gradients: the first optimizer step uses "
+                        "the rest of the window."
                     )
             return None
         partial = PartialWindow.from_state_dict(state["window"])
@@ -181,8 +181,8 @@ class Windows:
             )
         if then != now:
             self._warn(
-                f"The checkpoint was taken after {partial.position} loader batches of a window of {then}. Now it is {now}: the"
-                " gradients in the checkpoint are dropped, and a new window begins."
+                f"The checkpoint was taken after {partial.position} loader batches of a window of {then}. The window is now "
+                f"{now}: the gradients in the checkpoint are dropped, and a new window begins."
             )
             return None
         self.boundary.go_on(seen, partial.position, math.inf if partial.size is None else partial.size, partial.tokens)
@@ -195,8 +195,8 @@ class Windows:
             return None
         if not self.is_between_loader_batches:
             self._warn(
-                "This checkpoint is taken inside a window and inside a loader batch, part of which is already in the gradients. It"
-                " does not hold them: a training that goes on from it takes its first step on the rest of the window."
+                "This checkpoint is taken inside a loader batch, part of which is already in the gradients of the window. It does "
+                "not hold them: a training that resumes from it takes its first step on the rest of the window."
             )
             return None
         training.sync.reduce_for_checkpoint()

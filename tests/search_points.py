@@ -114,15 +114,15 @@ class Point:
         longest = max(self.lengths)
         reduces_often = self.strategy.get("sync") == "micro_batch"
         if self.weight == "list" and policy["tail"] == "carry" and self._may_be_long():
-            said.append("counts a window before it runs, but with tail='carry' it may go on in the next epoch")
+            said.append("counts a window before it runs, but with tail='carry' it may continue in the next epoch")
         if self.counts_tokens and self.loss == "sum":
-            said.append("A window of Tokens ends when the weights of its micro-batches add up to that many, but the loss is a sum")
+            said.append("A window of Tokens ends when the weights of its micro-batches reach its size, but the loss is a sum")
         if policy.get("tail") == "drop" and self.is_sized and not self.counts_tokens and longest < self._least():
             said.append("would never be full")
         if policy.get("on_nonfinite") == "raise" and "nan" in self.holes.values():
             said.append("is not finite: ")
         if self.engine == "ddp" and reduces_often and policy.get("on_nonfinite", "propagate") != "propagate":
-            said.append("looks at the gradients of each rank")
+            said.append("needs the gradients of each rank")
         if self.engine == "ddp" and reduces_often and unit in ("tokens", "auto"):
             said.append("may split the batches of the ranks into different numbers")
         if self.engine == "ddp" and reduces_often and self.is_low_precision:
@@ -132,7 +132,7 @@ class Point:
         if self.engine == "fsdp2" and self.is_low_precision:
             said.append("here fully_shard adds up the gradients of a window")
         if self.engine == "fsdp2" and reduces_often and policy.get("on_nonfinite", "propagate") != "propagate":
-            said.append("looks at the gradients of each rank")
+            said.append("needs the gradients of each rank")
         return said
 
     def _may_be_long(self) -> bool:

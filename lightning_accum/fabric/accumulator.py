@@ -201,7 +201,7 @@ class Accumulator(Loop):
         if self._pass is not None:
             self._pass.close()
         if missing := {"passes", "loader_batches", "accumulation"} - set(state_dict):
-            raise ArgumentError(f"This is no state of an Accumulator: it lacks {', '.join(sorted(missing))}")
+            raise ArgumentError(f"This is not the state of an Accumulator: it lacks {', '.join(sorted(missing))}")
         accumulation, seen = self._accumulation, self._seen
         self._is_backward_done = self._has_failed = False
         self._kept.forget()

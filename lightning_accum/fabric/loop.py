@@ -49,8 +49,8 @@ class Loop(Passes):
         self._refuse_unfinished()
         if not self._accumulation.is_between_loader_batches:
             raise UsageError(
-                "The last pass was broken off inside of a loader batch, a part of which is in the window. Call"
-                " accumulator.discard() to begin a new window; or break off where accumulator.loader_batches has grown."
+                "The last pass ended inside a loader batch, a part of which is in the window. Call accumulator.discard() to begin "
+                "a new window; or end a pass only after accumulator.loader_batches has grown."
             )
         self._pass = self._run(loader, skip, is_last)
         return self._pass
@@ -86,7 +86,7 @@ class Loop(Passes):
 
     def _inside(self, call: str) -> MicroBatch:
         if self._micro_batch is None:
-            raise UsageError(f"{call} is called outside of the loop: for batch in accumulator(loader): ...")
+            raise UsageError(f"{call} is called outside the loop: for batch in accumulator(loader): ...")
         return self._micro_batch
 
     # --- backward and step ------------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ class Loop(Passes):
         self._refuse_unfinished()
         if self._is_backward_done:
             raise UsageError(
-                "backward is called twice in a micro-batch. A window has one loss in each: add them up, and call"
-                " accumulator.backward(loss_a + loss_b)."
+                "backward is called twice in a micro-batch, but takes one loss. Add the losses up, and call "
+                "accumulator.backward(loss_a + loss_b)."
             )
         self._refuse_changes()
         if loss is None:
@@ -196,8 +196,8 @@ class Loop(Passes):
         """Refuse to go on after a backward that has failed, or a window that was not stepped."""
         if self._has_failed:
             raise UsageError(
-                "The backward of a micro-batch of this window has failed, and a part of its gradient may be there. Call"
-                " accumulator.discard() to begin a new window; or go on from a checkpoint."
+                "The backward of a micro-batch of this window has failed, and a part of its gradient may have been added. Call "
+                "accumulator.discard() to begin a new window; or resume from a checkpoint."
             )
         if self._is_backward_done and self._ends_window and not self._is_step_done:
             raise UsageError(
@@ -226,14 +226,14 @@ class Loop(Passes):
             return
         if not self._is_between_windows:
             raise UsageError(
-                "The gradients were cleared or changed inside of a window. Leave zero_grad(), clipping and other backwards out:"
-                " accumulator.step(clip_norm=...) clears and clips, accumulator.backward(loss_a + loss_b) takes all losses."
+                "The gradients were cleared or changed inside a window. Remove zero_grad(), clipping and other backwards: "
+                "accumulator.step(clip_norm=...) clears and clips, accumulator.backward(loss_a + loss_b) takes all losses."
             )
         if not self._has_warned and any(own.grad is not None for _, own in self._kept.parameters):
             self._has_warned = True
             rank_zero_warn(
-                "There are gradients that accumulator.backward did not make, and the next window clears them. To train on another"
-                " loss of the loop, add it to that of its micro-batch: accumulator.backward(loss_a + loss_b)."
+                "There are gradients that accumulator.backward did not compute, and the next window clears them. To train on "
+                "another loss, add it to the loss of its micro-batch: accumulator.backward(loss_a + loss_b)."
             )
 
 
@@ -247,11 +247,11 @@ def _warn_of_factors(loss: Tensor, size: float) -> None:
     divisor = factor if kind == "DivBackward0" or factor == 0 else 1 / factor
     if size > 1 and math.isclose(size, divisor, rel_tol=1e-6):
         rank_zero_warn(
-            f"The loss is divided by {size:g}, which is the size of the window. accumulator.backward(loss) divides by what the"
-            " window comes to; with this, gradients are that much smaller than the full batch's. Leave the division out."
+            f"The loss is divided by {size:g}, which is the size of the window. accumulator.backward(loss) already divides by the "
+            "total weight of the window, so gradients are smaller than the full batch's by this factor. Remove the division."
         )
     elif kind == "MulBackward0" and saved.dtype == torch.float32 and factor >= 256 and math.frexp(factor)[0] == 0.5:
         rank_zero_warn(
-            f"The loss is multiplied by {factor:g}, as by GradScaler.scale(loss), and nothing divides the gradients by that. Leave"
-            ' the GradScaler out; for float16 use Fabric(precision="16-mixed"), which does both by itself.'
+            f"The loss is multiplied by {factor:g}, as by GradScaler.scale(loss), but the gradients are not divided by this "
+            'factor. Remove the GradScaler; for float16 use Fabric(precision="16-mixed"), which does both.'
         )

@@ -59,8 +59,8 @@ class Passes:
         may_trim = self._loss_of is not None and not self._training.is_sharded
         if isinstance(policy.trim_padding, str) and not may_trim:
             raise ArgumentError(
-                f"trim_padding={policy.trim_padding!r} is tried out on two rows before it is used, which needs the loss as a"
-                " function: pass loss_of=; and a model that is not sharded."
+                f"trim_padding={policy.trim_padding!r} is checked on two rows before it is used. This needs loss_of=, and a model "
+                "that is not sharded."
             )
         trim, warn = policy.trim_padding and may_trim, self._messages.rank_zero_warn
         return Splitting(policy.micro_batch, trim, policy.split, warn, lambda: self._samples)

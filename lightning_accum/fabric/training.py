@@ -48,8 +48,8 @@ class Training(Trained):
         self.raw_optimizer: Optimizer = optimizer.optimizer if _is_wrapper(optimizer, "optimizer") else optimizer
         if not hasattr(self.raw_optimizer, "param_groups"):
             raise WrongTypeError(
-                f"An Accumulator steps one optimizer, but got a {type(optimizer).__name__}. Give it all parameters, as"
-                " parameter groups; or train a LightningModule with manual optimization, which takes several optimizers."
+                f"An Accumulator steps one optimizer, but got a {type(optimizer).__name__}. Put all parameters into one optimizer; "
+                "or train a LightningModule with manual optimization, which takes several."
             )
         self.ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
         self.is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -84,11 +84,11 @@ class Training(Trained):
         stepped, trained = set(self._stepped()), {own for own in model.parameters() if own.requires_grad}
         if ddp is not None and stepped - set(ddp.parameters()):
             return (
-                "The optimizer has parameters outside of the DistributedDataParallel in the model, whose gradients nothing reduces."
-                " Wrap one module that has all of them, and pass it as the model."
+                "Some parameters of the optimizer are outside the DistributedDataParallel in the model, so their gradients are not "
+                "reduced. Wrap one module that has all parameters, and pass it as the model."
             )
         if trained and not trained & stepped:
-            return "The optimizer has no parameter of the model. Make it after fabric.setup(model), which may replace them."
+            return "The optimizer has no parameter of the model. Create it after fabric.setup(model)."
         if fabric is None:
             if any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules()):
                 return "A sharded model needs Fabric and fully_shard (FSDP2): pass Fabric(strategy=ModelParallelStrategy(...))"
@@ -106,13 +106,14 @@ class Training(Trained):
         mesh = fabric.strategy.device_mesh if "ModelParallelStrategy" in kinds else None
         if mesh is not None and mesh["tensor_parallel"].size() > 1:
             return (
-                "ModelParallelStrategy(tensor_parallel_size=...) has ranks that share a batch, which the Accumulator does not"
-                " support. Use tensor_parallel_size=1, or a Trainer with ModelParallelAccumulationStrategy."
+                "With ModelParallelStrategy(tensor_parallel_size=...) ranks share a batch, which the Accumulator does not support. "
+                "Use tensor_parallel_size=1, or a Trainer with ModelParallelAccumulationStrategy."
             )
         if fabric.world_size > 1 and ddp is None and not self.is_sharded:
             return (
-                f"Nothing averages the gradients over {fabric.world_size} ranks: the model has neither DistributedDataParallel nor"
-                " fully_shard. Pass what fabric.setup returned; with ModelParallelStrategy, have parallelize_fn apply fully_shard."
+                f"Nothing averages the gradients over {fabric.world_size} ranks: the model has neither DistributedDataParallel nor "
+                "fully_shard. Pass the model that fabric.setup returned; for ModelParallelStrategy, apply fully_shard in "
+                "parallelize_fn."
             )
         return None
 
@@ -137,8 +138,8 @@ class Training(Trained):
             self.sync = DDPSync(self.ddp, "window", policy.finishes_after_backward)
         elif self.is_sharded and sums is not None:
             raise ArgumentError(
-                f"accumulate_dtype={dtype}: the model is sharded, and it is fully_shard that adds up its gradients. Leave it out,"
-                f" and apply fully_shard with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})."
+                f"accumulate_dtype={dtype}: the model is sharded, so fully_shard adds up its gradients. Leave accumulate_dtype "
+                f"out, and apply fully_shard with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})."
             )
         elif self.is_sharded:
             self.sync = LoopFSDP2Sync(self.module, "window", self, self.ranks)
@@ -164,8 +165,8 @@ class Training(Trained):
         """The loss of a batch that had one before."""
         if self._loss_of is None:
             raise UsageError(
-                f"Rank {self.ranks.rank} has a micro-batch without a forward, in which ranks of a sharded model wait for others."
-                " Call the model in every micro-batch, or pass Accumulator(loss_of=...), by which an earlier batch takes its place."
+                f"Rank {self.ranks.rank} has a micro-batch without a forward, for which ranks of a sharded model wait. Call the "
+                "model in every micro-batch, or pass Accumulator(loss_of=...), which can run an earlier batch instead."
             )
         return self._loss_of(batch)
 

@@ -109,8 +109,8 @@ class MicroBatchSizes:
         def undo() -> None:
             if [tensor._version for tensor in tensors] != versions:
                 raise UsageError(
-                    'training_step changed its batch in place; micro_batch="auto" cannot take that back when memory runs out.'
-                    " Change a copy, or use a fixed micro_batch."
+                    'training_step changed its batch in place; micro_batch="auto" cannot undo this if memory runs out. Change a '
+                    "copy, or use a fixed micro_batch."
                 )
             before.undo()
             snapshot.restore()
@@ -137,8 +137,8 @@ class MicroBatchSizes:
         """
         if rows <= 1:
             raise NothingSmallerError(
-                f"A micro-batch of one sample (of cost {cost}) does not fit into memory, and there is no smaller one. Try shorter"
-                " sequences or smaller inputs, a smaller model, lower precision, or activation checkpointing."
+                f"A micro-batch of one sample (of cost {cost}) does not fit into memory, and cannot be split. Try shorter "
+                "sequences or smaller inputs, a smaller model, lower precision, or activation checkpointing."
             )
         if self._limit is None or rows * _rounded(cost) <= self._limit:
             self._limit = math.ceil(rows / 2) * _rounded(cost)

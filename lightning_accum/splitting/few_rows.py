@@ -35,7 +35,7 @@ class FewRows:
             layout = Layout(batch, known, samples)
         except UnsplittableBatchError as error:
             raise CannotCheckError(
-                "the rows of the batch cannot be told apart (split=function, which cuts a batch, tells them)"
+                "the rows of the batch cannot be told apart (pass split=, a function that splits the batch)"
             ) from error
         self._own, self.of_batch, self.of_others = layout, layout.size, list[int]()
         if not layout.size:
@@ -244,7 +244,7 @@ def join(batches: Sequence[Any], known: Mapping[str, str] | None = None) -> tupl
             return with_entries(part.value, [entry for value in of_part for entry in entries_of(value)])
         if part.is_tensor:
             if not all(v.shape == part.value.shape and torch.equal(v, part.value) for v in of_part):
-                raise JoiningError(f"{part.path} has no rows, and is not the same in all of them")
+                raise JoiningError(f"{part.path} has no rows, and differs between the batches")
             return part.value
         return rebuilt(part, joined)
 
@@ -260,7 +260,7 @@ def _padded(tensors: Mapping[str, Sequence[Tensor]]) -> tuple[dict[str, list[Ten
     masks = {path: tensors[path] for path in uneven if "mask" in path.lower()}
     if not masks and not any("label" in path.lower() for path in uneven):
         shown = ", ".join(f"{path} has {' and '.join(map(str, dict.fromkeys(u)))} columns" for path, u in uneven.items())
-        raise JoiningError(f"{shown}, and there is no mask and no labels to say what padding is")
+        raise JoiningError(f"{shown}, and no mask or labels mark the padding")
     of_tokens = [mask for path, values in masks.items() if not path.endswith("key_padding_mask") for mask in values]
     is_left = any(bool((mask[:, 0] == 0).any()) for mask in of_tokens) and all(bool((m[:, -1] != 0).all()) for m in of_tokens)
     padded: dict[str, list[Tensor]] = {}

@@ -79,7 +79,7 @@ def read_lengths(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[
     if key is not None:
         found = {path: tensor for path, tensor in tensors.items() if path == key or f"_{_name(path)}".endswith(f"_{key}")}
         if not found:
-            raise ArgumentError(f"the batch has no tensor {key!r} to read lengths from: it has {', '.join(tensors)}")
+            raise ArgumentError(f"the batch has no tensor {key!r} to read lengths from: its tensors are {', '.join(tensors)}")
         return _lengths({path: _explicit(path, tensor, tensors) for path, tensor in found.items()}, {})
     masks = {path: _is_token(path, mask) for path, mask in tensors.items() if mask.dim() == 2 and _is_mask(path)}
     of_masks = {mask.shape[1] for mask in masks.values()}

@@ -27,8 +27,8 @@ _MERGEABLE = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 """How states are reduced over ranks, where that holds for parts of a batch too. A mean does not: it has no weights."""
 _COUNTS_UPDATES = (Running, MinMaxMetric)  # the same samples in more updates are something else to them
 _CANNOT_MERGE = (
-    "{!r} shows a {}, and what that holds cannot be put together from parts: where GradientAccumulation splits a batch, each"
-    " micro-batch is an update to it, and its value of the step a mean over them. Log the metric itself with on_step=False."
+    "{!r} shows a {}, whose state cannot be combined from parts: if GradientAccumulation splits a batch, each micro-batch updates "
+    "it, and the value logged for the step is a mean over micro-batches. Log the metric itself with on_step=False."
 )
 _FOLDS: dict[str, Callable[[Tensor], Tensor]] = {"max": dim_zero_max, "min": dim_zero_min, "sum": dim_zero_sum}
 

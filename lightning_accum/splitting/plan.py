@@ -80,10 +80,10 @@ class Plan:
             return
         found = f", {piece.count} rows of the loader batch, columns {dict(piece.columns) or 'all'}" if self.is_read else ""
         error.add_note(
-            f"GradientAccumulation(micro_batch=...) has split the batch: this was micro-batch {self.current} of"
-            f" {len(self.pieces)}{found}. If something in the batch belongs to all of its rows, pass split=, a function that cuts"
-            " it; if the step takes the longest row for the number of columns, name the lengths: trim_padding=<their key>, or"
-            ' trim_padding="lengths" for encoder_lengths and decoder_lengths.'
+            f"GradientAccumulation(micro_batch=...) has split the batch: this was micro-batch {self.current} of "
+            f"{len(self.pieces)}{found}. If an entry of the batch belongs to all rows, pass split=, a function that splits the "
+            "batch; if the step uses the longest row as the number of columns, name the lengths: trim_padding=<their key>, or "
+            'trim_padding="lengths" for encoder_lengths and decoder_lengths.'
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -221,8 +221,8 @@ class Splitting:
             if len(cut) == len(found) and (number := sum(map(len, cut))) < len(tensor):
                 self._warn_once(
                     "split",
-                    f"split={name_of(split)} returned micro-batches of {number} samples for a loader batch of {len(tensor)}: the"
-                    " others are not trained on. Return all of them: the last micro-batch may be smaller.",
+                    f"split={name_of(split)} returned micro-batches of {number} samples for a loader batch of {len(tensor)}, so "
+                    "some samples would not be used. Return all of them: the last micro-batch may be smaller.",
                 )
         pairs = zip(micro_batches, counts, strict=True)
         return Plan(batch, [RowSlice([], min(size, count or size), 1, made=made) for made, count in pairs], None)
@@ -265,8 +265,8 @@ class Splitting:
         if width > self._size.at(0):
             self._warn_once(
                 "long rows",
-                f"A row of {width} tokens is longer than micro_batch={self._size}. It is a micro-batch of its own: leaving it out"
-                " would change the result.",
+                f"A row of {width} tokens is longer than micro_batch={self._size}. It becomes a micro-batch of its own, since "
+                "leaving it out would change the result.",
             )
         return max(1, self._size.at(0) // max(1, width))
 

@@ -130,7 +130,7 @@ class Layout:
                 try:
                     rebuilt(part, lambda inner: inner.value)
                 except Exception as error:  # now, rather than in the middle of a window
-                    raise UnsplittableBatchError.because(f"{part}, and cannot be made anew ({error})") from error
+                    raise UnsplittableBatchError.because(f"{part}, and cannot be constructed again ({error})") from error
         others = [part for part in shared if part.is_tensor and part.size and part.size > 1 and part.path not in known]
         self.unexplained = [part for part in others if not self.columns.issuperset(part.value.shape)]
         if samples is not None and (found := self._objection(known, samples)) is not None:
@@ -202,7 +202,7 @@ class Layout:
             are_lengths = int(numbers.min()) > 0 and total in ends and len(numbers) < total
             is_index = is_sorted and bool((steps <= 1).all()) and last + 1 in ends and 0 < last + 1 < len(numbers)
             if are_offsets or are_lengths or (is_index and self.size not in samples):
-                return f"{part}, and says that samples lie end to end"
+                return f"{part}, which marks samples packed end to end"
         return None
 
 

@@ -77,16 +77,16 @@ class TrimmingCheck:
         except CannotCheckError as error:
             if self._seen[known] == 1:
                 self._warn(
-                    f"{where} so far: whether the loss of this module depends on it could not be found out ({error}). It is tried"
-                    " again with later batches."
+                    f"{where} so far: the package could not check whether the loss depends on it ({error}). It tries again with "
+                    "later batches."
                 )
             return
         self._answers[known] = seen is None
         self._seen.pop(known)
         if seen is not None:
             self._warn(
-                f"{where}: the loss of this module depends on it ({seen}). Pass GradientAccumulation(trim_padding=False) to say so"
-                " yourself."
+                f"{where}: the loss of this module depends on it ({seen}). GradientAccumulation(trim_padding=False) turns trimming "
+                "and this warning off."
             )
 
 
@@ -114,7 +114,7 @@ def difference_by_padding(
     It is a :data:`Proof`. Nothing of it lasts, and nothing in it waits for other ranks, which may have nothing to try.
     """
     if held := trained.snapshotter.iterators():
-        raise CannotCheckError(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
+        raise CannotCheckError(f"the module holds an iterator, {held[0]}, whose items cannot be put back")
     weigh = weight if callable(weight) else None if weight != "equal" else lambda batch: 1.0
     take_snapshot = partial(trained.snapshotter.take, watches_parameters=False)
     trial = Trial(trained.module, partial(_run_alone, trained.module, training_step), take_snapshot, GradientSync(), largest=float)
@@ -168,5 +168,5 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __in
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
-            raise RuntimeError("it waits for other ranks, which may have no padding to try")
+            raise RuntimeError("its forward waits for other ranks, which may have no padding to check")
         return func(*with_tensors(func, args), **(kwargs or {}))

@@ -21,8 +21,8 @@ from lightning_accum.weighing.safeguards import gradients_of_zero
 
 _PRIME = 2**31 - 1
 CANNOT_FORGET_FORWARD = (
-    "training_step failed on a few rows of the first batch, and what its sharded modules have begun cannot be taken back here."
-    " Leave out the check: GradientAccumulation(check=False)."
+    "training_step failed on a few rows of the first batch, and its sharded modules cannot be restored. Turn the check off: "
+    "GradientAccumulation(check=False)."
 )
 
 
@@ -62,9 +62,9 @@ class SharedRows:
         self.forget()
         if len(found) > len({number for number, _ in found}):
             raise UsageError(
-                "A rank returned no loss for a batch for which other ranks, with parts of the same rows, returned one. With"
-                " context_parallel or sequence_parallel in mesh=, these ranks need the same batches, and training_step returns a"
-                " loss for each part: that of a part without labels may be NaN, and weighs nothing."
+                "A rank returned no loss, while other ranks with parts of the same rows returned one. With context_parallel or "
+                "sequence_parallel in mesh=, these ranks need the same batches, and training_step returns a loss for each part. "
+                "The loss of a part without labels may be NaN; its weight is 0."
             )
 
 
@@ -118,9 +118,9 @@ class ShardedSync(WrappedSync):
         """A loss that depends on all that the other ranks' losses do."""
         if not self.may_lack_loss:
             raise UsageError(
-                f"Rank {dist.get_rank()} has a loader batch without a loss, or fewer of them than others, and cannot take part in"
-                f" what row-wise submodules run there, with {type(self._engine).__name__}. Have each loader batch of each rank give"
-                ' a loss, or use Trainer(strategy="accum_ddp").'
+                f"Rank {dist.get_rank()} has a loader batch without a loss, or fewer loader batches than others, so it cannot take "
+                f"part in row-wise submodules with {type(self._engine).__name__}. Have each loader batch of each rank give a loss, "
+                'or use Trainer(strategy="accum_ddp").'
             )
         outputs, self._outputs = self._outputs, []
         if outputs:

@@ -182,8 +182,8 @@ class GradientAccumulation(pl.Callback):
             return
         if trainer.accumulate_grad_batches not in (1, size):
             raise MisconfiguredError(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and"
-                f" GradientAccumulation({self.policy.window!r}) both set the window. Set it in one of them."
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and "
+                f"GradientAccumulation({self.policy.window!r}) both set the window. Use only one of them."
             )
         trainer.accumulate_grad_batches = size  # where tuners, monitors and Lightning itself look for it; until the fit ends
 
@@ -246,11 +246,11 @@ def _what_to_use_instead_of(strategy: Strategy) -> str:
     sharded = 'Trainer(strategy="accum_fsdp") or "accum_model_parallel" (FSDP2, fully_shard)'
     if isinstance(strategy, pl.strategies.DeepSpeedStrategy):
         return (
-            "DeepSpeed's engine divides, reduces and steps by itself. To shard as its stages do, use"
-            f" {sharded}; or stay with DeepSpeed and its gradient_accumulation_steps, without this callback."
+            f"DeepSpeed's engine does its own division, reduction and step. To shard as its stages do, use {sharded}; or keep "
+            "DeepSpeed with its gradient_accumulation_steps, without this callback."
         )
     if isinstance(strategy, (pl.strategies.XLAStrategy, pl.strategies.SingleDeviceXLAStrategy)):
-        return "The weight of a loss that XLA computes cannot be read. Leave this callback out, or use another device."
+        return "The weight of a loss on an XLA device cannot be read. Remove this callback, or use another device."
     if isinstance(strategy, pl.strategies.FSDPStrategy):
         return 'Use Trainer(strategy="accum_fsdp"), or FSDPAccumulationStrategy(...) with the same arguments.'
     if isinstance(strategy, pl.strategies.ModelParallelStrategy):

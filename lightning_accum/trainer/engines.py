@@ -192,8 +192,8 @@ class ShardedMixin(AccumulationMixin):
         loss = loss_unlogged(self.trainer(), batch if is_on_device else super().batch_to_device(batch))
         if loss is None:
             raise UsageError(
-                f"training_step returned None on rank {self.global_rank} for a batch for which it had returned a loss before,"
-                " and which ran again in place of a batch without a loss."
+                f"training_step returned None on rank {self.global_rank} when a batch ran again in place of a batch without a "
+                "loss. The first time it returned a loss."
             )
         return loss
 
@@ -243,8 +243,8 @@ class FSDPAccumulationStrategy(ShardedMixin, pl.strategies.FSDPStrategy):
     def partial_window(self) -> PartialWindow | None:
         if self.accumulation is not None and self.accumulation.position:
             rank_zero_warn(
-                "With FSDP1 a checkpoint inside a window does not hold its gradients: going on from it, the first step is made on"
-                ' the rest of the window. strategy="accum_model_parallel" (FSDP2) holds them.'
+                "With FSDP1 a checkpoint inside a window does not hold its gradients: after a resume the first step uses the rest "
+                'of the window. strategy="accum_model_parallel" (FSDP2) saves them.'
             )
         return None
 
@@ -252,7 +252,7 @@ class FSDPAccumulationStrategy(ShardedMixin, pl.strategies.FSDPStrategy):
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
         if not isinstance(self.model, FullyShardedDataParallel):
             raise MisconfiguredError(
-                f"The norm of all gradients is known to one FullyShardedDataParallel around all, but {type(self.model).__name__}"
-                " wraps its parts by itself. Clip by value, or in its configure_gradient_clipping."
+                "Only a FullyShardedDataParallel around the whole model knows the norm of all gradients, but "
+                f"{type(self.model).__name__} wraps its parts. Clip by value, or in its configure_gradient_clipping."
             )
         return self.model.clip_grad_norm_(largest)

@@ -181,8 +181,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
                 )
             else:  # only the module's own training_step steps, and no loader batch is left for it to do so
                 rank_zero_warn(
-                    "Training ended inside a window, and the module steps by itself: the gradients of the last"
-                    f" {lost} loader batches are dropped."
+                    f"Training ended inside a window of manual optimization: the gradients of the last {lost} loader batches are "
+                    "dropped."
                 )
             if strategy.accumulation is not None:
                 strategy.sync.drop_accumulated()
@@ -224,7 +224,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             progress.increment_started()  # which it forgets for None, and then resumes one batch too early
         elif not is_forgotten and self._boundary is not None:
             runs = "_AutomaticOptimization" if self.strategy.manual is None else "_ManualOptimization"
-            raise seams.broken(f"A loader batch was trained on without a call of {runs}.run.")
+            raise seams.broken(f"A loader batch was trained without a call of {runs}.run.")
         if self.strategy.accumulation is not None:
             self.optimization.run_without_batch()
         elif self.strategy.manual is not None:

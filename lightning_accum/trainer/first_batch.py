@@ -63,7 +63,7 @@ class DatasetRows(FewRows):
         self._trainer, loader = trainer, trainer.train_dataloader
         of_batch = max(cast("Engine", trainer.strategy).samples_of_loader(), default=MOST_ROWS)
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None or of_batch < 2:
-            raise CannotCheckError("the loader makes no batches of samples that it draws by their places")
+            raise CannotCheckError("the loader does not draw samples by index")
         vars(holder := type("Holder", (torch.nn.Module,), {})())["collate_fn"] = self._collate = loader.collate_fn
         self._undo, self.of_others = Undo(holder, trainer.strategy.root_device), list[int]()
         self._drawn = self._undo.take(watches_parameters=False)

@@ -120,16 +120,16 @@ class ManualWindows(Windows):
         if not current.is_running:  # in validation, or in a hook
             if self._module.trainer.training:
                 self.warn_once(
-                    "manual_backward is called outside of training_step, where it is no part of a window: what it gives to the"
-                    " gradients is that of one loader batch. Call it in training_step."
+                    "manual_backward is called outside of training_step, so it is not part of a window and adds the gradients of "
+                    "one loader batch. Call it in training_step."
                 )
             return run(loss, *args, **kwargs)
         if current.stepped and self.boundary.size != 1 and not self.is_free_of_steps:
             self.warn_once(
-                f"training_step steps {current.stepped[0]} and then calls manual_backward again. If that loss was computed with"
-                " what was stepped, the micro-batches of a window before its last compute it with what was there before, and a"
-                " window differs from its full batch. To be exact, call step after the last backward, or have the loader yield"
-                ' batches as large as the window: GradientAccumulation(micro_batch="offload") runs one whole.'
+                f"training_step steps {current.stepped[0]} and then calls manual_backward again. If this loss uses the stepped "
+                "parameters, all micro-batches of a window but the last compute it with the old parameters, and the window differs "
+                "from its full batch. To be exact, call step after the last backward, or have the loader yield batches as large as "
+                'the window: GradientAccumulation(micro_batch="offload") runs each whole.'
             )
         if not current.next_call:
             self._look_for_changes()
@@ -243,9 +243,9 @@ class ManualWindows(Windows):
         elif current.versions != [p._version for p in self._parameters()]:
             self.changes.stop()
             self.warn_once(
-                "training_step changes parameters by itself in a micro-batch whose steps wait (a moving average, a target network,"
-                " an optimizer with steps of other names): it happens in every micro-batch, but only once for the full batch. Do it"
-                " when trainer.global_step has grown."
+                "training_step changes parameters in a micro-batch whose optimizer steps are deferred (a moving average, a target "
+                "network, an optimizer whose step has another name). This happens in every micro-batch, but once in the full "
+                "batch. Change them when trainer.global_step has grown."
             )
         if self._of_first is None:
             self._of_first = list(current.stepped), current.next_call
@@ -291,7 +291,7 @@ class ManualWindows(Windows):
 
     @override
     def in_words(self, size: int) -> str:
-        return f"{super().in_words(size)}, of a module that optimizes by itself"
+        return f"{super().in_words(size)}, with manual optimization"
 
     @override
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
@@ -336,7 +336,7 @@ class ManualWindows(Windows):
         is_empty = bool(self.closed) and all(closed.is_empty for closed in self.closed)
         if is_empty:
             self.warn_once(
-                "A window ended without any weight (all labels ignored, or no loss): there is no optimizer step for it, parameters"
-                " and optimizer state stay as they are."
+                "A window ended with weight 0 (all labels ignored, or no loss): its optimizer step is skipped. Parameters and "
+                "optimizer state do not change."
             )
         return not is_empty

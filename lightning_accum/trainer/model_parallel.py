@@ -74,12 +74,12 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
             return
         if unknown := [name for name in mesh if name not in (*OWN_ROWS, *SAME_ROWS, SAME_LOSS)]:
             raise MisconfiguredError(
-                f"mesh={dict(mesh)}: whether ranks along {unknown[0]!r} have rows of their own cannot be known. Name it"
-                f" {' or '.join(map(repr, OWN_ROWS))} if they have, {' or '.join(map(repr, SAME_ROWS))} if each has a part of the"
-                f" same rows and the loss of that, or {SAME_LOSS!r} if all have the same loss."
+                f"mesh={dict(mesh)}: the package does not know whether ranks along {unknown[0]!r} have their own rows. Name it "
+                f"{' or '.join(map(repr, OWN_ROWS))} if they have their own rows, {' or '.join(map(repr, SAME_ROWS))} if each has "
+                f"a part of the same rows and the loss of this part, or {SAME_LOSS!r} if all have the same loss."
             )
         if SAME_LOSS in self._sizes and list(self._sizes)[-1] != SAME_LOSS:
-            raise MisconfiguredError(f"mesh={dict(mesh)}: {SAME_LOSS!r} has to be its last dimension.")
+            raise MisconfiguredError(f"mesh={dict(mesh)}: {SAME_LOSS!r} must be its last dimension.")
         if (self._data_parallel_size, self._tensor_parallel_size) != ("auto", "auto"):
             raise MisconfiguredError(
                 f"mesh={dict(mesh)} has the sizes of all dimensions: leave out data_parallel_size and tensor_parallel_size."
@@ -172,9 +172,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         assert self.accumulation is not None
         if self.same_rows() > 1 and weighed.weight is not None and float(weighed.weight) == count_samples(micro_batch.batch):
             raise MisconfiguredError(
-                f"The loss is a mean over rows, of which {self.same_rows()} ranks have parts (mesh=), and how these make the loss"
-                " of the whole rows cannot be known. Have training_step return the mean over what is in its part: its tokens or"
-                " elements."
+                f"The loss is a mean over rows, of which {self.same_rows()} ranks have parts (mesh=). The package cannot know how "
+                "to combine the losses of parts. Have training_step return the mean over the tokens or elements in its part."
             )
 
     def _refuse_without_replicas(self, module: nn.Module) -> None:
@@ -184,10 +183,10 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         named = module.named_modules()
         if left := [name or "the module" for name, unit in named if isinstance(unit, FSDPModule) and not has_replicas(unit)]:
             raise MisconfiguredError(
-                f'{type(self).__name__}(sync="shard") reduces gradients over the replicas of shards once a window, but'
-                f' {listed(left)} is sharded over all ranks, without replicas. Use sync="micro_batch", or in'
-                f" {type(module).__name__}.configure_model apply fully_shard with a mesh of two dimensions:"
-                ' init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard")).'
+                f'{type(self).__name__}(sync="shard") reduces gradients over replicas once a window, but {listed(left)} is sharded '
+                f'over all ranks, without replicas. Use sync="micro_batch", or in {type(module).__name__}.configure_model apply '
+                "fully_shard with a mesh of two dimensions: init_device_mesh(device_type, (replicas, shards), "
+                'mesh_dim_names=("replicate", "shard")).'
             )
 
     @override
@@ -201,20 +200,20 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         left = [n for n, p in self.module.named_parameters() if p.requires_grad and p not in sharded]
         if left and size > 1:
             raise MisconfiguredError(
-                f"Nothing averages the gradients of {listed(left)} over the {size} data-parallel ranks: apply fully_shard to what"
-                f" they are in, in {type(self.module).__name__}.configure_model."
+                f"Nothing averages the gradients of {listed(left)} over the {size} data-parallel ranks: apply fully_shard to "
+                f"their modules in {type(self.module).__name__}.configure_model."
             )
         expected = set(dist.get_process_group_ranks(self.ranks.group))
         if others := [ranks for ranks in sync.averaged_ranks() if ranks != expected]:
             raise MisconfiguredError(
-                f"fully_shard averages gradients over the ranks {sorted(others[0])}, but the data-parallel ranks are"
-                f" {sorted(expected)}, whose weights are summed. Have the mesh that"
-                f" {type(self.module).__name__}.configure_model passes to it hold these."
+                f"fully_shard averages gradients over the ranks {sorted(others[0])}, but the data-parallel ranks are "
+                f"{sorted(expected)}, whose weights are summed. In {type(self.module).__name__}.configure_model, pass it a mesh of "
+                "these ranks."
             )
         if factors := sync.divide_factors() - {float(size)}:
             raise MisconfiguredError(
-                f"Gradients are divided by {factors.pop():g} (set_gradient_divide_factor), where the average over {size}"
-                " data-parallel ranks is expected. Leave it out: the weights of the window normalise them."
+                f"Gradients are divided by {factors.pop():g} (set_gradient_divide_factor), but must be averaged over {size} "
+                "data-parallel ranks. Leave it out: the weights of the window normalise them."
             )
         if self.same_rows() > 1:
             sync.shared_rows = SharedRows(self.ranks, self.distributed_sampler_kwargs["rank"])

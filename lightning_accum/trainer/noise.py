@@ -135,13 +135,14 @@ class GradientNoiseScale(pl.Callback):
         accumulation = strategy.accumulation if isinstance(strategy, Engine) else None
         if accumulation is None or not pl_module.automatic_optimization:
             found = (
-                f"{type(strategy).__name__} with automatic_optimization={pl_module.automatic_optimization} has no windows that show"
-                ' it: use Trainer(strategy="accum"), "accum_ddp" or "accum_model_parallel", and leave the optimizer to the Trainer'
+                f"{type(strategy).__name__} with automatic_optimization={pl_module.automatic_optimization} has no windows from "
+                'which to estimate it: use Trainer(strategy="accum"), "accum_ddp" or "accum_model_parallel", and automatic '
+                "optimization"
             )
         elif any(isinstance(module, FullyShardedDataParallel) for module in cast("nn.Module", strategy.model).modules()):
             found = 'FullyShardedDataParallel (FSDP1) has none: use Trainer(strategy="accum_model_parallel") with fully_shard'
         elif accumulation.ranks.size != accumulation.ranks.world_size or accumulation.ranks.same_rows > 1:
-            found = "tensor parallelism, or another dimension of mesh=, cuts it over several ranks"
+            found = "tensor parallelism, or another dimension of mesh=, divides it over several ranks"
         if found:
             raise MisconfiguredError(f"GradientNoiseScale needs the gradient of each micro-batch, but {found}. Or leave it out.")
         assert accumulation is not None
@@ -213,8 +214,8 @@ class GradientNoiseScale(pl.Callback):
         """Estimate S and |G|^2 from the window that has just ended, and log them. On all ranks together."""
         if accumulation.plan is not None and accumulation.plan.order is not None:
             accumulation.warn_once(
-                "GradientNoiseScale takes micro-batches for random parts of the data, but these are sorted by length: where"
-                " gradients depend on it, noise is over-estimated. GradientAccumulation(trim_padding=False) does not sort."
+                "GradientNoiseScale assumes that micro-batches are random samples, but these are sorted by length: if gradients "
+                "depend on the length, the noise is overestimated. Use GradientAccumulation(trim_padding=False)."
             )
         window, ranks, closed, scale = accumulation.window, accumulation.ranks, accumulation.closed, strategy.loss_scale()
         assert closed is not None
@@ -248,16 +249,16 @@ class GradientNoiseScale(pl.Callback):
         accumulation, found = self._accumulation, self.estimate
         if accumulation is not None and found is None:
             accumulation.warn_once(
-                "GradientNoiseScale has no estimate: it needs two windows of at least two micro-batches, all with a weight and"
-                " finite gradients, each micro-batch computed in one part. Take several loader batches together,"
-                " GradientAccumulation(4), or split each, GradientAccumulation(micro_batch=...); checkpoint with"
-                " use_reentrant=False."
+                "GradientNoiseScale has no estimate. It needs two windows of at least two micro-batches, all with a weight and "
+                "finite gradients, and one backward for each micro-batch. Use windows of several loader batches, "
+                "GradientAccumulation(4), or split each, GradientAccumulation(micro_batch=...); checkpoint with "
+                "use_reentrant=False."
             )
         elif found is not None:
             rank_zero_info(
-                f"GradientNoiseScale: a window of about {found.samples:,.0f} samples (weight {found.weight:,.0f}) is worth having,"
-                f" between {found.samples_low:,.0f} and {found.samples_high:,.0f} (two standard errors); here it was"
-                f" {found.weight_per_window / found.weight_per_sample:,.0f} on average in {found.windows} windows."
+                f"GradientNoiseScale: a window of about {found.samples:,.0f} samples (weight {found.weight:,.0f}) is useful, "
+                f"between {found.samples_low:,.0f} and {found.samples_high:,.0f} (two standard errors); here a window had "
+                f"{found.weight_per_window / found.weight_per_sample:,.0f} on average in {found.windows} windows."
             )
 
     @override

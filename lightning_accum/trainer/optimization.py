@@ -209,8 +209,8 @@ class WindowOptimization(_AutomaticOptimization):
         is_users = not self._is_silent and not is_lightnings(self.trainer.lightning_module, "backward")
         if not is_users and not loss.requires_grad:
             raise UsageError(
-                "training_step returned a loss without a graph, which has no gradient: it was detached, computed under"
-                " torch.no_grad(), or depends on no parameter that requires one. Return None if there is nothing to train on."
+                "training_step returned a loss without a graph, so it has no gradient: it was detached, computed under "
+                "torch.no_grad(), or depends on no parameter that requires one. Return None if there is nothing to train on."
             )
         if self._is_silent:
             loss.backward(grad_output)  # type: ignore[no-untyped-call]

@@ -56,8 +56,8 @@ def _other(what: str, other: str | None) -> str:
     by_hand = "import lightning_accum.pytorch_lightning before all other names of lightning_accum"
     mend = by_hand if other == PACKAGES[1] else f"import {other} before lightning_accum, and not {_taken}"
     return (
-        f"{what} {other}, but lightning_accum uses {_taken} in this process, which has other classes. Import everything from one of"
-        f" them. For {other}, {mend}."
+        f"{what} {other}, but lightning_accum uses {_taken} in this process. Their classes differ, so import everything from one "
+        f"of them. For {other}, {mend}."
     )
 
 

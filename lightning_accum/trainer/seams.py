@@ -70,21 +70,21 @@ def check_nothing_is_missing(table: Iterable[Seam] | None = None) -> None:
     if gone := [seam for seam in (LIGHTNING if table is None else table) if seam.is_missing()]:
         missing = [f"{seam} ({seam.why})" for seam in gone]
         library = gone[0].owner.partition(".")[0]
-        raise broken(f"{_lightning() if library == pl.__name__.partition('.')[0] else library} does not have {', '.join(missing)}.")
+        raise broken(f"{_lightning() if library == pl.__name__.partition('.')[0] else library} lacks {', '.join(missing)}.")
 
 
 def broken(seen: str) -> SeamError:
     """The error, with what differs from what was read, and where to report it."""
     return SeamError(
-        f"{seen} So windows would not be exact, and training stops. {in_words(changed())} {READ} were read: install one of these,"
-        " and report it."
+        f"{seen} Windows would not be exact, so training stops. {in_words(changed())} {READ} were read: install one of these, and "
+        "report it."
     )
 
 
 def in_words(differing: list[Seam]) -> str:
     """What is not as it was read."""
     if not differing:
-        return f"All methods of {_lightning()} are those that were read."
+        return f"All methods of {_lightning()} match the versions read."
     number = f"{len(differing)} method{'s differ' if len(differing) > 1 else ' differs'}"
     return f"{_lightning()}: {number} from those read: {', '.join(map(str, differing))}."
 

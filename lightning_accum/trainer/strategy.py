@@ -147,7 +147,7 @@ class AccumulationMixin(Engine):
             refuse(Asked(*asked, ranks=self.ranks.size, **self._engine()))
             self.row_wise = row_wise_of(policy, module, self.ranks, self.reduces_every_backward_by_itself)
         if self.row_wise is not None and self.row_wise.proofs_left and is_manual:
-            rank_zero_warn(unproven(self.row_wise, "the module optimizes by itself"))
+            rank_zero_warn(unproven(self.row_wise, "the module uses manual optimization"))
         self.offload = Offload(self.root_device) if policy.offload else None
         is_long, is_split = policy.may_be_longer_than_one(size), policy.micro_batch is not None
         if is_manual and self.ranks.size == 1 and not is_long:
@@ -162,7 +162,7 @@ class AccumulationMixin(Engine):
             checks = MOST_BATCHES if policy.check and self._why_unchecked() is None else 0
             if checks and reduces:
                 checks = 0
-                rank_zero_warn(advice.of_unchecked(Verdict(None, seen="the module is sharded, and optimizes by itself"), True))
+                rank_zero_warn(advice.of_unchecked(Verdict(None, seen="the module is sharded, and uses manual optimization"), True))
             self.manual = ManualWindows(policy, self, schedulers, rank_zero_warn, reduces, self.row_wise, checks)
             self._fit.callback(self.manual.steps.end)
             return
@@ -205,14 +205,14 @@ class AccumulationMixin(Engine):
         if self.policy.weight == "equal":
             return 'weight="equal"'
         if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
-            return "training_step draws its batches by itself"
+            return "training_step draws its own batches"
         found = self.snapshotter.iterators()
         if self.ranks.largest(bool(found))[0] == 0:
             return None
         held = f"the module holds an iterator, {found[0]}" if found else "the module of another rank holds an iterator"
         rank_zero_warn(
-            f"It is not checked that micro-batches add up to their batch: {held}, and what training_step draws from it cannot be"
-            " put back. Have train_dataloader return both loaders, as a dict; or pass check=False if you know that it is right."
+            f"It is not checked that micro-batches add up to their batch: {held}, whose items cannot be put back. Have "
+            "train_dataloader return both loaders, as a dict; or pass check=False if you know that they do."
         )
         return held
 

@@ -127,8 +127,8 @@ class NonPaddingSampling(_DataConnector):
             largest, smallest = cast("Engine", self.trainer.strategy).ranks.largest(batch_sampler.digest, -batch_sampler.digest)
             if largest != -smallest:  # on all ranks
                 raise ArgumentError(
-                    "BalancedBatchSampler has other lengths or arguments on one rank than on another, so some samples would be"
-                    " in no window and some in several: pass the lengths of the whole dataset, the same on all ranks"
+                    "BalancedBatchSampler has different lengths or arguments on different ranks, so some samples would be in no "
+                    "window and some in several: pass the lengths of the whole dataset, the same on all ranks"
                 )
             return dataloader
         return super()._prepare_dataloader(dataloader, shuffle, mode)

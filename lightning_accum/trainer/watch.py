@@ -121,8 +121,8 @@ class Watch:
         is_right = len(found) == 1 and abs(found[0] - expected) <= _TOLERANCE * abs(expected)
         if not is_right and math.isfinite(expected) and (not found or math.isfinite(found[0])):
             raise seams.broken(
-                f"The loss of a micro-batch got the gradients {found} in backward, and not [{expected}] (Strategy.training_step,"
-                " Strategy.backward, Precision.pre_backward, Precision.backward, LightningModule.backward)."
+                f"The loss of a micro-batch got the gradients {found} in backward, and not [{expected}] (Strategy.training_step, "
+                "Strategy.backward, Precision.pre_backward, Precision.backward, LightningModule.backward)."
             )
 
     @contextmanager
@@ -133,12 +133,12 @@ class Watch:
         if found is not None and found[0].grad is found[1] and found[1]._version == found[2]:
             if not self._is_lightnings("optimizer_zero_grad"):
                 raise UsageError(
-                    "The module's optimizer_zero_grad leaves the gradients of an earlier window there, to which this one would add."
-                    " Have it call optimizer.zero_grad()."
+                    "The module's optimizer_zero_grad does not clear the gradients of the last window, so the new window would add "
+                    "to them. Have it call optimizer.zero_grad()."
                 )
             raise seams.broken(
-                "zero_grad left a gradient of an earlier window (_AutomaticOptimization._optimizer_zero_grad,"
-                " LightningModule.optimizer_zero_grad)."
+                "zero_grad did not clear a gradient of an earlier window (_AutomaticOptimization._optimizer_zero_grad, "
+                "LightningModule.optimizer_zero_grad)."
             )
 
     def note_rates(self, optimizer: Optimizer) -> None:
@@ -150,9 +150,9 @@ class Watch:
         before, self._rates = self._rates, None
         if before is not None and before != (now := _rates_of(optimizer)):
             warn(
-                f"The learning rate was changed between two loader batches of a window, from {before} to {now}, as by a scheduler"
-                " that a callback steps at every batch: it then steps once for each loader batch of a window. Step it when"
-                " trainer.global_step has grown, or in on_window_end."
+                f"The learning rate was changed between two loader batches of a window, from {before} to {now}, perhaps by a "
+                "callback that steps a scheduler at every batch, and so several times a window. Step it when "
+                "trainer.global_step has grown, or in on_window_end."
             )
 
     def attend(self, optimizer: Optimizer) -> None:
@@ -229,7 +229,7 @@ class Watch:
     def expect_schedulers(self) -> None:
         """The next step is about to begin, or training has ended."""
         if False in self._left:
-            raise seams.broken("Schedulers were not asked after a step: _TrainingEpochLoop.update_lr_schedulers was not called.")
+            raise seams.broken("Schedulers were not stepped: _TrainingEpochLoop.update_lr_schedulers was not called.")
 
     @contextmanager
     def ticks(self, due: list[Any]) -> Iterator[None]:
@@ -266,9 +266,9 @@ class WindowClosure(Closure):
         if self._is_called or self._watch.moves_first:
             if self._again is None:
                 raise UsageError(
-                    "The optimizer calls its closure more than once in a step, as LBFGS does, or after it has changed parameters. A"
-                    " window of several loader batches cannot be run again: their data is gone. Use a window of 1, or another"
-                    " optimizer."
+                    "The optimizer calls its closure more than once in a step, as LBFGS does, or after it has changed parameters. "
+                    "A window of several loader batches cannot run again: their data is gone. Use a window of 1, or another "
+                    "optimizer."
                 )
             with torch.enable_grad():
                 self._outcome = self._again()
@@ -327,8 +327,8 @@ class _GradientReads(TorchFunctionMode):
                 frame = None if frame.f_code.co_name == "_engine_run_backward" else frame.f_back
             if frame is not None:
                 self._warn(
-                    f"{self._left.pop(frame.f_code)} looks at gradients. It runs at every micro-batch, on what the window has"
-                    " accumulated so far, and not on the full batch's gradients. Do it in on_before_optimizer_step, which sees"
-                    " these, once a window."
+                    f"{self._left.pop(frame.f_code)} looks at gradients. It runs at every micro-batch, on the gradients "
+                    "accumulated so far, not on the full batch's. Use on_before_optimizer_step instead, which sees the full "
+                    "batch's gradients once a window."
                 )
         return func(*args, **(kwargs or {}))

@@ -26,17 +26,17 @@ The gradient of a key's bias in attention is 0 but for rounding, and would be a 
 
 _DOES_NOT_ADD_UP = "losses that do not add up"
 _MENDS = {
-    "random numbers": "No argument helps: micro-batches equal their batch only in distribution. Verify a copy of the module"
-    " that draws none, with torch.use_deterministic_algorithms(True).",
+    "random numbers": "No argument helps: micro-batches equal their batch only in distribution. Verify a copy of the module "
+    "without random numbers, with torch.use_deterministic_algorithms(True).",
     "BatchNorm": 'GradientAccumulation(micro_batch="offload") runs a loader batch whole: have the loader yield your'
     " effective batch. Or use GroupNorm, or layers in evaluation mode.",
     "batch_idx": "GradientAccumulation(micro_batch=...) splits each loader batch into micro-batches of the same batch_idx; or read"
     " self.global_step, which counts optimizer steps.",
     "padding": "Mask the padding in the module and in its loss; or let the loader pad all batches to one length.",
     "state": "No argument helps. Reset it in training_step, or update it once in on_train_batch_start.",
-    "weight": 'weight="auto", which reads the denominators from the losses: with it the gradients are equal.',
-    "gradient": 'GradientAccumulation(micro_batch="offload"), which runs the batch as it is. Look for a count that can be 0 in a'
-    " micro-batch, and for what is computed over all rows of a batch.",
+    "weight": 'weight="auto", which reads the denominators from the losses: the gradients are then equal.',
+    "gradient": 'GradientAccumulation(micro_batch="offload"), which runs the batch as it is. Look for a count that can be 0 in a '
+    "micro-batch, and for operations over all rows of a batch.",
     "optimizer step": "Compare what configure_optimizers and the hooks around the step do with a window: they may count loader"
     " batches.",
     "buffers": "No argument helps. Update them once a step, in on_train_batch_start or on_before_zero_grad.",
@@ -92,11 +92,11 @@ class Diagnosis:
         self.notes: list[str] = []
         self.full = runner.full(comparison.full)
         if not all(bool(gradient.isfinite().all()) for gradient in self.full.gradient.values()):
-            raise MisconfiguredError("The gradient of the full batch is not finite: there is nothing to compare. Pass other data.")
+            raise MisconfiguredError("The gradient of the full batch is not finite, so nothing can be compared. Pass other data.")
         if not any(bool(gradient.any()) for gradient in self.full.gradient.values()):
             raise MisconfiguredError(
-                "The full batch has no gradient: training_step returned no loss, or a loss that changes with none of the parameters"
-                " that the Trainer's optimizers step on. Pass other data, or look for optimizers that step elsewhere."
+                "The full batch has no gradient: training_step returned no loss, or a loss that depends on no parameter of the "
+                "Trainer's optimizers. Pass other data, or look for optimizers that step elsewhere."
             )
         self.tolerance = tolerance(self.full.dtype, self._measure_noise())
         refusal: Exception | None = None
@@ -164,7 +164,7 @@ class Diagnosis:
             found = f"Each micro-batch is normalised by its own statistics, in {listed(layers)}."
             yield "BatchNorm", found, Change(freezes_batch_norm=True), batches
         if len(batches) > 1:
-            found = "training_step reads batch_idx, which is another for every micro-batch of a window, and 0 for the full batch."
+            found = "training_step reads batch_idx, which differs for each micro-batch of a window, and is 0 for the full batch."
             yield "batch_idx", found, Change(fixes_batch_idx=True), batches
         if padded := self._comparison.padded():
             found = f"The loss depends on padding: {self._comparison.padding}, and with that padding the micro-batches have"
@@ -175,7 +175,7 @@ class Diagnosis:
         # the mean of the same batch twice is the batch's own: what differs was carried from one to the other
         twice = self._runner.full(self._comparison.full, self.change._replace(fixes_batch_idx=True), times=2)
         if (carried := _difference(twice, full)) > self.tolerance:
-            found = "The same batch twice gives another gradient than once: the module carries something to the next training_step"
+            found = "The same batch has a different gradient the second time: the module keeps state for the next training_step"
             self._add("state", f"{found} (a hidden state, a counter, a buffer that each forward updates).", carried)
             return
         with suppress(AccumulationError):
@@ -184,7 +184,7 @@ class Diagnosis:
                 found = "The micro-batches are not weighted by the denominators of their losses."
                 self._add("weight", found, left, without)
                 return
-        self._add("gradient", "The gradient of the micro-batches is not that of the full batch.", left)
+        self._add("gradient", "The gradients of the micro-batches and of the full batch differ.", left)
 
     # --- what comes after the gradients -------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Diagnosis:
             found = "The gradients are equal, but the steps move the parameters differently: the learning rate, the optimizer or a"
             self._add("optimizer step", f"{found} hook around the step differs.", self.gradient.largest)
         if all(torch.equal(after, self.full.before[name]) for name, after in self.full.after.items()):
-            self.notes.append("The step moved no parameter, as with a learning rate that begins at 0: gradients were compared.")
+            self.notes.append("The step changed no parameter (its learning rate may be 0), so gradients were compared instead.")
 
     def _check_buffers(self) -> None:
         """What the steps after this one go by."""

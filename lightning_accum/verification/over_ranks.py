@@ -31,8 +31,8 @@ _OTHER_LOSSES = (
     " from other random numbers (seed_everything with one seed), factors in training_step, random numbers in it, and attributes."
 )
 _OTHER_GRADIENTS = (
-    "Look for what multiplies losses or gradients by the rank or the number of ranks, for communication hooks, and for parameters"
-    " that no group reduces."
+    "Look for code that multiplies losses or gradients by the rank or the number of ranks, for communication hooks, and for "
+    "parameters that no group reduces."
 )
 _OTHER_STEPS = (
     "Compare what configure_optimizers and the hooks around the step do on each rank: they may depend on the rank or on the number"
@@ -66,11 +66,11 @@ class OverRanks:
         for rank, (step, part) in enumerate(zip(self._steps, parts, strict=True)):
             own, alone = (torch.tensor(one.losses, dtype=torch.float64) for one in (step, part))
             if len(own) != len(alone):
-                found = f"Rank {rank} has {len(own)} micro-batches with a loss, and one process has {len(alone)} on the same rows."
+                found = f"Rank {rank} has {len(own)} micro-batches with a loss; one process has {len(alone)} on the same rows."
             elif not torch.allclose(own, alone, rtol=16 * self._tolerance, atol=0.0, equal_nan=True):
                 worst = int((own - alone).abs().argmax())
                 times = f"{alone[worst]:.9g}: {own[worst] / alone[worst]:.6g} times."
-                found = f"A micro-batch of rank {rank} has the loss {own[worst]:.9g}, and in one process {times}"
+                found = f"A micro-batch of rank {rank} has the loss {own[worst]:.9g}; in one process it is {times}"
             else:
                 continue
             seen, expected = {**step.before, **step.buffers}, {**part.before, **part.buffers}
@@ -82,14 +82,14 @@ class OverRanks:
     def _of_gradients(self, parts: Sequence[Step]) -> Break:
         """The losses are right, so what becomes of their gradients is not: by what multiples of the ranks' own is it seen?"""
         off = [name for name, size in self.gradient.by_name.items() if not size <= self._tolerance]
-        found = f"The losses are right, but on rank {self._worst} the reduced gradients of {listed(off)} are not the full batch's"
+        found = f"The losses are right, but on rank {self._worst} the reduced gradients of {listed(off)} differ from the full batch"
         steps = (self._full, self._steps[self._worst], *parts)
         expected, seen, *own = (torch.cat([step.gradient[name].double().flatten() for name in off]) for step in steps)
         columns, targets = torch.stack(own, 1), torch.stack([expected, seen], 1)
         weights = torch.linalg.lstsq(columns, targets, driver="gelsd").solution
         if bool((targets - columns @ weights).norm() <= max(100 * self._tolerance, 1e-9) * targets.norm()):
             counts = ", ".join(f"{count:.6g}" for count in (weights[:, 1] / weights[:, 0]).tolist())
-            found += f": the rows of ranks 0 to {self.ranks - 1} count {counts} times as much as they should"
+            found += f": the rows of ranks 0 to {self.ranks - 1} have {counts} times the weight that they should have"
         return self._break("gradients of the ranks", f"{found}.", _OTHER_GRADIENTS)
 
     def _of_step(self) -> list[Break]:
@@ -113,9 +113,9 @@ def _steps(
             sent = pickle.dumps(parts)
         except Exception as error:  # whatever a class of the user's raises
             raise RanksFailedError(
-                f"verify(devices={len(shares)}) sends the module, its batches and the strategy to fresh processes, but they"
-                f" cannot be pickled: {error}. Define classes and functions at the top level of a file, and make what cannot be"
-                " pickled in setup()."
+                f"verify(devices={len(shares)}) sends the module, its batches and the strategy to fresh processes, but they cannot "
+                f"be pickled: {error}. Define classes and functions at the top level of a file, and create objects that cannot be "
+                "pickled in setup()."
             ) from error
     return run_on_ranks(partial(_run_rank, sent), len(shares))
 
@@ -169,10 +169,10 @@ def run_on_ranks(job: Callable[[], Any], devices: int, seconds: float = MOST_SEC
             start(_run, (job, environment, paths, seconds), devices, daemon=True, start_method=method)
         except ProcessException as error:  # with the traceback of the rank, or its exit code
             raise RanksFailedError(
-                f"Training failed on rank {error.error_index}: {error}\nA rank without a traceback was killed, as if memory runs"
-                f" out; or the ranks waited for each other for {seconds:g} seconds, and standard error shows where: does a rank"
-                " enter a collective that others do not, or return no loss? A script has to call this below"
-                ' `if __name__ == "__main__":`, as the process of each rank imports it.'
+                f"Training failed on rank {error.error_index}: {error}\nA rank without a traceback was killed, perhaps because "
+                f"memory ran out; or the ranks waited for each other for {seconds:g} seconds, and standard error shows where: "
+                "perhaps a rank enters a collective that others do not, or returns no loss. A script must call this below `if "
+                '__name__ == "__main__":`, since the process of each rank imports the script.'
             ) from error
         return [pickle.loads(path.read_bytes()) for path in paths]
 

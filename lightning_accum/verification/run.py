@@ -75,7 +75,7 @@ class Report:
         if self:
             return f"Equal: {self.module} takes the same optimizer step {where} as on the full batch."
         names = ", ".join(dict.fromkeys(found.name for found in self.breaks))
-        return f"Not equal: {self.module} does not do {where} what it does on the full batch ({names})."
+        return f"Not equal: {self.module} trains differently {where} than on the full batch ({names})."
 
     def __repr__(self) -> str:
         """As plain text of up to 100 columns."""
@@ -180,15 +180,15 @@ def verify(
             if isinstance(error, AccumulationError) or not re.search(r"dtype|scalar type|type torch\.|Double|Float", str(error)):
                 raise
             raise MisconfiguredError(
-                f"{type(module).__name__} does not run in precision={precision!r}: {error}. Parameters, buffers and batches are"
-                " converted to it (but no tensors in objects of a class of their own); pass"
-                ' verify(precision="32-true") for operations that it is too wide for.'
+                f"{type(module).__name__} does not run in precision={precision!r}: {error}. Parameters, buffers and batches are "
+                "converted to it, except tensors in objects of custom classes; for operations that do not support it, pass "
+                'verify(precision="32-true").'
             ) from error
     if diagnosis.window.parts < 2 and size < 2 and not policy.get("row_wise"):
         rows = "" if comparison.rows is None else f" of {comparison.rows} rows"
         raise MisconfiguredError(
-            f"verify has nothing to compare: the batch{rows} is one micro-batch. Say how its step is accumulated, by window=<loader"
-            ' batches> or micro_batch=<fewer samples>; micro_batch="offload" runs the batch as it is.'
+            f"verify has nothing to compare: the batch{rows} is one micro-batch. Pass window=<loader batches> or "
+            'micro_batch=<fewer samples>, which say how its step is accumulated; micro_batch="offload" runs the batch unchanged.'
         )
     return _report(module, comparison, diagnosis, over_ranks, precision)
 
@@ -202,8 +202,8 @@ def _read_data(module: pl.LightningModule, state: ModuleState, data: Any, window
         if whole.layout is None or whole.layout.size < window:
             found = "its rows cannot be told apart" if whole.layout is None else f"it has {whole.rows} rows"
             raise MisconfiguredError(
-                f"verify(window={window}) got one batch, to be cut into the {window} batches of a window, but {found}. Pass a"
-                " loader or a list of batches, or micro_batch= instead of window=."
+                f"verify(window={window}) got one batch to split into the {window} batches of a window, but {found}. Pass a loader "
+                "or a list of batches, or micro_batch= instead of window=."
             )
         parts = torch.arange(whole.layout.size).tensor_split(window)
         return Comparison(data, [whole.layout.take(part.tolist()) for part in parts])
@@ -256,21 +256,18 @@ def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, acceler
     if not isinstance(module, pl.LightningModule):
         return f"verify takes a LightningModule, but got {type(module).__name__}."
     if not module.automatic_optimization:
-        return (
-            f"{type(module).__name__} has automatic_optimization=False and steps its optimizers by itself: verify compares the one"
-            " step of automatic optimization."
-        )
+        return f"{type(module).__name__} has automatic_optimization=False; verify supports automatic optimization only."
     if window is not None and not is_natural(window):
         return (
-            f"verify(window={window!r}): expected a number of loader batches from 1. For windows of varying size pass"
-            " one of their sizes, in loader batches."
+            f"verify(window={window!r}): expected a number of loader batches from 1. For windows of varying size, pass one size, "
+            "in loader batches."
         )
     if not is_natural(devices):
         return f"verify(devices={devices!r}): expected a number of ranks from 1."
     if devices > 1 and accelerator != "cpu":
         return f'verify(devices={devices}, accelerator="{accelerator}"): ranks run with accelerator="cpu" only.'
     if not (isinstance(strategy, Engine) or str(strategy).startswith("accum")):
-        return f'verify(strategy={strategy!r}): only those of this package weight micro-batches, as "accum_ddp" does.'
+        return f'verify(strategy={strategy!r}): expected a strategy of this package, such as "accum_ddp".'
     if micro_batch == "auto":
         return 'verify(micro_batch="auto") would run a batch that fits into memory whole. Pass a number of samples or Tokens(...).'
     return None
@@ -281,7 +278,7 @@ def _report(
 ) -> Report:
     full, window, result = seen.full, seen.window, over_ranks or seen
     where = listed(full.dropout, " places")
-    notes = [f"Dropout was switched off ({where}): micro-batches draw other numbers than their batch."] if full.dropout else []
+    notes = [f"Dropout was off ({where}): micro-batches draw different random numbers than their batch."] if full.dropout else []
     notes += [f"To be joined, {comparison.padding}."] if comparison.padding else []
     notes += seen.notes + [warning for warning in window.warnings if warning not in full.warnings]
     parts, batches = f"{window.parts} micro-batches", len(comparison.batches)

@@ -159,8 +159,8 @@ class ModuleState:
                 raise MisconfiguredError(f"{path} has no shape yet. Run a batch through {name} before verify.")
         if found := undo.iterators():
             raise MisconfiguredError(
-                f"verify runs the module several times from the same state, but {found[0]} is an iterator, which cannot"
-                " be restored. Leave it out, or make it in setup()."
+                f"verify runs the module several times from the same state, but {found[0]} is an iterator, which cannot be "
+                "restored. Remove it, or create it in setup()."
             )
         self._module, self._before = module, undo.take(watches_parameters=False)
 
@@ -176,7 +176,7 @@ class ModuleState:
                 self._before.restore()
             except Exception as error:
                 raise UsageError(
-                    f"verify could not restore all of {type(self._module).__name__} as it was. Make it anew, or load a checkpoint."
+                    f"verify could not restore all of {type(self._module).__name__}. Create it again, or load a checkpoint."
                 ) from error
 
 

@@ -7,45 +7,44 @@ from typing import Any
 from lightning_accum.verdict import Verdict
 
 OF_SEVERAL_BATCHES = (
-    "The loss gathers the rows of all ranks, so it is one loss of all rows of a batch, and a window of several loader batches does"
-    " not take their mean. Have the loader yield your effective batch (a window of 1), and pass row_wise=, which runs as much of it"
-    " at a time as fits."
+    "The loss gathers the rows of all ranks and compares all rows of a batch, so a window of several loader batches is not exact. "
+    "Have the loader yield your effective batch (a window of 1), and pass row_wise=, which runs it in micro-batches."
 )
 OF_LATER_WEIGHTS = (
-    "The loss, or one of its terms, is divided by something else than in the batches that were checked: a term begins, all losses"
-    " of a micro-batch are masked, or their weights differ. That window is left out: there is no optimizer step for it. The next"
-    " windows are weighted by what was found."
+    "The loss, or one of its terms, has a different denominator than in the checked batches: a term begins, all losses of a "
+    "micro-batch are masked, or their weights differ. This window is left out, without an optimizer step. The next windows use the "
+    "weights found now."
 )
 OF_COUNTS_OF_ONE = (
-    "In several windows the loss of a micro-batch was divided by exactly 1. The first of them add up; later ones are not checked."
-    " If that 1 is a count of 0 that the loss raises, as clamp(min=1) does, such windows are wrong: have the loader yield larger"
-    ' batches, or pass weight="equal" for the mean of means.'
+    "In several windows the loss of a micro-batch was divided by exactly 1. The first of these windows add up; later ones are "
+    "not checked. If the loss raises a count of 0 to 1, as clamp(min=1) does, they are wrong: have the loader yield larger "
+    'batches, or pass weight="equal" for the mean of means.'
 )
 OF_ANOTHER_MODE = (
-    "The weight that was read from the first loader batches does not fit this one, and its window has begun. Say what the mean is"
-    " divided by: GradientAccumulation(weight=...) with TokenCount(), SampleCount() or a function of the batch; or have the loader"
-    " yield batches of 8 rows or more."
+    "The weight that was read from the first loader batches does not fit this one, whose window has already begun. Say what the "
+    "mean is divided by: GradientAccumulation(weight=...) with TokenCount(), SampleCount() or a function of the batch; or have the "
+    "loader yield batches of 8 rows or more."
 )
 OF_LENGTHS = (
-    "The samples were padded to different lengths, as the loader batches of a window are: if the loss depends on padding, mask it,"
-    " or have the loader yield your effective batch."
+    "The samples were padded to different lengths, like the loader batches of a window. If the loss depends on padding, mask the "
+    "padding, or have the loader yield your effective batch."
 )
 OF_COMPILED = (
-    "The terms of the loss have weights of their own, and torch.compile hides them. Compile the network alone, as in self.net ="
-    " torch.compile(self.net), and add up the terms outside of it."
+    "The terms of the loss have different weights, which torch.compile hides. Compile only the network, self.net = "
+    "torch.compile(self.net), and add up the terms outside of it."
 )
 OF_UNSEEN_TERMS = (
-    "manual_backward got a loss that is computed in another way than in the batches that were checked: a term begins, all of its"
-    " losses are masked, their weights differ, or a count is 1. It could not be checked that micro-batches add up to their batch."
-    " Compare some steps with full batches: lightning_accum.testing.assert_window_equals_batch."
+    "manual_backward got a loss that is computed differently than in the checked batches: a term begins, all of its losses are "
+    "masked, their weights differ, or a count is 1. The package could not check that micro-batches add up to their batch. Compare "
+    "some steps with full batches: lightning_accum.testing.assert_window_equals_batch."
 )
 OF_STEPS = (
-    "training_step steps an optimizer and then computes a loss with the parameters that this has changed. Before the last"
-    " micro-batch of a window steps wait, so that loss would use other parameters than in the full batch. Call step after the last"
-    ' manual_backward. Or have the loader yield your effective batch, with a window of 1; micro_batch="offload" runs it in less'
-    " memory. check=False leaves out the check."
+    "training_step steps an optimizer and then computes a loss with the changed parameters. Steps are deferred to the last "
+    "micro-batch of a window, so earlier losses would use other parameters than the full batch. Call step after the last "
+    'manual_backward. Or have the loader yield your effective batch, with a window of 1; micro_batch="offload" runs it in less '
+    "memory. check=False turns the check off."
 )
-OF_ONE_ROW = "the loader yields single rows, and the loss of two together is not the sum of theirs"
+OF_ONE_ROW = "the loader yields single rows, and the loss of two rows together is not the sum of their losses"
 OF_ROW_WISE = (
     "With row_wise= the loss sees one whole loader batch of one rank: have the loader yield your effective batch (a window of 1),"
     " and have training_step gather the rows of several ranks: self.all_gather(..., sync_grads=True)."
@@ -60,27 +59,27 @@ def of_argument(argument: str) -> str:
 def of_calls(names: str) -> str:
     """What to do with a loss whose terms have weights of their own, in manual optimization."""
     return (
-        f"Call self.manual_backward for each of its terms ({names}) by itself, with retain_graph=True for all but the last: each"
-        " call has a weight of its own."
+        f"Call self.manual_backward once for each of its terms ({names}), with retain_graph=True for all but the last: each "
+        "call has its own weight."
     )
 
 
 def of_joined(verdict: Verdict) -> str:
     """The warning for two loader batches whose rows add up only within each batch."""
     return (
-        f"The rows of two loader batches together do not have the sum of their losses ({verdict.in_words}), though those of each"
-        " alone add up. Where loader batches are of different kinds, such as tasks, nothing is wrong, and check=False leaves out"
-        " the check. Otherwise the loss compares the rows of its batch, and a window does not take the step of its full batch:"
-        ' GradientAccumulation(micro_batch=..., row_wise="encoder") with a window of 1 does.'
+        f"Rows of two loader batches do not add up in one batch ({verdict.in_words}), but rows of each alone do. If loader batches "
+        "are of different kinds, such as tasks, nothing is wrong: pass check=False. Otherwise the loss compares the rows of its "
+        'batch, and a window does not take the step of its full batch: GradientAccumulation(micro_batch=..., row_wise="encoder") '
+        "with a window of 1 does."
     )
 
 
 def of_one_row(verdict: Verdict, weight: Any) -> str:
     """The warning of loader batches of one row each, of which two do not add up."""
     return (
-        f"{OF_ONE_ROW.capitalize()}, weighted by weight={weight!r}: {verdict.in_words}. Where training_step takes no more than one"
-        " row, nothing is wrong, and check=False leaves out the check. Where it takes more, windows do not take the step of their"
-        " full batch: have the loader yield batches of several rows, of which the check says more."
+        f"{OF_ONE_ROW.capitalize()}, weighted by weight={weight!r}: {verdict.in_words}. If training_step always takes one"
+        " row, nothing is wrong: pass check=False. If it takes several, windows do not take the step of their full batch: have the"
+        " loader yield batches of several rows, which the check can examine further."
     )
 
 
@@ -88,8 +87,8 @@ def of_unchecked(verdict: Verdict, is_manual: bool = False) -> str:
     """The warning for windows that could not be checked."""
     by = "lightning_accum.testing.assert_window_equals_batch" if is_manual else "verify(module, data)"
     return (
-        f"It could not be checked that micro-batches add up to their batch: {verdict.seen}. Compare a step with its full batch"
-        f" by {by}, or pass check=False if you know that it is right."
+        f"It could not be checked that micro-batches add up to their batch: {verdict.seen}. Compare a step with its full batch by "
+        f"{by}, or pass check=False if you know that they do."
     )
 
 
@@ -104,16 +103,16 @@ def of_state(what: str, size: float) -> str:
 
 
 OF_BATCH_IDX = (
-    "The loss depends on the batch_idx of training_step (the same rows have another loss, or another gradient, at the next), and"
-    " a window has several, where its full batch has one. Use global_step, which is constant within a window, or have the loader"
-    " yield the full batch: micro_batch=, and a window of 1."
+    "The loss depends on the batch_idx of training_step (the same rows have a different loss or gradient for another "
+    "batch_idx). A window has several, its full batch has one. Use global_step, which is constant within a window, or have the "
+    "loader yield the full batch: micro_batch=, and a window of 1."
 )
 
 
 def how_to_mend(found: str) -> str:
     """The error of a loss that shows no weight."""
     return (
-        f'weight="auto" found no denominator in the loss: its graph ends in {found}. Say what the mean loss is divided by:'
-        " GradientAccumulation(weight=TokenCount(...)) for tokens, weight=SampleCount() for samples, weight=<a callable of the"
-        ' batch> for anything else, or weight="equal" for the mean of the micro-batches\' means.'
+        f'weight="auto" found no denominator in the loss: its graph ends in {found}. Pass the denominator of the mean: '
+        "GradientAccumulation(weight=TokenCount(...)) for tokens, weight=SampleCount() for samples, weight=<a callable of the "
+        'batch> for anything else, or weight="equal" for the mean of means.'
     )

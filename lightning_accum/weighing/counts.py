@@ -86,9 +86,7 @@ class SampleCount:
         if samples is None:
             found = f"found no tensor with a dimension 0 in a batch of type {type(batch).__name__}"
             if isinstance(batch, (list, tuple)) and len(batch) == 2:
-                found = (
-                    f"a {type(batch).__name__} of 2 may be two samples, or an input and its target: pass the `key` of one, or len"
-                )
+                found = f"a {type(batch).__name__} of 2 may be two samples, or an input and its target: pass one's `key`, or len"
             raise ArgumentError(f"{self}: {found}")
         return torch.tensor(samples)
 
@@ -226,9 +224,9 @@ def count_by_all(counts: Mapping[Any, float], batch: Any) -> float:
     for count, other in others:
         if abs(other - value) > 1e-9 * max(abs(other), abs(value)):
             raise UnreadableLossError(
-                f"The loss hides its sum. In the rows that were checked it was divided by the {first}, or by the"
-                f" {count}; in this batch these are {value:g} and {other:g}. Say which: GradientAccumulation(weight=...),"
-                " with a function of the batch that returns the count, as TokenCount or SampleCount do."
+                f"The loss hides its sum. On the checked rows it was divided by the {first}, or by the {count}; in this batch "
+                f"these are {value:g} and {other:g}. Say which: GradientAccumulation(weight=...), with a function of the batch "
+                "that returns the count, as TokenCount or SampleCount do."
             )
     return value
 

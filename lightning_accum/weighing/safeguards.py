@@ -97,8 +97,8 @@ def warn_of_batch_norm(module: nn.Module, is_split: bool, is_window_long: bool, 
     if is_window_long:
         mend = f"Have the loader yield batches as large as the window: {mend}"
     warn(
-        f"BatchNorm ({listed(layers)}) normalises each micro-batch by its own statistics, and updates its running statistics at"
-        f" each: with it a window differs from its full batch. {mend}"
+        f"BatchNorm ({listed(layers)}) normalises each micro-batch by its own statistics, and updates its running statistics "
+        f"in each, so a window differs from its full batch. {mend}"
     )
 
 
@@ -128,6 +128,6 @@ def warn_of_hooks(module: nn.Module, warn: Callable[[str], None], is_checked: bo
     ]
     if hooked:
         warn(
-            f"{listed(hooked)}: a hook of this parameter runs in every micro-batch, on gradients that are not the full batch's."
-            " Do it in on_before_optimizer_step, which sees the full batch's gradients, once a window."
+            f"{listed(hooked)}: a hook of this parameter runs in every micro-batch, on gradients that are not the full batch's. "
+            "Use on_before_optimizer_step instead, which sees the full batch's gradients once a window."
         )

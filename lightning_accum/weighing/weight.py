@@ -112,8 +112,8 @@ class Weigher:
             return self._weigh(reading, loss, batch, rows), reading
         if isinstance(batch, Iterator):
             raise WrongTypeError(
-                "An explicit weight counts entries of the batch, but training_step draws its batches by itself (`dataloader_iter`)."
-                ' Use weight="auto".'
+                "An explicit weight counts entries of the batch, but training_step draws its own batches (`dataloader_iter`). "
+                'Use weight="auto".'
             )
         if isinstance(self._weight, tuple):
             return self._listed(reading, batch, rows)
@@ -166,7 +166,7 @@ class Weigher:
         of_mean, is_read, is_new = reading.of_mean, True, self._is_new({term.key for term in reading.terms})
         if self.known.counts_first:
             if of_mean is not None:
-                raise UnreadableLossError(how_to_mend("a function of means with weights of their own"))
+                raise UnreadableLossError(how_to_mend("a function of means with different weights"))
             if self.criterion is None or not self.criterion.startswith("each"):
                 names = ", ".join(term.words or "a term" for term in reading.terms if not term.is_penalty)
                 self.criterion = f"each term by its own count ({names}), with one more forward, which weight=[...] saves"
@@ -254,9 +254,9 @@ class Weigher:
         if len(varying) != len(self._weight):
             found = ", ".join(term.words or "one that is not known" for term in varying) or "its graph shows none"
             raise UnreadableLossError(
-                f"weight=[{names}] has {len(self._weight)} weights, one for each term of the loss, but the loss of this micro-batch"
-                f" has {len(varying)} terms that depend on the batch ({found}). List one for each, in the order in which they are"
-                " added up."
+                f"weight=[{names}] has {len(self._weight)} weights, one for each term of the loss, but the loss of this "
+                f"micro-batch has {len(varying)} terms that depend on the batch ({found}). Pass one weight for each, in the order "
+                "in which the loss adds them up."
             )
         counts = [count_by(weight, batch, rows) for weight in self._weight]
         penalties = [term._replace(key=0) for term in reading.terms if term.is_penalty]  # which go with the first
@@ -273,7 +273,7 @@ def words_of(term: Term, mode: Mode) -> str:
     if mode == SUM:
         return f"{term.words or 'loss'}, summed, not averaged" if term.words != "sum" else "summed, not averaged"
     if callable(mode):
-        return f"weighted by the {name_of(mode)}, which the check has found"
+        return f"weighted by the {name_of(mode)}, as found by the check"
     return term.words if term.words.startswith("mean") else f"mean {term.words}".rstrip()
 
 

@@ -90,8 +90,8 @@ class Call:
             if buffer._version != version:
                 raise RowWiseError.of(
                     self.layer.name,
-                    f"a call changes the buffer {self.layer.name}.{name}, as if each micro-batch were a batch. Have another"
-                    ' submodule run row-wise, or use micro_batch="offload".',
+                    f"a call changes the buffer {self.layer.name}.{name}, which happens in each micro-batch. Have another "
+                    'submodule run row-wise, or use micro_batch="offload".',
                 )
         number = len(self.pieces)
         of_parts = [*zip(*(part.values for part in parts), strict=True)]
@@ -131,8 +131,8 @@ class Call:
         if any(tensor._version != version for tensor, version in self._unchanged):
             raise RowWiseError.of(
                 self.layer.name,
-                "the parameters or inputs of a call were changed before its backward, in which it runs again (by the call itself,"
-                ' or an optimizer step in between). Change a copy, run the backward first, or use micro_batch="offload".',
+                "the call itself or an optimizer step changed the parameters or inputs of a call before its backward, which runs "
+                'the call again. Change a copy, run the backward first, or use micro_batch="offload".',
             )
         changed = [(owner, name, value) for owner, name, value in self._flags if getattr(owner, name) != value]
         now, dtype = RandomState(self.device), torch.get_default_dtype()
@@ -160,10 +160,9 @@ class Call:
         if is_equal and not bool(torch.stack([flag.to(is_equal[0].device) for flag in is_equal]).all()):
             raise RowWiseError.of(
                 self.layer.name,
-                f"a call of {self.layer.name!r}, run again for its backward, returns other outputs than before. It depends on"
-                " something beside its arguments, its parameters and the global random numbers, such as an attribute that is set"
-                " between calls, a generator of its own, or parameters that were exchanged for the call (functional_call). Pass it"
-                f" as an argument. {HINT}",
+                f"a call of {self.layer.name!r}, run again for its backward, returns other outputs than before. It depends on more "
+                "than its arguments, its parameters and the global random numbers: an attribute that is set between calls, its own "
+                f"generator, or parameters that were exchanged for the call (functional_call). Pass this as an argument. {HINT}",
             )
 
 

@@ -17,7 +17,7 @@ from lightning_accum.exact import exact, rounding
 from lightning_accum.randomness import RandomState
 from lightning_accum.splitting.rows import Part, holds_tensors, parse, rebuilt
 
-HINT = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
+HINT = 'Name a submodule without it in row_wise=, or use micro_batch="offload", which is exact for any module.'
 
 
 @dataclass

@@ -69,22 +69,22 @@ def prove_row_wise(
             row_wise.end_proofs(set(), None)
             warn(unproven(row_wise, str(error)))
     else:
-        kind = "has a call of another kind (its mode, its arguments) than those of the first batch"
+        kind = "has a call that differs from the calls in the first batch (in its mode or its arguments)"
         row_wise.end_proofs(kinds, lambda name: warn(unproven(row_wise, f"{name!r} {kind}")))
 
 
 def unproven(row_wise: RowWise, reason: str) -> str:
     """The warning that it could not be tried."""
     return (
-        f"row_wise={row_wise.names}: it could not be checked that the step with these submodules in micro-batches is that of the"
-        f" whole batch: {reason}. Compare them by verify(module, data), or pass check=False if you know that it is right."
+        f"row_wise={row_wise.names}: it could not be checked that the step with these submodules in micro-batches is that of the "
+        f"whole batch: {reason}. Compare them by verify(module, data), or pass check=False if you know that they agree."
     )
 
 
 def _rows_of(trained: Trained, batches: Sequence[Any], samples: Any) -> tuple[Callable[[Any], Any], int]:
     """What makes a batch of some rows, and how many there are: all, if they cannot be told apart."""
     if held := trained.snapshotter.iterators():
-        raise CannotCheckError(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
+        raise CannotCheckError(f"the module holds an iterator, {held[0]}, whose items cannot be put back")
     if not batches:
         return lambda rows: None, 0
     try:
@@ -189,7 +189,7 @@ class _Proof:
             raise CannotCheckError("training_step draws random numbers that differ from micro-batch to micro-batch")
         one, other = (self._measure(trial, names, None, number, _draws_of_rows(trial)) for _ in range(2))
         if self._is_wrong(trial, self._deviation(trial, one, other)):
-            raise CannotCheckError("training_step gives the same rows another gradient each time")
+            raise CannotCheckError("training_step has a different gradient for the same rows each time")
         first = next((name for name in names if self._is_wrong(trial, self._compare(trial, [name], number))), names[0])
         name = first if self.row_wise.largest is not None else self._innermost(trial, first, number)
         kind = type(self.row_wise.module.get_submodule(name)).__name__

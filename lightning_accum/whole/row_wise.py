@@ -97,8 +97,8 @@ class RowWise:
         self._check_is_next(0)
         if missing := [name for name in self.names if name not in self._called]:
             raise RowWiseError(
-                f"row_wise={missing[0]!r}: training_step does not call {missing[0]!r}, so none of it runs in micro-batches. Name a"
-                " submodule that is called as a module, self.encoder(x), and not by another of its methods."
+                f"row_wise={missing[0]!r}: training_step does not call {missing[0]!r}, so it does not run in micro-batches. Name a "
+                "submodule that is called as self.encoder(x), and not by another method."
             )
 
     def _call(self, layer: Layer, *args: Any, **kwargs: Any) -> Any:
@@ -144,8 +144,8 @@ class RowWise:
             if fewest >= -1:
                 raise RowWiseError.of(
                     layer.name,
-                    f"{layer.name!r} is called with one row on a rank, where others have more. Sharded, it runs on all ranks"
-                    " together: have the loader yield at least two rows.",
+                    f"{layer.name!r} is called with one row on a rank, while others have more. A sharded module runs on all ranks "
+                    "together: have the loader yield at least two rows.",
                 )
             form = None if is_needed else form
         if form is None:
@@ -169,8 +169,8 @@ class RowWise:
         last, first = self.largest(float(number), float(-number))
         if last != -first:
             raise RowWiseError(
-                "row_wise: the loss of one rank depends on a call of sharded submodules that the loss of another does not depend"
-                " on. They wait for each other in each: have the loss of each rank depend on the same calls."
+                "row_wise: the loss of one rank depends on a call of sharded submodules that the loss of another rank does not "
+                "use. Ranks wait for each other in each call: have the loss of each rank depend on the same calls."
             )
 
 
@@ -188,8 +188,8 @@ def _named(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
         if not name or name not in modules:
             known = [child for child, _ in module.named_children()]
             raise ArgumentError(
-                f"row_wise={name!r}: {type(module).__name__} has no submodule of that name. Name some of its submodules;"
-                f" its children are {known}."
+                f"row_wise={name!r}: {type(module).__name__} has no submodule of that name. Name one of its submodules; its "
+                f"children are {known}."
             )
     for outer, inner in permutations(names, 2):
         if modules[inner] in list(modules[outer].modules())[1:]:

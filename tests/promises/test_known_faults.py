@@ -383,7 +383,7 @@ def test_no_window_begins_with_a_batch_beyond_the_length_of_a_loader() -> None: 
     [
         (None, "more than the 2 batches of its length"),  # dropped before
         # ranks 0.05 apart before; 0.02 off, or they hang
-        *((wrap, "outside of the DistributedDataParallel") for wrap in (nn.Sequential, DistributedDataParallel)),
+        *((wrap, "outside the DistributedDataParallel") for wrap in (nn.Sequential, DistributedDataParallel)),
     ],
 )
 def test_batches_beyond_a_length_and_parameters_outside_of_the_ddp_are_an_error_on_all_ranks(wrap: Any, why: str) -> None:

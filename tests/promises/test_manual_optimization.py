@@ -403,7 +403,7 @@ class OfTerms(GAN):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("kind", "mend"), [(Compares, "row_wise="), (OfTerms, "self.manual_backward for each")])
+@pytest.mark.parametrize(("kind", "mend"), [(Compares, "row_wise="), (OfTerms, "self.manual_backward once for each")])
 def test_the_loss_of_each_backward_has_to_add_up(kind: type[Manual], mend: str, ranks: int) -> None:
     steps: list[int] = []
 
@@ -442,5 +442,5 @@ class Begins(GAN):
 
 
 def test_a_term_that_begins_later_is_warned_of() -> None:
-    with pytest.warns(AccumulationWarning, match="manual_backward got a loss that is computed in another way"):
+    with pytest.warns(AccumulationWarning, match="manual_backward got a loss that is computed differently"):
         fit(Begins(), batches_of(GAN), accumulate_grad_batches=3)

@@ -35,7 +35,7 @@ EXACT = 1e-12
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 WHILE_TRAINING = (
     "is not finite: ",
-    "A window of Tokens ends when the weights of its micro-batches add up to that many, but the loss is a sum",
+    "A window of Tokens ends when the weights of its micro-batches reach its size, but the loss is a sum",
 )
 """What is seen at a loss that a training may not come to."""
 REFUSED = (MisconfigurationException, ValueError, FloatingPointError)

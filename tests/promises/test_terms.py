@@ -121,7 +121,7 @@ def test_a_term_that_begins_in_a_later_window_leaves_that_window_out_and_is_exac
     without, begins, after = windows_of([FIRST_WINDOW_HAS_NONE], 4)
     own = [without, begins, after] if "micro_batch" in POLICIES[policy] else FIRST_WINDOW_HAS_NONE
     for optimizer in (sgd, adamw):
-        with pytest.warns(AccumulationWarning, match="is left out: there is no optimizer step"):
+        with pytest.warns(AccumulationWarning, match="is left out, without an optimizer step"):
             found = compare_window_with_batch(
                 partial(OfTerms, LOSSES[name].of),
                 own,
@@ -277,7 +277,7 @@ def test_terms_of_a_compiled_network(name: str, policy: str) -> None:  # refused
 def test_terms_that_are_compiled_away_are_an_error_that_says_so() -> None:
     compiled_away = torch.compile(_two_terms, backend="aot_eager", dynamic=True)
     module = OfTerms(lambda o, b, m: compiled_away(o.classes, b.t, o.values[b.some], b.y[b.some]))
-    with pytest.raises(UnreadableLossError, match="Compile the network alone"):
+    with pytest.raises(UnreadableLossError, match="Compile only the network"):
         fit(module, [default_collate(batch) for batch in ALL_SOME], GradientAccumulation(4))
 
 
@@ -304,7 +304,7 @@ def test_a_term_divided_by_a_number_of_the_loader_batch_is_told_of_and_takes_a_w
     with pytest.warns(AccumulationWarning, match="A factor of the loss changes"):
         fit(OfTerms(by_a_number_of_the_batch), batches, GradientAccumulation(4))
     policy = GradientAccumulation(4, weight=[lambda b: b["n"], COUNTS["samples"]], log=False)
-    with pytest.warns(AccumulationWarning, match="counts as much in some rows"):
+    with pytest.warns(AccumulationWarning, match="the same count for some rows"):
         fit(OfTerms(by_a_number_of_the_batch), batches, policy)
     assert_one_window_one_batch(partial(OfTerms, by_a_number_of_the_batch), [BATCHES], policy, collate=with_number)
 
@@ -331,7 +331,7 @@ def of_late(late: str) -> Any:
 @pytest.mark.parametrize("late", LATE)
 def test_a_window_of_what_the_check_has_not_seen_is_left_out(late: str) -> None:
     batches = of_late(late)
-    with pytest.warns(AccumulationWarning, match="That window is left out"):
+    with pytest.warns(AccumulationWarning, match="This window is left out"):
         found = compare_window_with_batch(
             *(partial(OfTerms, LATE[late][0]), batches, GradientAccumulation(4)),
             **{"optimizer": adamw, "windows": windows_of([batches], 4)[1:]},
@@ -398,7 +398,7 @@ def test_the_unit_of_weights_does_not_change_inside_of_the_first_window() -> Non
         return ((o.values - b.y).square().mean(1) * b.some).sum() / (b.some.sum() + 1e-8)
 
     batches = [default_collate(rows(len(some), seed)) | {"some": torch.tensor(some) > 0} for seed, some in enumerate(FEW)]
-    with pytest.raises(DoesNotAddUpError, match="its window has begun"):
+    with pytest.raises(DoesNotAddUpError, match="window has already begun"):
         fit(OfTerms(loss), batches, GradientAccumulation(4))
 
 
