@@ -204,7 +204,8 @@ class Check:
                 return found
             trial.keep_state(looks[0].whole.batch)  # a first forward may initialise the module from its rows
             begun = found.known.names._replace(aliases=names.aliases)
-            if (again := self._deciding.decide(looks_at(checked, trial, rows, begun), begun, trial)).adds_up:
+            looks = looks_at(checked, trial, rows, begun)
+            if (again := self._deciding.decide(looks, begun, trial)).adds_up:
                 return again
             if not (self._accumulation.splitting or self._checked.is_window_long) and self._checked.on_any(trial.mode.has_waited):
                 raise GathersError("training_step gathers from other ranks")
