@@ -1,4 +1,4 @@
-"""Gradient accumulation for PyTorch Lightning that is right: one window, one batch."""
+"""Gradient accumulation for PyTorch Lightning that exactly matches one large batch."""
 
 from importlib import import_module
 from importlib.util import find_spec

@@ -69,9 +69,9 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    if str(Path.cwd()) not in sys.path:  # as `python -m` has it
+    if str(Path.cwd()) not in sys.path:  # `python -m` adds it, too
         sys.path.insert(0, str(Path.cwd()))
-    module = _made(arguments.module)  # before Lightning is imported here: the module's is the one that is used
+    module = _made(arguments.module)  # before Lightning is imported here: the module decides which package
     data = None if arguments.data is None else _made(arguments.data)
 
     from lightning_accum import AccumulationError, verify
@@ -88,7 +88,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _made(name: str) -> Any:
-    """What ``package.module:name`` stands for; called if it is a class or a function."""
+    """The object named by ``package.module:name``; a class or a function is called."""
     if not all(name.partition(":")):
         raise ArgumentError(f"{name!r}: expected package.module:name")
     try:
@@ -108,7 +108,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     if find_spec("matplotlib") is None:
         print("The demo needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 1
-    arguments.out.mkdir(parents=True, exist_ok=True)  # not to learn after a minute of training that there can be none
+    arguments.out.mkdir(parents=True, exist_ok=True)  # fail now, not after a minute of training
     print("Trains a small language model 11 times, with 32 samples a step, for about a minute.\n", flush=True)
     from lightning_accum.demo import run_demo
 

@@ -1,4 +1,4 @@
-"""One training run's accumulation: the policy that was asked for, and the small objects that carry it out."""
+"""The accumulation of one training run: its policy, and the small objects that carry it out."""
 
 from __future__ import annotations
 
@@ -36,10 +36,8 @@ class Accumulation(Windows):
     """The windows of a fit whose Trainer optimizes.
 
     Args:
-        splitting: how loader batches are split; None where each is a micro-batch.
-        sums: where gradients are added up, if not in ``parameter.grad``.
-        row_wise: runs submodules in micro-batches.
-        weight_scale: of the first window, see :class:`Window`.
+        splitting: splits loader batches; None if each is a micro-batch. sums: hold the summed gradients, if ``parameter.grad`` does
+        not. row_wise: runs submodules in micro-batches. weight_scale: the weight scale of the first window, see :class:`Window`.
     """
 
     def __init__(
@@ -60,45 +58,46 @@ class Accumulation(Windows):
         if policy.counts_ahead:
             self.count_first()
         self._sizes = None if splitting is None else splitting.sizes
-        """With ``"auto"``, what was found to fit into memory."""
+        """With ``"auto"``, the sizes that fit into memory."""
         self.sums = sums if isinstance(sums, MainGradients) else None
-        """Where backward itself adds gradients up, in a wider type than that of their parameters."""
+        """Sums of gradients in a wider type than their parameters; the backward adds to them."""
         self.closed: ClosedWindow | None = None
         """The last window that ended; None before the first, and after one that was dropped."""
         self.closed_loader_batches = 0
         self.is_zero_grad_due = True
-        """The gradients are those of an earlier window: they are cleared before the first backward of the next."""
+        """The gradients belong to an earlier window: the first backward of the next window clears them."""
         self._unread: UnreadableLossError | None = None
         self.is_shadow_batch = False
-        """The loader batch that was drawn last is one that this rank runs for the sake of the others. Set by what draws it."""
+        """The last loader batch that was drawn is a shadow batch. The code that draws it sets this."""
         self._has_run_without_loss = False  # training_step has returned None in this window
         self.is_step = False
         """The window that ended last counts as an optimizer step: it has weight, or, as in Lightning, no loss at all."""
         self.observer: BackwardObserver | None = None
         """Called around the backward of every micro-batch that is added to the window."""
         self.checks_left = 0
-        """At how many loader batches more the check may be tried: until enough rows were looked at on every rank."""
+        """How many more loader batches the check may use, until it has seen enough rows on every rank."""
         self.has_joint_loss = False
-        """The loss of a rank takes the rows of all ranks together."""
+        """The loss of a rank depends on the rows of all ranks."""
         self.verdict: Verdict | None = None
         self.checked_rows: Any = None
         """A few rows of the last loader batch that was checked."""
         self.later = LaterLooks()
         self._looks_anew = False
-        """A micro-batch of the next window is checked: a loss may change with the epoch, as by a factor in a buffer."""
+        """A micro-batch of the next window is checked, since a loss may change with the epoch, for example by a factor in a
+        buffer."""
         self.may_count_first = False
         """The terms of a window can be counted before it runs."""
         self.counted_next: Sequence[int] | None = None
-        """Terms that turned out in this window to have weights of their own: it is left out, and the next ones are counted."""
+        """Terms found in this window to have different weights: the window is left out, and later windows are counted first."""
         self.stops_counting = False
         """From the next window on all terms have one weight."""
         self.rest_of_window: Callable[[], Iterator[tuple[Any, bool]]] | None = None
-        """Draws the loader batches of a window after its first; None where they cannot be drawn ahead."""
+        """Draws the loader batches of a window after its first; None if they cannot be drawn ahead."""
         self.look_at_doubted: Callable[[], None] = lambda: None
         """Checks micro-batches of the window that has ended. Called on all ranks."""
 
     def count_first(self, keys: Sequence[int] = ()) -> None:
-        """From now on the terms of a window are counted before it runs, those with these keys and others."""
+        """Count the terms of each later window before it runs: terms with these keys, and others."""
         weights, is_listed = self.policy.weight, self.policy.counts_ahead
         self.weigher.learn(self.weigher.known._replace(counts_first=not is_listed))
         self.stops_counting = False
@@ -134,19 +133,19 @@ class Accumulation(Windows):
 
     @property
     def plan(self) -> Plan | None:
-        """How the last loader batch was split; None where it is a micro-batch."""
+        """How the last loader batch was split; None if it is one micro-batch."""
         return None if self.splitting is None else self.splitting.plan
 
     def is_passthrough(self) -> bool:
-        """One micro-batch is the whole window: there is nothing to weigh, and everything is left to Lightning."""
+        """One micro-batch is the whole window: nothing is weighted, and Lightning takes the step unchanged."""
         return self.policy.on_nonfinite == "propagate" and self._is_one_micro_batch()
 
     def _is_one_micro_batch(self) -> bool:
         return self.world_size == 1 and self.boundary.size == 1 and self.plan is None
 
     def add(self, loss: Tensor, micro_batch: MicroBatch) -> Weighed:
-        """Take in the loss of a micro-batch, the module's own."""
-        # the micro-batch of a split batch, or of a longer window, never is: without asking further, in every one of them
+        """Add the module's own loss of a micro-batch to the window."""
+        # false for a split batch or a longer window, which needs no further test in each micro-batch
         is_left = micro_batch.number == 1 and self.boundary.size == 1 and self.is_passthrough()
         if self.sums is not None:
             self.sums.begin_backward(is_adding=not is_left)
@@ -169,7 +168,7 @@ class Accumulation(Windows):
             if self.window.counted is not None and not is_left:
                 self.window.counted.agree()  # as the others do
         if is_left:
-            value = loss.item() if loss.is_cpu else loss.detach()  # Lightning steps, and waits for no device
+            value = loss.item() if loss.is_cpu else loss.detach()  # Lightning steps, without a device sync
             self.closed = ClosedWindow.alone(value, 1.0 if contribution.weight is None else contribution.weight)
             return Weighed(self.closed.weight, is_weightless=False)
         if not self.checks_left:
@@ -192,7 +191,7 @@ class Accumulation(Windows):
                 "or divide the sum by the number of the rank's own rows."
             )
         is_weightless = not isinstance(weight, Tensor) and weight == 0
-        # the weight in the type of the sums, if they are in a wider one
+        # the weight has the type of the sums, if that is wider
         grad_output = self.window.add(loss if self.sums is None else loss.detach().to(self.window.dtype), contribution)
         if loss.dtype.itemsize < 4 and grad_output is not None and weight is not None:
             keep_weight(loss, weight / (self.window.weight_scale or 1.0), grad_output)
@@ -201,7 +200,7 @@ class Accumulation(Windows):
         return Weighed(weight, contribution.of_mean, self._begin_backward(micro_batch, weight, grad_output), is_weightless)
 
     def _add_terms(self, loss: Tensor, contribution: Contribution, terms: Sequence[Term], micro_batch: MicroBatch) -> Weighed:
-        """Take in a micro-batch of which each term has its own weight."""
+        """Add a micro-batch whose terms have different weights."""
         window = self.window
         assert window.counted is not None
         assert contribution.of_terms is not None
@@ -216,7 +215,7 @@ class Accumulation(Windows):
         return Weighed(None, None, grad_output, is_weightless)
 
     def _begin_backward(self, micro_batch: MicroBatch, weight: Denominator | None, grad_output: Tensor | None) -> Tensor | None:
-        """The micro-batch is in its window. Returns the ``gradient`` of its backward; None for 1, and where sums take it."""
+        """Prepare the backward of a micro-batch. Returns its ``gradient``; None for 1, and if the sums apply it."""
         if self.observer is not None:
             self.observer.begin_backward(micro_batch, weight)
         if micro_batch.is_boundary:
@@ -227,7 +226,7 @@ class Accumulation(Windows):
         return grad_output
 
     def add_without_loss(self, micro_batch: MicroBatch) -> None:
-        """Take in a micro-batch that training_step returned None for."""
+        """Add a micro-batch for which training_step returned None."""
         self._has_run_without_loss |= micro_batch.batch is not None and not micro_batch.is_shadow_batch
         self.closed = None
         if self.is_passthrough():
@@ -243,7 +242,7 @@ class Accumulation(Windows):
             self.reduce()
 
     def reduce(self) -> None:
-        """Start to sum the weights over the ranks: on all of them before the last reduction of gradients."""
+        """Start to sum the weights over the ranks. Called on all ranks, before the last reduction of gradients."""
         if self._sizes is not None:
             self.window.flag = self._sizes.has_changed
         self.window.reduce()
@@ -259,14 +258,14 @@ class Accumulation(Windows):
         return self.comes_to_tokens(self.window.weight_so_far())
 
     def comes_to_tokens(self, weight: float) -> bool:
-        """Whether ``weight``, summed over the ranks, is that of a window of tokens. Called on all of them."""
+        """Whether ``weight``, summed over the ranks, fills a window of tokens. Called on all ranks."""
         assert isinstance(self.policy.window, Tokens)
         if self.boundary.tokens is None:
             self.boundary.tokens = self.policy.window.at(float(self.total_weight))
         return self.ranks.sum(weight) >= self.boundary.tokens
 
     def leave_out_window(self) -> None:
-        """The window that has just ended is as if it had had no weight: there is no step for it."""
+        """Treat the window that has just ended as if its weight were 0: its step is skipped."""
         assert self.closed is not None
         self.closed = self.closed._replace(loss=math.nan, weight=0.0, is_empty=True)
         self.is_step = False
@@ -274,7 +273,7 @@ class Accumulation(Windows):
     # --- the end of a window --------------------------------------------------------------------------------------
 
     def close(self, seen: int, parameters: Callable[[], Iterable[Tensor]]) -> ClosedWindow:
-        """End the window: its gradients become the full batch's. One that is left to Lightning is as it is."""
+        """End the window: its gradients become the full batch's. If Lightning takes the step, nothing changes."""
         if self.closed is not None and self.is_passthrough():
             self._begin_window(seen)
             self._add_weight(self.closed)
@@ -314,7 +313,7 @@ class Accumulation(Windows):
         return self.closed
 
     def _without_slope(self, closed: ClosedWindow) -> ClosedWindow:
-        """A window whose loss is a function of a mean where that has no finite slope, as the square root at 0: it is left out."""
+        """Leave out a window whose loss is a function of a mean without a finite derivative, such as the square root at 0."""
         if self.policy.on_nonfinite == "raise":
             raise NotFiniteError(
                 f"The gradient of a window is not finite: its loss is {closed.loss:g}, a function of a mean "
@@ -343,7 +342,7 @@ class Accumulation(Windows):
             self.weigher.learn(self.weigher.known._replace(counts_first=False))
             self.stops_counting, self.window.counted = False, None
         self.is_zero_grad_due, self._unread = True, None
-        closed, has_run = self.closed, self._has_run_without_loss or self.world_size > 1  # of which all ranks think alike
+        closed, has_run = self.closed, self._has_run_without_loss or self.world_size > 1  # the same on all ranks
         is_without_loss = has_run and closed is not None and closed.micro_batches == closed.left_out == 0
         self.is_step = closed is not None and (not closed.is_empty or is_without_loss)
         self._has_run_without_loss = False

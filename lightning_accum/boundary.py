@@ -1,4 +1,4 @@
-"""When a window ends, how many there will be, and what schedulers and validation count of them."""
+"""When a window ends, how many windows there are, and when schedulers and validation are due."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class TailRule(NamedTuple):
     """What the end of an epoch does to a window that is not full.
 
     Attributes:
-        steps: whether it takes its step, if so many of its loader batches are there; else its gradients are dropped.
-        outcome: of windows that are longer than an epoch, in words.
-        goes_on: it goes on in the next epoch, and takes its step at the end of training.
+        steps: whether it takes its step with this many of its loader batches; else its gradients are dropped. outcome: what happens
+        to windows that are longer than an epoch, in words. goes_on: the window continues in the next epoch; at the end of training
+        it takes its step.
     """
 
     steps: Callable[[float, float], bool]
@@ -30,16 +30,16 @@ TAILS: dict[Tail, TailRule] = {
     "drop": TailRule(lambda there, size: False, "nothing is trained"),
     "carry": TailRule(lambda there, size: True, "it goes on in the next epoch", goes_on=True),
 }
-"""All values of ``tail=``, each of which is decided here alone."""
+"""All values of ``tail=``."""
 
 
 def drops(tail: Tail, there: float, size: float) -> bool:
-    """Whether the end of an epoch drops a window of ``size`` loader batches, of which these are ``there``, and not all."""
+    """Whether the end of an epoch drops an unfinished window that has ``there`` of its ``size`` loader batches."""
     return not (TAILS[tail].goes_on or TAILS[tail].steps(there, size))
 
 
 class Boundary:
-    """Decides which loader batch is the last of its window, counting them over the whole training: it may span epochs."""
+    """Decides which loader batch is the last of its window. It counts over the whole training, since a window may span epochs."""
 
     def __init__(self, tail: Tail) -> None:
         self.tail = tail
@@ -50,17 +50,18 @@ class Boundary:
         self.is_under_way = False
         """A window has begun, and not ended."""
         self.ends_at: float = 0
-        """The loader batch that ends the window that is under way, or ended the last one; inf where something else ends it."""
+        """The loader batch that ends the current window, or ended the last one; inf if tokens or the end of the data end it."""
         self.tokens: int | None = None
-        """The tokens that the window under way has to reach, where windows are measured in tokens and it was asked."""
+        """The tokens that the current window must reach; None if windows are not measured in tokens, or it was not asked yet."""
 
     def begin(self, size: float) -> None:
-        """A loader batch begins. A window that begins with it has this size (inf where something else ends it), and keeps it."""
+        """Begin a loader batch. If a window begins with it, the window keeps this size (inf if tokens or the data end it)."""
         if not self.is_under_way:
             self.size, self.is_under_way, self.ends_at = size, True, self.closed_at + size
 
     def is_reached(self, seen: int, size: Callable[[], float]) -> bool:
-        """Whether the window ends with loader batch number ``seen``, whatever follows; ``size`` is asked if none has begun."""
+        """Whether the window ends with loader batch number ``seen``, whatever follows. If no window has begun, ``size`` gives its
+        size."""
         is_known = self.is_under_way or seen == self.ends_at
         return seen >= (self.ends_at if is_known else self.closed_at + size())
 
@@ -79,11 +80,11 @@ class Boundary:
         return seen - self.closed_at
 
     def left(self, seen: int, size: Callable[[], float]) -> float:
-        """Loader batches that the window has after number ``seen``, if none of them is the last of the data."""
+        """Loader batches of the window after number ``seen``, if the data do not end before."""
         return (self.size if self.is_under_way else size()) - self.position(seen)
 
     def cut_short(self, seen: int) -> None:
-        """Nothing follows loader batch ``seen``: it is the last of its window."""
+        """End the window with loader batch ``seen``, which is the last of the data."""
         self.ends_at = seen
 
     def close(self, seen: int) -> None:
@@ -91,7 +92,8 @@ class Boundary:
         self.closed_at, self.is_under_way, self.ends_at, self.tokens = seen, False, seen, None
 
     def go_on(self, seen: int, position: int, size: float, tokens: int | None) -> None:
-        """Be inside a window of ``size`` loader batches, or ``tokens``, the last of ``position`` so far being number ``seen``."""
+        """Resume inside a window of ``size`` loader batches, or ``tokens``. It has had ``position`` of them; the last is number
+        ``seen``."""
         self.close(seen - position)
         self.begin(size)
         self.tokens = tokens
@@ -120,9 +122,8 @@ class StepClock:
     """Counts optimizer steps, and knows which schedulers are due.
 
     Attributes:
-        counts: what a scheduler's frequency counts.
-        optimizer_steps: steps that really happened; one that a GradScaler skipped is none.
-        time: what schedulers have seen so far: optimizer steps, or the loader batches that those took.
+        counts: what a scheduler's frequency counts. optimizer_steps: steps that happened, without those that a GradScaler skipped.
+        time: the count of schedulers so far: optimizer steps, or the loader batches of these steps.
     """
 
     counts: SchedulerCounts = "optimizer_steps"
@@ -137,7 +138,7 @@ class StepClock:
         self.time += 1 if self.counts == "optimizer_steps" else loader_batches
 
     def hold(self) -> None:
-        """No scheduler is due: a window ended without an optimizer step, or all have stepped after its step."""
+        """Make no scheduler due: a window ended without an optimizer step, or its schedulers have stepped."""
         self._before = self.time
 
     def times_due(self, frequency: int) -> int:
@@ -150,9 +151,8 @@ class ValidationClock:
     """Decides when validation every n optimizer steps is due.
 
     Attributes:
-        every: optimizer steps between validations.
-        steps: optimizer steps at the last validation; where there was none, when counting began.
-        after: the loader batch, counted from 1 over all epochs, that it came after.
+        every: optimizer steps between validations. steps: optimizer steps at the last validation, or when counting began. after:
+        the loader batch before that validation, counted from 1 over all epochs.
     """
 
     every: int
@@ -164,5 +164,5 @@ class ValidationClock:
         return steps // self.every > self.steps // self.every
 
     def begin(self, steps: int, seen: int) -> None:
-        """Validation is about to run, after ``steps`` optimizer steps and loader batch number ``seen``."""
+        """Note that validation runs after ``steps`` optimizer steps and loader batch number ``seen``."""
         self.steps, self.after = steps, seen

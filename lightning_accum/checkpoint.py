@@ -1,4 +1,4 @@
-"""An unfinished window in a checkpoint: its gradients, by name, and what had been weighed."""
+"""An unfinished window in a checkpoint: its gradients by name, and its weights and losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.window import Window
 
 FORMAT = 9
-"""Of the state of ``GradientAccumulation``. One more whenever a key is added, left out or means something else."""
+"""The format of the state of ``GradientAccumulation``. Increase it if a key is added, removed or changes its meaning."""
 
 
 def check_format(state: Mapping[str, Any]) -> None:
@@ -38,20 +38,20 @@ class PartialLoss:
     weight_scale: float | None  # what the weights, and so the gradients, were divided by
     weighed: list[dict[str, Any]]  # what Window.weighed says of the micro-batches of all ranks
     gradients: dict[str, Tensor]  # summed over the ranks, on the host, by parameter; empty on ranks that do not keep them
-    term_totals: list[float] | None = None  # what each term is divided by in all of the window, if that was counted ahead
+    term_totals: list[float] | None = None  # the denominator of each term over the whole window, if terms are counted first
     loader_batches_left: float = 0  # of that window
     units: dict[int, dict[Any, float]] = field(default_factory=dict)  # see Weigher.units_to_keep
 
 
 @dataclass
 class PartialWindow:
-    """A window that a checkpoint was taken inside of."""
+    """The unfinished window of a checkpoint."""
 
-    policy: str  # what ends it, in words: with another policy it cannot go on
+    policy: str  # what ends it, in words: it cannot continue with another policy
     position: int  # loader batches that it had
     size: float | None  # loader batches that it would have; None if tokens end it
-    tokens: int | None  # what it has to reach, if tokens end it
-    ranks: int  # those whose gradients are averaged
+    tokens: int | None  # tokens that it must reach, if tokens end it
+    ranks: int  # ranks whose gradients are averaged
     losses: list[PartialLoss]  # in the order of their backward calls
     scale: float = 1.0  # by which a GradScaler had multiplied the losses
     left_out: int = 0  # micro-batches that were not finite, over all ranks
@@ -67,7 +67,7 @@ class PartialWindow:
 
 
 def gather_loss(window: Window, named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced: bool) -> PartialLoss:
-    """What all ranks have of a loss. Called on all of them."""
+    """One loss over all ranks. Called on all ranks."""
     of_all: list[Any] = [window.weighed()]
     if ranks.size > 1:
         of_all *= ranks.size

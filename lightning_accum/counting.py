@@ -1,4 +1,4 @@
-"""Counted first: what the terms of a window's losses weigh, before it runs."""
+"""Counted first: the weights of the terms of a window, before the window runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync: GradientSync, undo: Undo) -> None:
-    """Count what the terms of a window weigh, if it begins with this loader batch and is more than one micro-batch a rank."""
+    """Count the weights of a window's terms, if it begins with this loader batch and has several micro-batches on a rank."""
     counted, splitting, boundary = accumulation.window.counted, accumulation.splitting, accumulation.boundary
     assert counted is not None
     if counted.is_agreed or accumulation.is_passthrough() or (splitting is None and boundary.size == 1):
@@ -35,7 +35,7 @@ def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync
     counted.loader_batches_left = 0
     rest = iter(()) if accumulation.rest_of_window is None or boundary.size == 1 else accumulation.rest_of_window()
     try:
-        with torch.compiler.set_stance("force_eager"):  # what is compiled shows no additions
+        with torch.compiler.set_stance("force_eager"):  # compiled code hides the additions
             for number, (own, is_shadow_batch) in enumerate(chain([(batch, accumulation.is_shadow_batch)], rest)):
                 counted.loader_batches_left += 1
                 if not isinstance(weights, tuple):
@@ -77,7 +77,7 @@ def _count_by_running(
     own, rounds = len(accumulation.plan.pieces) if accumulation.plan is not None else 1, 0
     if sync.is_waited_for_in_forward:  # ranks may have more micro-batches than others
         rounds = own if splitting is None else int(accumulation.ranks.largest(own)[0])
-    is_own = ahead and rounds <= own  # what was drawn ahead is a copy already, and runs once
+    is_own = ahead and rounds <= own  # a batch that was drawn ahead is a copy already, and runs once
     with sync.blocked(MicroBatch(batch)):
         for micro_batch in () if is_shadow_batch else micro_batches:
             _count_micro_batch(accumulation, step, micro_batch if is_own else _copy(micro_batch), ahead)
@@ -86,7 +86,7 @@ def _count_by_running(
 
 
 def _count_micro_batch(accumulation: Accumulation, step: CountsAhead, micro_batch: Any, ahead: int) -> None:
-    """Run a micro-batch forward, without a backward, and count what the terms of its loss weigh.
+    """Run a micro-batch forward, without a backward, and count the weights of its terms.
 
     Its random numbers are the same as in its real run, if everything is restored after the last micro-batch of the window.
     """
@@ -101,7 +101,7 @@ def _count_micro_batch(accumulation: Accumulation, step: CountsAhead, micro_batc
 
 
 def _copy(batch: Any) -> Any:
-    """A step may write into its batch."""
+    """Copy a batch, since a step may write into it."""
 
     def copied(leaf: Any) -> Any:
         return leaf.clone() if type(leaf) is Tensor and not leaf.requires_grad else deepcopy(leaf)  # in a tenth of the time

@@ -41,7 +41,7 @@ CAPTION = (
 
 
 def run_demo(epochs: int, out: Path) -> int:
-    """Train every mix, the full batch first; print and draw how far each is from that. Returns the exit status."""
+    """Train every mix, the full batch first; print and plot the distance of each from it. Returns the exit status."""
     mixes: Sequence[Mix] = MIXES
     if TorchVersion(torch.__version__) < "2.9":
         print("Runs with FSDP2 are left out: torch shards on a CPU from 2.9 on.", file=sys.stderr)
@@ -115,7 +115,7 @@ class Trained(NamedTuple):
 
 
 def train(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
-    """Train the model once, with a process for each rank. It is given up after some ten times what two slow cores take."""
+    """Train the model once, with a process for each rank. Raises an error after about ten times the time of two slow cores."""
     of_first: Trained = run_on_ranks(partial(_train_rank, mix, corpus, epochs), mix.ranks, 180.0 + 60.0 * epochs)[0]
     return of_first
 
@@ -145,7 +145,7 @@ def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
 
 
 class _Record(pl.Callback):
-    """Notes the loss of every optimizer step's whole batch."""
+    """Records the whole batch's loss of each optimizer step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -161,7 +161,7 @@ class _Record(pl.Callback):
             return
         if "window/loss" in metrics:
             loss = metrics["window/loss"].item()
-        else:  # Lightning has no such number: here it is, the mean over all bytes, from what the module logs
+        else:  # Lightning has no such number: take the mean over all bytes from the logs of the module
             total, count = trainer.strategy.reduce(self._loss_and_targets, reduce_op="sum").tolist()
             loss = total / count
         self._loss_and_targets.zero_()
@@ -188,7 +188,7 @@ def _draw(curves: Mapping[Mix, Sequence[float]], verdict: str, path: Path) -> No
 
 # --- what is trained --------------------------------------------------------------------------------------------------
 
-EDGE = 0  # the byte before and after a text: none has it
+EDGE = 0  # the byte before and after a text, which no text has
 SHORTEST = 20  # a paragraph of fewer bytes is a heading, or nothing
 IGNORED = -100  # the label of padding: cross_entropy's default
 
@@ -214,7 +214,7 @@ def count_targets(labels: Tensor) -> Tensor:
 
 
 def loader_of(corpus: Sequence[bytes], batch: int) -> DataLoader[bytes]:
-    """The corpus in batches, in a new order every epoch, which is the same for any number of ranks and any batch."""
+    """The corpus in batches. Each epoch has a new order, which is the same for any number of ranks and any batch size."""
     dataset = cast("Dataset[Any]", corpus)
     return DataLoader(dataset, batch_size=batch, sampler=SameOrderSampler(dataset), collate_fn=collate)
 
@@ -230,7 +230,7 @@ class ByteModel(pl.LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Shard each block and the rest, if the Trainer's strategy is for that (FSDP2)."""
+        """Shard each block and the rest, if the Trainer's strategy is FSDP2."""
         if self.device_mesh is not None:
             for part in (*self.net.blocks, self.net):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
@@ -263,7 +263,7 @@ class _Transformer(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(256, width)
         self.positions = nn.Embedding(longest, width)
-        # without biases: the gradient of the keys' is zero but for rounding, and Adam blows rounding up to whole steps
+        # no biases: the gradient of the keys' bias is 0 up to rounding, which Adam scales up to whole steps
         how: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True, "bias": False}
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 2, 4 * width, **how) for _ in range(depth))
         self.norm = nn.LayerNorm(width)

@@ -1,4 +1,4 @@
-"""What the package raises about a user's program, with one base. Made of a message alone: errors go from process to process."""
+"""The errors of the package, with one base class. Each is constructed from a message alone, so it can be pickled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UnsplittableBatchError(AccumulationError, ValueError):
 
     @classmethod
     def because(cls, found: str) -> UnsplittableBatchError:
-        """The error, with the way out."""
+        """The error with its fix."""
         return cls(
             f"The batch cannot be split into micro-batches: {found}. Say how to split it: GradientAccumulation(split=...) takes a"
             " function split(batch, size) that returns the micro-batches as a list."

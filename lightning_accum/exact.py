@@ -1,4 +1,4 @@
-"""How exact numbers are: the widest floating-point type that a device has, and what rounding makes of numbers in a type."""
+"""Floating-point precision: the widest type of a device, and the rounding error of a type."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """float64; Apple's MPS has none and raises a TypeError where it is asked for.
+    """The widest floating-point type of a device: float64, or float32 on Apple's MPS.
 
     Example:
         >>> exact_dtype(torch.device("cpu")), exact_dtype(torch.device("mps"))
@@ -17,22 +17,22 @@ def exact_dtype(device: torch.device) -> torch.dtype:
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """The values of a tensor in that type, where they are, and without their graph."""
+    """The detached values of a tensor in the widest type of its device."""
     return tensor.detach().to(exact_dtype(tensor.device))
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, in a type that the device has."""
+    """The tensor on a device, in a type that the device supports."""
     return tensor.to(device, exact_dtype(device) if tensor.dtype == torch.float64 else tensor.dtype)
 
 
 def rounding(eps: float) -> float:
-    """How far two numbers may be apart, relative to their size, that were computed in another order in a type with that ``eps``."""
+    """The relative error between two orders of the same computation, in a type with this ``eps``."""
     return float(eps**0.6)
 
 
 def rounding_of_gradients(eps: float) -> float:
-    """How far two gradients may be.
+    """The relative error between two gradients, as :func:`rounding`.
 
     In single precision it is 1 %: where rounding changes the sign of one activation in a million, ReLU has another slope there, and
     a gradient of the size of the square root of a million is off by 1. In double precision that hardly ever happens, and half

@@ -1,7 +1,7 @@
-"""What a training is asked for, and what of it cannot be had together, with the message for each: one table.
+"""The table of arguments that exclude each other, with a message for each row.
 
-A row applies as soon as what it is about is known: in the constructor of ``GradientAccumulation`` the policy, when a fit is set up
-all of it. The page ``reference/exclusions.md`` of the site has the same rows in words.
+A row applies once its arguments are known: the policy in the constructor of ``GradientAccumulation``, the rest when a fit is set
+up. The page ``reference/exclusions.md`` of the site has the same rows in words.
 """
 
 from __future__ import annotations
@@ -25,23 +25,15 @@ from lightning_accum.sync.base import ShardedSyncPolicy
 
 @dataclass(frozen=True)
 class Asked:
-    """What a training is asked for, as far as it is known.
+    """The arguments of a training, as far as they are known.
 
     Attributes:
-        policy: of the callback.
-        trainers_window: ``accumulate_grad_batches`` of the Trainer.
-        module: that is trained; None before a fit.
-        is_manual: it has ``automatic_optimization = False``.
-        optimizers: of the training.
-        parameters: of the module and of the optimizers.
-        strategy: its class; empty before a fit.
-        engine: what reduces gradients; empty before a fit, and on one device.
-        sync: when it does so.
-        is_static_graph: DistributedDataParallel records the first backward.
-        has_comm_hook: DistributedDataParallel reduces in the user's way.
-        ranks: that have batches of their own.
-        tensor_parallel: ranks that share one.
-        same_rows: ranks that have parts of the same rows.
+        policy: of the callback. trainers_window: ``accumulate_grad_batches`` of the Trainer. module: that is trained; None before a
+        fit. is_manual: it has ``automatic_optimization = False``. optimizers: of the training. parameters: of the module and of the
+        optimizers. strategy: its class; empty before a fit. engine: reduces gradients; empty before a fit, and on one device. sync:
+        when gradients are reduced. is_static_graph: DistributedDataParallel records the first backward. has_comm_hook: the user has
+        set a communication hook. ranks: the number of ranks with their own batches. tensor_parallel: the number of ranks that share
+        a batch. same_rows: the dimension whose ranks have parts of the same rows.
     """
 
     policy: Policy
@@ -66,7 +58,7 @@ class Asked:
 
     @property
     def needs_as_many_rounds(self) -> str:
-        """What waits for all ranks in every micro-batch; empty where nothing does."""
+        """The option that makes ranks wait for each other in every micro-batch; empty if there is none."""
         if self.engine != "ddp":
             return ""
         if self.sync == "micro_batch" or self.is_static_graph:  # its gradients are reduced in one backward
@@ -77,7 +69,7 @@ class Asked:
 
     @property
     def not_row_wise_sharded(self) -> str:
-        """Beside what ``fully_shard`` cannot run submodules again after a backward; empty where it can."""
+        """The option with which ``fully_shard`` cannot run submodules again after a backward; empty if it can."""
         if torch.__version__ < "2.9":
             return f"torch {torch.__version__}, which reduces accumulated gradients only in another forward and backward"
         if self.sync != "window":
@@ -88,7 +80,7 @@ class Asked:
 
 
 def refuse(asked: Asked) -> None:
-    """Refuse what cannot be had together.
+    """Refuse arguments that exclude each other.
 
     Raises:
         ValueError: a row of the table applies; the first one says why.

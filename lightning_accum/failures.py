@@ -1,7 +1,7 @@
 """The first failure of a distributed training, raised on every rank.
 
-When a rank raises, the others end with what follows from it: "Connection closed by peer", or a timeout. So a rank that fails leaves
-a note in the key-value store of the process group, and a rank whose communication fails looks for one.
+If a rank raises, the others fail with an error that follows from it: "Connection closed by peer", or a timeout. So a failing rank
+writes a note into the key-value store of the process group, and a rank whose communication fails reads it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from lightning_accum.errors import AccumulationError
 
-_LONGEST_ANSWER = 5.0  # seconds that the store has, if its host neither answers nor closes the connection
+_LONGEST_ANSWER = 5.0  # seconds to wait for the store, if its host neither answers nor closes the connection
 _PATIENCE = 2.0  # seconds in which another rank's note may follow the end of its connection
-_FAREWELL = 0.5  # seconds that rank 0 stays for the others to look: the store usually goes with its process
+_FAREWELL = 0.5  # seconds that rank 0 waits for the others to read, since its process usually holds the store
 _MESSAGES = ("Connection closed", "Connection reset", "Timed out waiting", "timeout caused pair closure", "gloo", "NCCL")
-"""Of errors of communication that are RuntimeErrors. Not "timed out" alone: a DataLoader's time-out is a failure of its own."""
+"""Parts of the messages of communication errors that are RuntimeErrors. Not "timed out" alone, which a DataLoader raises, too."""
 _run = _left = 0
-"""Runs, and what ranks did together, so far: alike on all ranks. Each run has a note of its own."""
+"""Counts runs and joint actions so far, the same on all ranks. Each run has its own note."""
 
 
 class RankFailedError(AccumulationError, RuntimeError):
@@ -34,7 +34,7 @@ class RankFailedError(AccumulationError, RuntimeError):
 
 @contextmanager
 def reraise_first_rank_error(passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """Note an error of the body, or raise a RankFailedError if another rank failed first. All ranks enter equally often.
+    """Note an error of the body, or raise a RankFailedError if another rank failed first. All ranks must enter equally often.
 
     An error passes unchanged if it is the first, the first was the same, none was noted, or it is no failure (``passing``).
     """
@@ -57,7 +57,8 @@ def reraise_first_rank_error(passing: tuple[type[BaseException], ...] = ()) -> I
 
 
 def have_all_left(has_failed: bool, patience: float) -> bool:
-    """Leave what all ranks do together. False if this rank has failed, and another waits for it after ``patience`` seconds."""
+    """Leave a joint action of all ranks. False if this rank has failed, and another still waits for it after ``patience``
+    seconds."""
     global _left
     _left += 1
     with suppress(Exception):
@@ -95,8 +96,8 @@ def _first(own: tuple[int, str] | None = None, patience: float = 0.0) -> tuple[i
         with suppress(Exception):
             store = _store()
             if own is None:
-                store.wait([key], timedelta(seconds=patience))  # get alone would wait for as long as a collective does
-            # compare_set is atomic: it sets what was not there, and returns what is there now
+                store.wait([key], timedelta(seconds=patience))  # get alone would wait as long as a collective
+            # compare_set is atomic: it sets a missing key, and returns the present value
             rank, error = json.loads(store.compare_set(key, "", json.dumps(own)))
             found.append((rank, error))
 

@@ -1,4 +1,4 @@
-"""Later checks: of terms and numbers that the checked batches did not have, and now and then of any micro-batch."""
+"""Later checks: of terms and numbers that the checked batches did not have, and of one micro-batch in some windows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
     checked.sync.reshard()
     trial, before = checked.trial(), accumulation.weigher.known
     try:
-        if reason == "other lengths":  # how far a sample is padded depends on those beside it
+        if reason == "other lengths":  # the padding of a sample depends on its batch
             looked_at = agree_on_rows(checked, [rows], of_dataset=True)
         else:
             own = trial.together(lambda: split_rows(checked, rows)) or _beside_others(checked, trial, rows)
@@ -73,7 +73,7 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
 
 
 def _others(known: Known) -> tuple[Any, ...]:
-    """What tells terms from others; those that are counted are others if it changes."""
+    """The known names of terms; if they change, other terms are counted."""
     return {key: name for key, name in known.aliases.items() if key != name}, known.looped, bool(known.places)
 
 

@@ -58,7 +58,7 @@ def leaves_nothing(checked: Checked, trial: Trial, whole: Measured) -> bool:
 
 @dataclass(frozen=True)
 class _LeftBehind:
-    """Compares the loss of rows, and its gradient, with what they are after a step on others. Ranks take each step together.
+    """Compares the loss and gradient of rows before and after a step on other rows. Ranks take each step together.
 
     Attributes:
         trial: holds the module.
@@ -72,10 +72,10 @@ class _LeftBehind:
     next_step: Step | None
 
     def find(self) -> dict[str, float]:
-        """What the loss depends on, in words (empty for ``batch_idx``), and the relative change.
+        """The state that the loss depends on, in words (empty for ``batch_idx``), and the relative change of the loss.
 
         Raises:
-            CannotCheckError: the rows have no loss, or another loss each time. On all ranks.
+            CannotCheckError: the rows have no loss, or a different loss each time. Raised on all ranks.
         """
         trial, named = self.trial, self.trial.module.named_buffers
         at_first = {name: buffer.detach().clone() for name, buffer in named()}
@@ -128,7 +128,7 @@ def _difference(now: Result, before: Result) -> float:
 
 
 def _far(before: Tensor, after: Tensor) -> Tensor:
-    """A buffer many steps ahead: a loss may use it as a threshold, and change only after many steps."""
+    """The buffer extrapolated by many steps: a loss may compare it with a threshold that it crosses late."""
     is_number = after.is_floating_point() and after.shape == before.shape
     return torch.lerp(before, after, 16.0) if is_number else after
 

@@ -1,7 +1,7 @@
 """Gradients summed in a wider type than the type of their parameters.
 
-A sum of 256 gradients of one sign loses up to 9% in bfloat16, whose 8 bits round what is small beside the sum away. Here each
-gradient is added to a sum in a wider type as soon as backward has made it, and freed: Megatron-LM's ``main_grad``.
+A sum of 256 gradients of one sign loses up to 9% in bfloat16, whose 8 bits round small addends away. Here each gradient is added to
+a sum in a wider type as soon as backward has made it, and freed: Megatron-LM's ``main_grad``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from lightning_accum.ranks import Ranks
 
 
 def is_narrower(dtype: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether all numbers of ``dtype`` are in ``wide`` too, and not the other way round."""
+    """Whether ``wide`` can represent all numbers of ``dtype``, and more."""
     return dtype != wide and torch.promote_types(dtype, wide) == wide
 
 
 def as_number(factor: Tensor | None) -> float | Tensor:
-    """What gradients are multiplied by as they are added up, without a wait for the device that it is on; None is 1."""
+    """The factor of gradients as they are added, without a device sync; None is 1."""
     if factor is None:
         return 1.0
     return factor.item() if factor.device.type == "cpu" else factor.detach().reshape(())
 
 
 class GradientSums:
-    """The gradients of a window, added up outside of ``parameter.grad``, each in the type of its parameter."""
+    """The gradients of a window, summed outside of ``parameter.grad``, each in the type of its parameter."""
 
     def __init__(self) -> None:
         self.by_parameter: dict[nn.Parameter, Tensor] = {}  # the sum of each parameter that has one
@@ -42,7 +42,7 @@ class GradientSums:
 
     @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: Tensor, factor: float | Tensor = 1.0) -> None:
-        """Add ``factor`` times a gradient, which nobody else uses from now on."""
+        """Add ``factor`` times a gradient. The gradient must not be used afterwards."""
         total = self.by_parameter.get(parameter)
         if total is None:
             total = gradient.to(self.dtype_of(parameter))
@@ -93,9 +93,9 @@ class GradientSums:
 class MainGradients(GradientSums):
     """The sums of the gradients of a window, each in the wider of its parameter's type and ``dtype``.
 
-    Inside a window ``parameter.grad`` is None but during the backward, where the gradients of one parameter at a time are there.
-    The weight of a micro-batch is multiplied in as its gradients are added, so that it is not rounded to the narrow type. The
-    ``parameters`` are asked for at the beginning of every window: frozen ones may be among them, and be trained later.
+    Inside a window ``parameter.grad`` is None, except during the backward, for one parameter at a time. The weight of a micro-batch
+    is multiplied in as its gradients are added, so that it is not rounded to the narrow type. The ``parameters`` are asked for at
+    the beginning of every window: frozen ones may be among them, and be trained later.
     """
 
     def __init__(self, dtype: torch.dtype, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
@@ -104,7 +104,7 @@ class MainGradients(GradientSums):
         self._parameters = parameters
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
         self._unwatched: set[nn.Parameter] | None = None
-        """Those without a hook: torch takes none of a parameter that is frozen. None between windows."""
+        """Parameters without a hook, since torch allows none on a frozen parameter. None between windows."""
         self._is_adding = False
         self._factor: float | Tensor = 1.0
 
@@ -113,7 +113,7 @@ class MainGradients(GradientSums):
         return torch.promote_types(parameter.dtype, self.dtype)
 
     def begin_backward(self, is_adding: bool = True) -> None:
-        """A backward is next, whose gradients are added to the sums, or stay where they are."""
+        """Begin a backward: its gradients are added to the sums, or stay in ``.grad``."""
         self._is_adding, self._factor = is_adding, 1.0
         if self._unwatched is None:
             self._unwatched = set(self._parameters()) - self._handles.keys()
@@ -125,14 +125,14 @@ class MainGradients(GradientSums):
         """Multiply the gradients of the next backward by one number; None is 1."""
         self._factor = as_number(factor)
 
-    @torch.no_grad()  # a backward with create_graph=True would have the sum in its graph
+    @torch.no_grad()  # else a backward with create_graph=True would add the sum to its graph
     def _on_grad(self, parameter: Tensor) -> None:
         if self._is_adding and parameter.grad is not None:
             assert isinstance(parameter, nn.Parameter)
             self._take_grad(parameter, self._factor)
 
     def _take_grad(self, parameter: nn.Parameter, factor: float | Tensor) -> None:
-        """Add the gradient of a parameter to its sum, and let it go."""
+        """Add the gradient of a parameter to its sum, and free it."""
         assert parameter.grad is not None
         gradient, parameter.grad = parameter.grad.detach(), None
         if gradient.layout != torch.strided:
@@ -147,7 +147,7 @@ class MainGradients(GradientSums):
         return {own: self.by_parameter[own] for own in parameters if own in self.by_parameter}
 
     def restore_accumulated(self, parameters: Iterable[nn.Parameter], kept: Mapping[nn.Parameter, Tensor]) -> None:
-        """Have the sums be ``kept``, copies of what :meth:`accumulated` gave. They can be restored more than once."""
+        """Restore the sums from ``kept``, copies of the result of :meth:`accumulated`. They can be restored more than once."""
         self.by_parameter = {own: total.clone() for own, total in kept.items()}
 
     @override
@@ -182,11 +182,11 @@ class MainGradients(GradientSums):
 
 
 def main_gradients(dtype: torch.dtype, parameters: Callable[[], list[nn.Parameter]]) -> MainGradients | None:
-    """Where gradients are added up in ``dtype``; None if no parameter has a narrower type."""
+    """Sums of gradients in ``dtype``; None if no parameter has a narrower type."""
     is_wider = any(is_narrower(parameter.dtype, dtype) for parameter in parameters())
     return MainGradients(dtype, parameters) if is_wider else None
 
 
 def sparse_layers(module: nn.Module) -> list[str]:
-    """The names of the layers of torch's whose gradients are sparse."""
+    """The names of torch's layers whose gradients are sparse."""
     return [n for n, layer in module.named_modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse]

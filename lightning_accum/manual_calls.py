@@ -1,4 +1,4 @@
-"""What a ``training_step`` that optimizes by itself calls in a loader batch, beside what it calls in others and on other ranks."""
+"""Compares the calls of a manual ``training_step`` between loader batches and between ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ManualMicroBatch:
     begun: float = field(default_factory=time.monotonic)  # when it entered training_step
 
     def warn_of_others(self, stepped: list[str], calls: int, warn: Callable[[str], None]) -> None:
-        """Its ``training_step`` has run: does it call what the first of the window has ``stepped``, and as many backwards?"""
+        """Warn if its ``training_step`` did not call the same steps and backwards as the first of the window."""
         if self.stepped != stepped and self.next_call:
             warn(
                 f"training_step stepped {', '.join(self.stepped) or 'nothing'} in a micro-batch of a window, and "
@@ -53,7 +53,8 @@ class ManualMicroBatch:
             )
 
     def compare_places(self, ranks: Ranks, is_end: bool) -> None:
-        """Raise, on all ranks, if they are at different places in the ``training_step`` that ends a window, or ended it unlike."""
+        """Raise, on all ranks, if they are at different places in the ``training_step`` that ends a window, or ended it
+        differently."""
         if ranks.size == 1:
             return
         line, left = ("", ", and left training_step") if is_end else (f" ({users_line()})", "")
@@ -68,7 +69,7 @@ class ManualMicroBatch:
             )
 
     def wait_for_others(self, ranks: Ranks, most_calls: int) -> None:
-        """Where each backward waits for the other ranks, leave ``training_step`` with them. Called on all, if all come to it.
+        """Leave ``training_step`` together, if each backward waits for the other ranks. Called on each rank that gets here.
 
         Raise if this rank has called backward less often than before (``most_calls``), and others are still in training_step.
         """
@@ -81,7 +82,7 @@ class ManualMicroBatch:
 
 
 def check_batches(ranks: Ranks, has_batch: bool) -> None:
-    """Raise, on all ranks, if some have a batch that reduces gradients and others None: those would wait for these."""
+    """Raise, on all ranks, if some have a batch that reduces gradients and others have None, for which they would wait."""
     some_have, some_lack = ranks.largest(has_batch, not has_batch)
     if some_have and some_lack:
         has, others = ("", "another has None for it") if has_batch else ("None for ", "others have a batch")

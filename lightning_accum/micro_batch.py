@@ -1,4 +1,4 @@
-"""What is true of one micro-batch, as a value that is passed; and of several: what came of the batch that they are of."""
+"""One micro-batch as a value that is passed, and the outputs of several, joined to the output of their batch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from lightning_accum.weighing.terms import Denominator
 
 
 class MicroBatch(NamedTuple):
-    """What one forward and backward sees.
+    """The input of one forward and backward.
 
     Attributes:
-        batch: what ``training_step`` gets.
-        rows: its samples, where it is known to be made of them.
-        position: its place in its loader batch, from 0.
-        number: of the micro-batches that its loader batch is split into.
-        is_boundary: it is the last of its window, and gradients are reduced in its backward.
-        is_shadow_batch: its loader batch is one that this rank runs for the sake of the others: it weighs nothing.
+        batch: what ``training_step`` gets. rows: the number of its samples, if known. position: its place in its loader batch, from
+        0. number: how many micro-batches its loader batch has. is_boundary: it is the last of its window, and gradients are reduced
+        in its backward. is_shadow_batch: it has weight 0, and runs only because other ranks wait for this one.
     """
 
     batch: Any
@@ -42,13 +39,12 @@ class MicroBatch(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """What a micro-batch brought into its window.
+    """The contribution of a micro-batch to its window.
 
     Attributes:
-        weight: what its loss was divided by; None for a sum, 0 without a loss.
-        of_mean: what makes the loss of the mean that was weighed; None where it is that.
-        grad_output: the ``gradient`` of its backward; None for 1.
-        is_weightless: it is known on the host to have no weight.
+        weight: the denominator of its loss; None for a sum, 0 without a loss. of_mean: the function that maps the mean to the loss;
+        None if the loss is the mean. grad_output: the ``gradient`` of its backward; None for 1. is_weightless: it is known on the
+        host to have no weight.
     """
 
     weight: Denominator | None = 0.0
@@ -64,22 +60,22 @@ EMPTY = Weighed()
 
 
 class Output(NamedTuple):
-    """What came of one micro-batch of a batch."""
+    """The output of one micro-batch of a batch."""
 
     loss: Tensor | None
-    """Without its graph; None where there was none."""
+    """Without its graph; None if there was no loss."""
     extra: Mapping[str, Any]
     """What else ``training_step`` returned, by name, without its graph."""
     weighed: Weighed
     rows: int
     logs: Mapping[Any, Any] = MappingProxyType({})
-    """What it logged (``splitting/logs.py``)."""
+    """Its logged values (``splitting/logs.py``)."""
     is_left_out: bool = False
-    """It is as if it had never been in the batch."""
+    """It was left out of the batch."""
 
 
 def joined_loss(outputs: Sequence[Output], of_window: Tensor | None = None) -> Tensor | None:
-    """The loss of a batch, and of a window that is this batch and nothing else: the weighted mean, or the sum of sums."""
+    """The loss of a batch: the weighted mean, or the sum of sums; ``of_window`` if the batch is the whole window."""
     losses = [output.loss.reshape(()) for output in outputs if output.loss is not None]
     if not losses:
         return None
@@ -89,7 +85,7 @@ def joined_loss(outputs: Sequence[Output], of_window: Tensor | None = None) -> T
 
 
 def joined_extra(outputs: Sequence[Output], order: Sequence[int] | None = None) -> dict[str, Any]:
-    """What else was returned for a batch.
+    """The other outputs of ``training_step`` for a batch.
 
     Tensors with one entry a sample are put together, in the order of the batch. Numbers are weighted means. Of anything else there
     is a list, with one entry a micro-batch.
@@ -119,7 +115,7 @@ def _join(outputs: Sequence[Output], name: str, order: Sequence[int] | None) -> 
 
 
 def loss_of_parts(values: Tensor, parts: Sequence[Weighed]) -> Tensor:
-    """What is a mean, a sum, or a function of one of these, of the whole of several parts."""
+    """Combine the values of parts to the value of the whole: a mean, a sum, or a function of one of these."""
     weights = [part.weight for part in parts if part.weight is not None]
     of_means = [part.of_mean for part in parts if part.of_mean is not None]
     are_sums = len(weights) < len(parts)
@@ -141,7 +137,7 @@ def weighted_mean(values: Tensor, weights: Sequence[Denominator]) -> Tensor:
         >>> weighted_mean(torch.tensor([1.0, 4.0, float("nan")]), [1.0, 2.0, 0.0])
         tensor(3.)
     """
-    for weight in weights:  # to where they are: from the host to a device nobody waits
+    for weight in weights:  # move to the weights' device: a copy from the host does not wait
         if isinstance(weight, Tensor) and weight.device.type != "cpu":
             values = moved(values, weight.device)
     exact = exact_dtype(values.device)

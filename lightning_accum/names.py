@@ -1,4 +1,4 @@
-"""The public names of the package, each where it is defined. Loaded when the first is used, see ``package.py``."""
+"""The public names of the package, loaded when the first is used; see ``package.py``."""
 
 from lightning_accum.errors import (
     AccumulationError,

@@ -1,7 +1,7 @@
 """Micro-batches whose loss or gradient is not finite: left out of their window, or an error.
 
-A NaN cannot be subtracted from a sum. So what was accumulated is copied before each backward, and put back after one that has made
-it not finite: one copy of the gradients, and one wait for the device a micro-batch. An error needs no copy.
+A NaN cannot be subtracted from a sum. So the accumulated gradients are copied before each backward, and restored after one that
+makes them non-finite. This costs one copy of the gradients and one device sync a micro-batch. An error needs no copy.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lightning_accum.weighing.terms import Denominator
 
 
 class Guard:
-    """Looks at each micro-batch of a training, and leaves out those that are not finite, or raises an error.
+    """Checks each micro-batch of a training, and leaves out those that are not finite, or raises an error.
 
-    Leaving out a micro-batch drops its gradient, and restores what it changed in the module, random state included
-    (:class:`Undo`). ``gradients`` keeps the window's gradients until they are reduced, ``where`` says in words which loader batch
-    is under way, and ``inform`` prints what was left out, after a warning about the first. Beside a GradScaler, which looks at
-    gradients by itself, the loss alone is looked at.
+    Leaving out a micro-batch drops its gradient, and restores what it changed in the module, random state included (:class:`Undo`).
+    ``gradients`` keeps the window's gradients until they are reduced, ``where`` says in words which loader batch is under way, and
+    ``inform`` prints what was left out, after a warning about the first. With a GradScaler, which checks gradients itself, only the
+    loss is checked.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Guard:
         self._has_warned = False
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """Keep what its forward and backward may change."""
+        """Save the state that its forward and backward may change."""
         self._micro_batch, self.has_skipped = micro_batch, False
         if self.skips:
             self._snapshot = self._undo.take(watches_parameters=False)
 
     @contextmanager
     def watching(self, loss: Tensor, weight: Denominator | None) -> Iterator[None]:
-        """The backward of a micro-batch runs in here."""
+        """The context of a micro-batch's backward."""
         named, gradients = self._parameters_by_name(), self._gradients
         accumulated = gradients.accumulated(named.values()) if self.skips else {}
         kept = {parameter: gradient.clone() for parameter, gradient in accumulated.items()}
@@ -99,7 +99,7 @@ class Guard:
         return self.has_skipped
 
     def _fault(self, loss: Tensor, weight: Denominator | None, named: Mapping[str, nn.Parameter]) -> str | None:
-        """What is not finite, in words; None for nothing. Waits for the device, once."""
+        """The name of the first non-finite value; None if all are finite. One device sync."""
         names, largest = self._largest(named) if self._looks_at_gradients else ([], [])
         weights = [weight.detach().reshape(())] if isinstance(weight, Tensor) else []
         value, *numbers = torch.stack([moved(t, loss.device) for t in (loss.detach().reshape(()), *weights, *largest)]).tolist()
@@ -121,7 +121,8 @@ class Guard:
 
     @torch.no_grad()
     def _largest(self, named: Mapping[str, nn.Parameter]) -> tuple[list[str], list[Tensor]]:
-        """The largest absolute value of each gradient: NaN or inf if it has one, and it cannot overflow as a sum could."""
+        """The largest absolute value of each gradient: it is NaN or inf if the gradient has one, and does not overflow like a
+        sum."""
         values: dict[str, Tensor] = {}
         names = {parameter: name for name, parameter in named.items()}
         for parameter, gradient in self._gradients.accumulated(named.values()).items():

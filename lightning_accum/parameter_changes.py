@@ -18,11 +18,11 @@ IN_OPTIMIZER_STEP = (
     "in the module's optimizer_step, after super().optimizer_step(...); or in the same hook of batches, if a window is one"
     " loader batch that is split (micro_batch=)"
 )
-"""The place for what runs once a window, in automatic optimization."""
+"""Where to run code once a window, in automatic optimization."""
 
 
 class KeptGradients:
-    """The gradients that a backward of a window left, to see whether somebody clears or changes them before the next."""
+    """The gradients after a backward of a window, to detect other code that clears or changes them before the next backward."""
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]] = ()) -> None:
         self.parameters = parameters
@@ -75,7 +75,7 @@ class ParameterChanges:
         self.is_due = self._warn is not None
 
     def begin(self, module: nn.Module) -> None:
-        """Keep the parameters, after the first forward of a window that is compared. The check finds what depends on buffers."""
+        """Save the parameters, after the first forward of a window that is compared. The check covers buffers."""
         self._windows_left = max(0, self._windows_left - 1)
         self.is_due, self.is_under_way = self._windows_left > 0, True
         named = [(name, own) for name, own in module.named_parameters() if not is_lazy(own) and own.is_floating_point()]

@@ -1,4 +1,4 @@
-"""The policy of a training: what the user asked for, all in one place."""
+"""The policy of a training: all of the user's arguments."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_accum.splitting.plan import MicroBatchSize, Split
 from lightning_accum.weighing.counts import Weight
 
 WindowSize: TypeAlias = int | Tokens | Mapping[int, int] | Callable[[int], int] | None
-"""Of a window: loader batches; tokens; ``{epoch: loader batches}``; loader batches by optimizer step; None: the Trainer says."""
+"""Size of a window: loader batches; tokens; ``{epoch: loader batches}``; loader batches by optimizer step; None: the Trainer's."""
 
 OnNonfinite: TypeAlias = Literal["propagate", "skip", "raise"]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What :class:`~lightning_accum.GradientAccumulation` was asked for; its arguments explain the fields."""
+    """The arguments of :class:`~lightning_accum.GradientAccumulation`, which documents the fields."""
 
     window: WindowSize = None
     weight: Literal["auto", "equal"] | Weight | tuple[Weight, ...] = "auto"
@@ -46,7 +46,7 @@ class Policy:
 
     @property
     def counts_ahead(self) -> bool:
-        """Each term of the loss has its weight, by which a window is counted before it runs."""
+        """Each term of the loss has its own weight, so a window is counted before it runs."""
         return isinstance(self.weight, tuple)
 
     @property
@@ -56,26 +56,27 @@ class Policy:
 
     @property
     def ends_by_tokens(self) -> bool:
-        """A window ends when the weights of its micro-batches come to its tokens: nobody knows before."""
+        """A window ends when the weights of its micro-batches reach its tokens, which is not known ahead."""
         return isinstance(self.window, Tokens)
 
     @cached_property  # it is asked after each window
     def has_varying_windows(self) -> bool:
-        """Windows may have another number of loader batches than the one before."""
+        """The number of loader batches may differ between windows."""
         return isinstance(self.window, Mapping) or callable(self.window)
 
     @property
     def main_weight(self) -> Literal["auto", "equal"] | Weight:
-        """What windows and logs go by."""
+        """The weight for windows and logs."""
         return self.weight[0] if isinstance(self.weight, tuple) else self.weight
 
     @property
     def finishes_after_backward(self) -> bool:
-        """The last micro-batch of a window is as all others, and gradients are reduced after it: it may come to nothing."""
+        """Gradients are reduced after the last backward of a window, not in it, since its micro-batch may be left out or run
+        again."""
         return self.on_nonfinite != "propagate" or self.micro_batch == "auto"
 
     def size_at(self, epoch: int, step: int) -> int | None:
-        """Loader batches in a window that begins in ``epoch``, after ``step`` steps; None where the Trainer or tokens say."""
+        """Loader batches in a window that begins in ``epoch``, after ``step`` steps; None if the Trainer or tokens decide."""
         if isinstance(self.window, Mapping):
             return self.window[max(start for start in self.window if start <= epoch)]
         if callable(self.window):
@@ -86,13 +87,13 @@ class Policy:
         return None if isinstance(self.window, Tokens) else self.window
 
     def smallest_from(self, epoch: int, epochs: int | None, step: int) -> int | None:
-        """Loader batches in the smallest window that begins before an optimizer step follows, in ``epoch`` or a later one."""
+        """Loader batches in the smallest window that begins at this ``step``, in ``epoch`` or a later epoch."""
         starts = self.window if isinstance(self.window, Mapping) else ()
         later = [start for start in starts if start > epoch and (epochs in (None, -1) or start < epochs)]
         return min((size for start in (epoch, *later) if (size := self.size_at(start, step)) is not None), default=None)
 
     def in_words(self, size: int) -> str:
-        """What ends a window, to be compared with the checkpoint's."""
+        """What ends a window, in words that a checkpoint compares."""
         if isinstance(self.window, Tokens):
             what = "tokens as a function returns" if callable(self.window.count) else f"{self.window.count} tokens"
         elif isinstance(self.window, Mapping):
@@ -103,9 +104,9 @@ class Policy:
 
     @property
     def weight_in_words(self) -> str:
-        """What weighs micro-batches, to be compared with the checkpoint's."""
+        """The weight of micro-batches, in words that a checkpoint compares."""
         weight: str = self.weight if isinstance(self.weight, str) else getattr(self.weight, "__name__", repr(self.weight))
-        return type(self.weight).__name__ if " at 0x" in weight else weight  # which is not the same in another process
+        return type(self.weight).__name__ if " at 0x" in weight else weight  # an address differs between processes
 
     def may_count_first(self, is_long: bool) -> bool:
         """Whether the terms of a window can be counted before it runs."""
@@ -123,7 +124,7 @@ class Policy:
 
 
 def checked_policy(policy: Policy) -> Policy:
-    """The policy, with a list of weights as a tuple. What is out of its range is an error."""
+    """The policy, with a list of weights as a tuple. Raises an error for a wrong value."""
     for argument, example in (("window", "Tokens(8_192)"), ("micro_batch", "Tokens(8_192)"), ("weight", "TokenCount()")):
         _check_is_no_class(argument, getattr(policy, argument), example)
     _check_window(policy.window)
@@ -160,7 +161,7 @@ def row_wise_fields(row_wise: Any, micro_batch: Any) -> dict[str, Any]:
 
 
 def check_is_one_of(argument: str, found: Any, *expected: str) -> None:
-    """Refuse a word that is none of those expected."""
+    """Refuse a value that is not one of the expected words."""
     if found not in expected:
         *first, last = (f'"{word}"' for word in expected)
         raise ArgumentError(f"{argument}={found!r}: expected {', '.join(first)} or {last}")
@@ -202,7 +203,7 @@ def _checked_weight(weight: Any) -> Any:
 
 
 def is_natural(number: Any, least: int = 1) -> bool:
-    """Whether it is an integer of at least so much."""
+    """Whether it is an integer of at least ``least``."""
     return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
