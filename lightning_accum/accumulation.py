@@ -103,6 +103,11 @@ class Accumulation(Windows):
         self.stops_counting = False
         self.window.counted = Counted(range(len(weights)) if isinstance(weights, tuple) else keys, self.ranks, is_listed)
 
+    def begin_check(self, most_batches: int, reason: str | None) -> None:
+        """Have the first loader batches checked, at most so many; or none, for a reason."""
+        self.checks_left = 0 if reason else most_batches
+        self.verdict = Verdict(None, seen=reason) if reason else None
+
     @override
     def begin_epoch(self, epoch: int) -> None:
         super().begin_epoch(epoch)

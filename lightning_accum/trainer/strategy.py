@@ -180,10 +180,7 @@ class AccumulationMixin(Engine):
         if sums is not None:
             self._fit.callback(sums.close)
         if policy.check and (is_long or is_split or self.world_size > 1 or policy.ends_by_tokens):
-            if (reason := self._why_unchecked()) is None:
-                self.accumulation.checks_left = MOST_BATCHES
-            else:
-                self.accumulation.verdict = Verdict(None, seen=reason)
+            self.accumulation.begin_check(MOST_BATCHES, self._why_unchecked())
         self.sync, guard = self._make_sync(), None
         if policy.on_nonfinite != "propagate":
             guard = Guard(self, sums or self.sync, policy.on_nonfinite == "skip", self._batch_in_words, _log.info)
