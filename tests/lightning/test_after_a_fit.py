@@ -184,7 +184,7 @@ cloudpickled = partial(pickled, by=cloudpickle)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.some_cases(14, 18)
+@pytest.mark.some_cases(14, 12)
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize(("module", "policy"), [*((Small, name) for name in POLICIES), (Manual, "windows"), (Manual, "offload")])
 def test_a_trainer_and_all_that_it_reaches_is_as_lightning_alone_leaves_it(policy: str, module: type[Small], end: str) -> None:

@@ -103,7 +103,7 @@ def counted(module: Distance, every: int, policy: GradientAccumulation, **kwargs
     return fit(module, None, *callbacks, enable_checkpointing=True, **kwargs), first, last
 
 
-@pytest.mark.some_cases(10, 12)
+@pytest.mark.some_cases(10, 8)
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_hooks_averages_validations_and_checkpoints_are_as_many_as_steps(name: str, every: int) -> None:

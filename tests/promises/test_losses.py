@@ -63,7 +63,7 @@ def test_the_table_is_large_and_names_each_loss_once() -> None:
     assert {name for known in (OPEN, OPEN_ON_RANKS) for of_reason in known.values() for name in of_reason} <= set(names)
 
 
-@pytest.mark.some_cases(25, 120)
+@pytest.mark.some_cases(25, 90)
 @pytest.mark.parametrize("loss", cases(LOSSES))
 def test_a_loss_is_exact_or_is_not_trained_in_silence(loss: Loss) -> None:
     assert_known(loss, {way: examine(loss, way) for way in WAYS}, OPEN)

@@ -298,6 +298,7 @@ class Stateful(TwoSchedulers):
         return StatefulLoader(batches_of(GAN, self.trainer.global_rank))
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_training_that_goes_on_inside_a_window_ends_like_one_that_never_stopped(ranks: int) -> None:
     def train(*callbacks: pl.Callback, **arguments: Any) -> Stateful:

@@ -13,7 +13,7 @@ def test_each_module_is_named_once() -> None:
     assert len({row.name for row in rows()}) == len(rows()) >= 70
 
 
-@pytest.mark.some_cases(12, 50)
+@pytest.mark.some_cases(12, 40)
 @pytest.mark.parametrize(("row", "how"), CASES)
 def test_a_real_module_does_what_it_should(row: Row, how: How) -> None:
     expected = row.expected(how)

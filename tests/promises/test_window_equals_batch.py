@@ -52,7 +52,7 @@ def test_a_window_takes_the_step_of_its_full_batch(engine: str, options: dict[st
     assert_one_window_one_batch(partial(ShardedLanguage, optimizer), by_rank, size, engine, options, epochs=EPOCHS)
 
 
-@pytest.mark.some_cases(2, 8)
+@pytest.mark.some_cases(2, 6)
 @pytest.mark.parametrize(("engine", "options"), ENGINES[4:])
 def test_so_it_does_with_every_option_of_a_strategy(engine: str, options: dict[str, Any]) -> None:
     assert_one_window_one_batch(partial(ShardedLanguage, "adamw"), dealt(ROWS[:20], MICRO_BATCH, engine), 2, engine, options)
@@ -112,7 +112,7 @@ SPLIT = sentences(53)  # three batches, and one of 5 rows
 SIZES = [1, 3, 4, 16, Tokens(40), Tokens(25)]
 
 
-@pytest.mark.some_cases(4, 10)
+@pytest.mark.some_cases(4, 7)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("size", "trim"), [(size, trim) for size in SIZES for trim in (True, False)])
 def test_a_split_batch_takes_the_step_of_the_whole_one(size: Any, trim: bool, optimizer: str) -> None:
@@ -126,7 +126,7 @@ OF_SIZES += [on(engine, 3, sync="micro_batch") for engine in ("ddp", "fsdp2", "f
 OF_SIZES += [on("fsdp2", 3, sync="shard"), on("ddp", 3, static_graph=True)]
 
 
-@pytest.mark.some_cases(2, 7)
+@pytest.mark.some_cases(2, 5)
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(("engine", "options", "size"), OF_SIZES)
 def test_so_do_windows_of_split_batches_where_ranks_have_different_numbers_of_micro_batches(
@@ -249,7 +249,7 @@ def test_nothing_on_one_of_two_ranks(engine: str, options: dict[str, Any], kind:
     assert_the_rest_is_the_window(engine, options, [(1, 1), (0, 2), (1, 5), (1, 6)], [kind])
 
 
-@pytest.mark.some_cases(2, 5)
+@pytest.mark.some_cases(2, 4)
 @pytest.mark.parametrize("micro_batch", [None, 1])
 @pytest.mark.parametrize(("engine", "options"), [*WITH_HOLES[:6], *WITH_HOLES[8:]])
 def test_nothing_of_every_kind_on_either_of_two_ranks(engine: str, options: dict[str, Any], micro_batch: int | None) -> None:

@@ -130,8 +130,8 @@ def kubeflow(rank: int, port: int) -> dict[str, object]:
     return {"KUBERNETES_PORT": "tcp://10.0.0.1:443", "WORLD_SIZE": 2, "RANK": rank, **address}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("cluster", "arguments"), [(slurm, []), (kubeflow, ["--nodes", "2", "--kubeflow"])])
+@pytest.mark.some_cases(0, 1)
+@pytest.mark.parametrize(("cluster", "arguments"), [(kubeflow, ["--nodes", "2", "--kubeflow"]), (slurm, [])])
 def test_variables_of_a_cluster_make_one_training_of_two_processes(cluster, arguments: list[str]) -> None:
     port = free_port()
     command = script("ddp.py", "--epochs", "1", *arguments)
