@@ -17,14 +17,7 @@ from lightning_accum.trainer.from_lightning import pl, replacing
 
 
 class DeferredSteps:
-    """Has each ``step`` of a fit's optimizers ask first, until :meth:`end`.
-
-    Args:
-        trained: the module of the fit.
-        schedulers: of the fit.
-        may_step: whether an optimizer, by its name, whose step is called, makes it.
-        are_deferred: whether steps of schedulers do nothing at the moment.
-    """
+    """Until :meth:`end`, each step of a fit's optimizers asks ``may_step`` first, and each of its schedulers ``are_deferred``."""
 
     def __init__(
         self,

@@ -21,8 +21,8 @@ from lightning_accum.policy import check_is_one_of
 from lightning_accum.sync.base import GradientSync, SyncPolicy, forward_replaced
 from lightning_accum.sync.ddp import DDPSync, WideDDPSync, sync_buffers
 from lightning_accum.sync.sharded import FSDP1Sync, ShardedSync
+from lightning_accum.trainer.first_batch import loss_unlogged
 from lightning_accum.trainer.from_lightning import MisconfiguredError, misconfigured, pl
-from lightning_accum.trainer.optimization import loss_unlogged
 from lightning_accum.trainer.strategy import AccumulationMixin
 from lightning_accum.user_warnings import rank_zero_warn
 
@@ -30,11 +30,7 @@ _Sync = TypeVar("_Sync", bound=str)
 
 
 def checked_sync(sync: _Sync, *others: str) -> _Sync:
-    """The argument ``sync`` of a strategy.
-
-    Raises:
-        MisconfigurationException: it is none of them.
-    """
+    """The argument ``sync`` of a strategy, which is an error if it is none of the values."""
     with misconfigured():
         check_is_one_of("sync", sync, "window", "micro_batch", *others)
     return sync

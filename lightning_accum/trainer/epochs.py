@@ -17,15 +17,7 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import check_manual_batch
-from lightning_accum.trainer.from_lightning import (
-    _DataFetcher,
-    _FitLoop,
-    _PrefetchDataFetcher,
-    call_batch_end,
-    pl,
-    rank_zero_info,
-    replacing,
-)
+from lightning_accum.trainer.from_lightning import _DataFetcher, _FitLoop, _PrefetchDataFetcher, pl, rank_zero_info, replacing
 from lightning_accum.trainer.optimization import WindowOptimization
 from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import WindowFetcher, is_agreeing
@@ -109,11 +101,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         return math.inf if isinstance(self.strategy.policy.window, Tokens) else self.trainer.accumulate_grad_batches
 
     def begin_loader_batch(self, boundary: Boundary, runs: str) -> bool:
-        """A loader batch begins, and a window with it, unless one is under way.
-
-        Returns:
-            Whether the window ends with it.
-        """
+        """A loader batch begins, and a window with it, unless one is under way. Returns whether the window ends with it."""
         seen = self.batch_progress.total.ready
         if seen == self.begun or seen != self._advanced:
             raise seams.broken(f"{runs}.run was called twice for a loader batch, or not by _TrainingEpochLoop.advance.")
@@ -192,16 +180,23 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         steps = self.global_step
         self.optimization.step_without_batch()
         # and what Lightning does at the end of a loader batch that ends a window
-        has_stepped, closed = self.global_step > steps, strategy.accumulation.closed
-        ended = self.trainer, {"loss": None if closed is None else closed.loss}, self.optimization.batch, self.batch_idx
+        has_stepped = self.global_step > steps
         if has_stepped:
-            call_batch_end(pl.callbacks.WeightAveraging, *ended)
+            self._call_batch_end(pl.callbacks.WeightAveraging, strategy.accumulation)
         strategy.rows.flush()
         self._update_learning_rates("step", update_plateau_schedulers=False)
         self._update_learning_rates("step", update_plateau_schedulers=True)
         self._batches_that_stepped += has_stepped
         if has_stepped:
-            call_batch_end(pl.callbacks.ModelCheckpoint, *ended)
+            self._call_batch_end(pl.callbacks.ModelCheckpoint, strategy.accumulation)
+
+    def _call_batch_end(self, kind: type[pl.Callback], accumulation: Accumulation) -> None:
+        """Have callbacks of a kind see an optimizer step that no end of a loader batch comes after."""
+        trainer: Any = self.trainer
+        outputs = {"loss": None if accumulation.closed is None else accumulation.closed.loss}
+        for callback in trainer.callbacks:
+            if isinstance(callback, kind):
+                callback.on_train_batch_end(trainer, self.strategy.module, outputs, self.optimization.batch, self.batch_idx)
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -11,6 +12,7 @@ from time import monotonic
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
@@ -20,7 +22,7 @@ from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked, have_one_loss
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import call, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import ClosureResult, call, pl, rank_zero_info
 from lightning_accum.trainer.results import logging_nothing
 from lightning_accum.trial_mode import is_narrow
 from lightning_accum.undo import Undo
@@ -47,14 +49,29 @@ def unlogged_step(trainer: pl.Trainer, others: Sequence[Any]) -> Callable[[Any],
     return training_step
 
 
+def loss_unlogged(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> Tensor | None:
+    """The loss of a batch that is not trained on, in the place of the loader batch so many after the one under way."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, epoch_loop.batch_idx + ahead)
+    with torch.enable_grad(), logging_nothing(trainer):
+        return result_of(call._call_lightning_module_hook(trainer, "training_step", *kwargs.values())).closure_loss
+
+
+def result_of(output: Any) -> ClosureResult:
+    """What training_step returned, with the loss as it is."""
+    if isinstance(output, Tensor):
+        return ClosureResult(output)
+    result = ClosureResult.from_training_step_output(output)
+    if isinstance(output, Mapping):
+        result.closure_loss = output["loss"]  # without a division by 1
+    return result
+
+
 class DatasetRows(FewRows):
     """Samples of the dataset, of which the loader's ``collate_fn`` makes batches: where the rows of a batch cannot be told apart.
 
-    They are drawn from a copy of the dataset, and what ``collate_fn`` changes is put back, so training is as without.
-
-    Raises:
-        CannotCheckError: the loader does not draw them by their places, or has one in a batch; its dataset is large, or holds what
-            cannot be copied, as an open file; or its batches cannot be made of others, or are made at random.
+    They are drawn from a copy of the dataset, and what ``collate_fn`` changes is put back. If there are none, a CannotCheckError
+    says why.
     """
 
     kept = None
@@ -177,12 +194,12 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[st
     run = unlogged_step(trainer, [*kwargs.values()][1:])
     is_long = windows.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
 
-    def loss_of_call(batch: Any, number: int) -> torch.Tensor | None:
+    def loss_of_call(batch: Any, number: int) -> Tensor | None:
         with windows.trying_out() as losses:
             run(batch)
         return losses[number] if number < len(losses) else None
 
-    def sum_of_losses(batch: Any, moves: bool) -> torch.Tensor:
+    def sum_of_losses(batch: Any, moves: bool) -> Tensor:
         with windows.trying_out(moves) as losses:
             run(batch)
         found = torch.stack([loss.detach().reshape(()) for loss in losses])

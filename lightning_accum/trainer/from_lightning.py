@@ -57,9 +57,6 @@ def misconfigured() -> Iterator[None]:
         raise MisconfiguredError(str(error)) from error.__cause__
 
 
-# --- a Trainer, its callbacks and its module ----------------------------------------------------------------------------------
-
-
 def is_lightnings(owner: object, hook: str, kind: type = pl.LightningModule) -> bool:
     """Whether a module, or another ``kind`` of object, leaves ``hook`` to Lightning, of whatever release."""
     return getattr(type(owner), hook) is getattr(kind, hook) and hook not in vars(owner)
@@ -83,10 +80,3 @@ def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
         for name in attributes:
             own.pop(name, None)
         own.update(before)
-
-
-def call_batch_end(kind: type[pl.Callback], trainer: pl.Trainer, outputs: Any, batch: Any, batch_idx: int) -> None:
-    """Have callbacks of a kind see an optimizer step that no end of a loader batch comes after."""
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, kind):
-            callback.on_train_batch_end(trainer, trainer.lightning_module, outputs, batch, batch_idx)

@@ -18,35 +18,23 @@ from typing_extensions import override
 from lightning_accum.failures import reraise_first_rank_error
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop, AccumulatingFitLoop
-from lightning_accum.trainer.from_lightning import (
-    Precision,
-    SIGTERMException,
-    Strategy,
-    _Launcher,
-    _MultiProcessingLauncher,
-    _SubprocessScriptLauncher,
-    pl,
-)
+from lightning_accum.trainer.from_lightning import _MultiProcessingLauncher, _SubprocessScriptLauncher, is_lightnings, pl
 from lightning_accum.trainer.optimization import WindowManualOptimization, WindowOptimization
 from lightning_accum.trainer.results import BatchResults, WindowRows
 from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import DeferredSigterm, NonPaddingSampling
 from lightning_accum.trainer.validation import AccumulatingTrainer
 
+SIGTERMException = pl.utilities.exceptions.SIGTERMException
+
 
 @contextmanager
 def installed(trainer: pl.Trainer) -> Iterator[None]:
-    """Hand the decisions of the Trainer's fit loop over to its strategy, for one fit.
-
-    Afterwards the Trainer, its loops and its connectors have the types and attributes that they had.
-
-    Raises:
-        SIGTERMException: (at the end) SIGTERM has come, and no window followed in which the other ranks would have learned of it.
-    """
+    """In here the strategy of a Trainer decides; after it all objects are of their own types. It may end with a late SIGTERM."""
     strategy = cast("Engine", trainer.strategy)
     fit_loop, epoch_loop, signals = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector
-    plugin, lightnings = trainer.precision_plugin, (Precision.clip_grad_by_norm, pl.plugins.FSDPPrecision.clip_grad_by_norm)
-    has_lightnings_clipping = type(plugin).clip_grad_by_norm in lightnings and "clip_grad_by_norm" not in vars(plugin)
+    plugin, kinds = trainer.precision_plugin, (pl.plugins.Precision, pl.plugins.FSDPPrecision)
+    has_lightnings_clipping = any(is_lightnings(plugin, "clip_grad_by_norm", kind) for kind in kinds)
     with (
         specialised(trainer, AccumulatingTrainer, is_users_first=True),
         specialised(trainer._data_connector, NonPaddingSampling),
@@ -68,7 +56,7 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
         raise SIGTERMException
 
 
-class NotingPrecision(Precision):
+class NotingPrecision(pl.plugins.Precision):
     """Clips as the strategy does, and keeps the norm, which Lightning throws away."""
 
     clips_as: Engine  # a plugin of the user's may have a `strategy` of its own
@@ -86,7 +74,7 @@ class NotingPrecision(Precision):
 # --- the processes of a fit over ranks, from their launch on ----------------------------------------------------------
 
 
-def naming_launcher(strategy: Strategy) -> _Launcher | None:
+def naming_launcher(strategy: Engine) -> Any:
     """The launcher of a strategy; it runs fits so that all ranks raise what the first of them failed with, before training too."""
     launcher, environment = strategy._launcher, getattr(strategy, "cluster_environment", None)
     if launcher is None and environment is not None and environment.creates_processes_externally:
@@ -98,14 +86,14 @@ def naming_launcher(strategy: Strategy) -> _Launcher | None:
     return launcher
 
 
-def forks_or_spawns(launcher: _Launcher | None) -> bool:
+def forks_or_spawns(launcher: Any) -> bool:
     """Whether the process starts the others from itself, as functions."""
     return isinstance(launcher, _MultiProcessingLauncher)
 
 
 def _launch(
     launch: Callable[..., Any],
-    launcher: _Launcher,
+    launcher: Any,
     function: Callable[..., Any],
     *args: Any,
     trainer: pl.Trainer | None = None,

@@ -50,10 +50,7 @@ class ManualWindows(Windows):
     """The windows of a fit whose module optimizes by itself.
 
     Args:
-        trained: the module of the fit.
-        schedulers: of the fit.
         reduces_by_itself: every backward leaves gradients that are averaged over the ranks, as in sharded modules.
-        row_wise: runs submodules in micro-batches.
         checks: at how many loader batches the losses may be checked.
     """
 
@@ -202,12 +199,9 @@ class ManualWindows(Windows):
 
     @contextmanager
     def trying_out(self, moves: bool = False) -> Iterator[list[Tensor]]:
-        """In here ``training_step`` is tried out: losses are collected, no backward runs, and no optimizer or scheduler steps.
+        """In here ``training_step`` is tried out: losses are collected, no backward runs, nothing steps (``moves``: a little).
 
         Optimizers have the parameters that the module has now: a trial in a wider type replaces those.
-
-        Args:
-            moves: an optimizer whose step is called changes its parameters a little.
         """
         before, self.current, self.tried = self.current, ManualMicroBatch(defers_steps=True, moves=moves), []
         trained = [(parameter, parameter.requires_grad) for parameter in self._parameters()]
@@ -228,11 +222,7 @@ class ManualWindows(Windows):
                 parameter.requires_grad_(is_trained)
 
     def end_training_step(self, seen: int) -> None:
-        """Leave training_step, with loader batch number ``seen``.
-
-        Raises:
-            RuntimeError: other ranks are elsewhere in training_step, or have stepped other optimizers.
-        """
+        """Leave training_step, with loader batch number ``seen``; an error on all ranks if they stepped other optimizers."""
         current = self.current
         current.is_running, is_boundary = False, not current.defers_steps
         if self.ranks.size > 1 and self._reduces_by_itself:

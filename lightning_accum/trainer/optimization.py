@@ -25,20 +25,9 @@ from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.step import Outcome
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.first_batch import check_manual_batch, transferred, try_out, unlogged_step
-from lightning_accum.trainer.from_lightning import (
-    Closure,
-    ClosureResult,
-    Precision,
-    Strategy,
-    _AutomaticOptimization,
-    _ManualOptimization,
-    call,
-    is_lightnings,
-    pl,
-    replacing,
-)
-from lightning_accum.trainer.results import collecting_logs, logging_nothing, show_logs
+from lightning_accum.trainer.first_batch import check_manual_batch, loss_unlogged, result_of, transferred, try_out, unlogged_step
+from lightning_accum.trainer.from_lightning import _AutomaticOptimization, _ManualOptimization, call, is_lightnings, pl, replacing
+from lightning_accum.trainer.results import collecting_logs, show_logs
 from lightning_accum.trainer.watch import AROUND_BACKWARD, LIBRARIES, WindowClosure
 from lightning_accum.window_totals import ClosedWindow
 
@@ -139,14 +128,9 @@ class WindowOptimization(_AutomaticOptimization):
         return loss
 
     def step(self, outcome: Outcome, again: Callable[[], Outcome] | None) -> Outcome:
-        """Make the optimizer step of a window that has ended, and count it if it really happened.
+        """Make the optimizer step of a window that has ended, and count it if it really happened. Returns what came of it last.
 
-        Args:
-            outcome: what came of its last loader batch.
-            again: runs all of it again; None where its data is gone.
-
-        Returns:
-            What came of it last.
+        Its closure may ask to run all of it ``again``; None if its data is gone.
         """
         strategy, trainer, accumulation = self.strategy, self.trainer, self.strategy.accumulation
         assert accumulation is not None
@@ -191,9 +175,9 @@ class WindowOptimization(_AutomaticOptimization):
             strategy.post_training_step()
         if isinstance(output, Tensor):
             return output, _NOTHING
-        result = _result_of(output)
+        result = result_of(output)
         if result.closure_loss is None:
-            Closure.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning.")
+            WindowClosure.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning.")
         return result.closure_loss, result.extra
 
     def zero_grad(self) -> None:
@@ -296,13 +280,13 @@ def call_window_hooks(trainer: pl.Trainer, window: ClosedWindow) -> None:
 _AROUND_A_STEP: dict[type, tuple[str, ...]] = {
     pl.LightningModule: (*AROUND_BACKWARD, "backward"),
     pl.Callback: AROUND_BACKWARD,
-    Strategy: ("training_step", "post_training_step", "pre_backward", "post_backward"),
-    Precision: ("train_step_context", "forward_context", "pre_backward", "backward", "post_backward"),
+    pl.strategies.Strategy: ("training_step", "post_training_step", "pre_backward", "post_backward"),
+    pl.plugins.Precision: ("train_step_context", "forward_context", "pre_backward", "backward", "post_backward"),
 }
 """What Lightning's calls of ``training_step`` and of backward come to. ``Strategy.backward`` is this package's own."""
 _HOOKS_OF = {kind: attrgetter(*hooks) for kind, hooks in _AROUND_A_STEP.items()}
 _SHIPPED = {kind: hooks_of(kind) for kind, hooks_of in _HOOKS_OF.items()}
-_LIGHTNINGS_BACKWARD, _OWN_BACKWARD = Strategy.backward, Engine.backward
+_LIGHTNINGS_BACKWARD, _OWN_BACKWARD = pl.strategies.Strategy.backward, Engine.backward
 # none was replaced before this package was imported
 _ARE_LIGHTNINGS = all(
     hook.__globals__["__name__"].startswith((*LIBRARIES, "contextlib")) for hooks in _SHIPPED.values() for hook in hooks
@@ -317,31 +301,11 @@ def _is_silent(trainer: Any, strategy: Engine) -> bool:
     if not (_ARE_LIGHTNINGS and is_theirs and is_ours and is_plain and type(trainer.profiler) is pl.profilers.PassThroughProfiler):
         return False
     owners: list[tuple[type, Any]] = [(pl.Callback, callback) for callback in trainer.callbacks]
-    owners += [(pl.LightningModule, trainer.lightning_module), (Strategy, strategy), (Precision, trainer.precision_plugin)]
+    owners += [(pl.LightningModule, trainer.lightning_module), (pl.strategies.Strategy, strategy)]
+    owners += [(pl.plugins.Precision, trainer.precision_plugin)]
     return all(
         isinstance(owner, kind)  # a callback may be of another class, and have no such hook
         and _HOOKS_OF[kind](type(owner)) == _SHIPPED[kind]
         and vars(owner).keys().isdisjoint(_AROUND_A_STEP[kind])
         for kind, owner in owners
     )
-
-
-# --- training_step on other batches -----------------------------------------------------------------------------------
-
-
-def loss_unlogged(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> Tensor | None:
-    """The loss of a batch that is not trained on, in the place of the loader batch so many after the one under way."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, epoch_loop.batch_idx + ahead)
-    with torch.enable_grad(), logging_nothing(trainer):
-        return _result_of(call._call_lightning_module_hook(trainer, "training_step", *kwargs.values())).closure_loss
-
-
-def _result_of(output: Any) -> ClosureResult:
-    """What training_step returned, with the loss as it is."""
-    if isinstance(output, Tensor):
-        return ClosureResult(output)
-    result = ClosureResult.from_training_step_output(output)
-    if isinstance(output, Mapping):
-        result.closure_loss = output["loss"]  # without a division by 1
-    return result

@@ -23,12 +23,7 @@ _taken: str | None = None
 
 
 def take(wanted: str | None = None) -> str:
-    """The package of this process: what is wanted, or else imported, or else installed, when this is first called.
-
-    Raises:
-        TypeError: another one than is wanted is in use.
-        ModuleNotFoundError: neither is installed.
-    """
+    """The package of this process: what is wanted, or else imported, or else installed, when this is first called."""
     global _taken
     if _taken is None:
         found = [name for name in PACKAGES if sys.modules.get(name) is not None]
@@ -42,11 +37,7 @@ def take(wanted: str | None = None) -> str:
 
 
 def check_package(value: object) -> None:
-    """Refuse an object of the other package.
-
-    Raises:
-        TypeError: its class is derived from one of the other package.
-    """
+    """Refuse an object whose class is derived from one of the other package, by a TypeError."""
     (other,) = (name for name in PACKAGES if name != take())
     if any(f"{base.__module__}.".startswith(f"{other}.") for base in type(value).__mro__):
         raise WrongTypeError(_other(f"{type(value).__name__} is of", other))

@@ -23,19 +23,12 @@ READ = "Lightning 2.6.0 to 2.6.6"  # the versions that fingerprints are of
 
 
 class Seam(NamedTuple):
-    """A method of another library's.
+    """A method of another library's."""
 
-    Attributes:
-        owner: the class or module that has it, by its whole name.
-        name: its own.
-        why: what its replacement here does otherwise.
-        read: fingerprints of those that were read; none of an attribute that only has to be there.
-    """
-
-    owner: str
+    owner: str  # the class or module that has it, by its whole name
     name: str
-    why: str
-    read: str
+    why: str  # what its replacement here does otherwise
+    read: str  # fingerprints of those that were read; none of an attribute that only has to be there
 
     def __str__(self) -> str:
         return f"{self.owner.rpartition('.')[2]}.{self.name}"
@@ -62,11 +55,7 @@ def changed() -> list[Seam]:
 
 
 def check_nothing_is_missing(table: Iterable[Seam] | None = None) -> None:
-    """Called when a strategy is made.
-
-    Raises:
-        SeamError: something has gone that has to be there.
-    """
+    """Called when a strategy is made: what has gone that has to be there is a SeamError."""
     if gone := [seam for seam in (LIGHTNING if table is None else table) if seam.is_missing()]:
         missing = [f"{seam} ({seam.why})" for seam in gone]
         library = gone[0].owner.partition(".")[0]
@@ -98,13 +87,9 @@ def _lightning() -> str:
 
 @contextmanager
 def specialised(instance: Any, mixin: type, *, is_users_first: bool = False, **state: Any) -> Iterator[None]:
-    """Give an object a subclass of its own class, and take it back with all that the subclass has stored in it.
+    """Give an object a subclass of its own class, with a ``mixin``, and take it back with all that the mixin annotates.
 
-    Args:
-        instance: what keeps its identity.
-        mixin: an additional base of its class. It owns the attributes that it and its bases in this package annotate.
-        is_users_first: a class of the user's, which Lightning's was derived to, overrides what the mixin does.
-        state: attributes to begin with.
+    With ``is_users_first`` a class of the user's overrides what the mixin does.
     """
     original = instance.__class__
     instance.__class__ = _subclass(mixin, original, is_users_first)
@@ -147,10 +132,6 @@ def fingerprint(function: Any) -> str:
     """Eight hexadecimal digits that change with what a function does, and not with its comments, annotations or line breaks.
 
     Empty where there is no source. The same in all versions of Python.
-
-    Example:
-        >>> fingerprint(fingerprint) == fingerprint(changed)
-        False
     """
     function = getattr(function, "fget", function)  # a property
     return _of_source(inspect.unwrap(getattr(function, "__func__", function)))

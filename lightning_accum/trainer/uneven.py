@@ -15,14 +15,7 @@ from lightning_accum.errors import ArgumentError
 from lightning_accum.ranks import LoaderBatch, LoaderBatches, of_all_ranks
 from lightning_accum.samplers import BalancedBatchSampler, SameOrderSampler, leave_out_repeats
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import (
-    SIGTERMException,
-    _DataConnector,
-    _DataFetcher,
-    _PrefetchDataFetcher,
-    _SignalConnector,
-    pl,
-)
+from lightning_accum.trainer.from_lightning import _DataConnector, _DataFetcher, _PrefetchDataFetcher, _SignalConnector, pl
 
 
 class WindowFetcher(_PrefetchDataFetcher):
@@ -57,12 +50,7 @@ class WindowFetcher(_PrefetchDataFetcher):
 
     @override
     def __next__(self) -> Any:
-        """The batch of this rank.
-
-        Raises:
-            StopIteration: no rank has one.
-            SIGTERMException: a rank got SIGTERM.
-        """
+        """The batch of this rank, until no rank has one, or a rank got SIGTERM."""
         accumulation = self.strategy.accumulation
         assert accumulation is not None
         if self._batches is None:
@@ -81,11 +69,7 @@ class WindowFetcher(_PrefetchDataFetcher):
         return drawn.batch, self.fetched - 1, 0
 
     def rest_of_window(self) -> Iterator[tuple[Any, bool]]:
-        """Draw what the window under way has after its first loader batch, one by one: as many on every rank.
-
-        Yields:
-            The batch as the loader gave it, and whether this rank runs it for the sake of the others.
-        """
+        """Draw what the window has after its first batch: as many batches on every rank, and whether each is a shadow batch."""
         accumulation, epoch_loop = self.strategy.accumulation, self.strategy.trainer().fit_loop.epoch_loop
         assert accumulation is not None
         assert self._batches is not None
@@ -100,7 +84,7 @@ class WindowFetcher(_PrefetchDataFetcher):
     def _stop_at_sigterm(self, drawn: LoaderBatch) -> None:
         if drawn.is_stopped:
             self.strategy.trainer()._signal_connector.received_sigterm = True  # all ranks know
-            raise SIGTERMException
+            raise pl.utilities.exceptions.SIGTERMException
 
     def _states_of_loaders(self) -> list[dict[str, Any]]:
         return deepcopy(self.combined_loader._state_dicts())

@@ -16,11 +16,7 @@ from lightning_accum.trainer.from_lightning import MisconfiguredError, _DataFetc
 
 
 def validating_every(steps: int, trainer: pl.Trainer) -> AbstractContextManager[None]:
-    """In here EarlyStopping and ModelCheckpoint, who ask the Trainer, look after a validation and not after an epoch.
-
-    Raises:
-        MisconfigurationException: the Trainer says when to validate, too.
-    """
+    """In here EarlyStopping and ModelCheckpoint, who ask the Trainer, look after a validation and not after an epoch."""
     own = {name: getattr(trainer, name) for name in ("val_check_interval", "check_val_every_n_epoch")}
     if vars(trainer)["_val_check_time_interval"] is not None:
         own["val_check_interval"] = "a time"
@@ -80,10 +76,7 @@ class ValidatingEpochLoop(_TrainingEpochLoop):
         self.validate_if_due()  # in a checkpoint that was taken between a step and the end of its validation
 
     def _is_validation_next(self, data_fetcher: _DataFetcher) -> bool:
-        """Validation comes after the last loader batch.
-
-        Also where training goes on from a checkpoint that was taken at its end: Lightning leaves it out then.
-        """
+        """Validation comes after the last loader batch: in a checkpoint taken at its end, too, where Lightning leaves it out."""
         assert self.validation is not None
         return self.validation.after == self.batch_progress.total.ready
 

@@ -35,29 +35,19 @@ _OF_A_STEP = "LightningModule.optimizer_step, LightningOptimizer.step, Strategy.
 
 
 class Watch:
-    """Compares, at each boundary, what was called with what was to be called.
+    """Compares, at each boundary, what was called with what was to be called; what hooks of the module's own do is left to them.
 
     Which loader batches ran, and how often, the loops compare by the numbers that they have (``epochs.py``).
-
-    Args:
-        module: what the hooks do that it overrides is left to it.
-        progress: Lightning's, of the loader batches of training.
-
-    Attributes:
-        is_read: all of Lightning's methods are those that were read.
-        is_close: what needs hooks on tensors is looked at too: in the first windows, or always where a method was not read.
-        called: what of Lightning's has begun the fit so far.
-        may_skip_steps: whether the optimizer may leave out a step, as a GradScaler makes it.
-        moves_first: the optimizer was seen to change parameters before it calls its closure, as one that looks ahead.
     """
 
     def __init__(self, module: pl.LightningModule, progress: Any) -> None:
-        self.is_read = not seams.changed()
+        self.is_read = not seams.changed()  # all of Lightning's methods are those that were read
         self._close_windows = CLOSE_WINDOWS if self.is_read else math.inf
-        self._progress = progress
-        self.is_close = True
-        self.may_skip_steps = self.moves_first = False
-        self.called: set[str] = set()
+        self._progress = progress  # Lightning's, of the loader batches of training
+        self.is_close = True  # what needs hooks on tensors is looked at too: in the first windows, or always if not all were read
+        self.may_skip_steps = False  # the optimizer may leave out a step, as a GradScaler makes it
+        self.moves_first = False  # the optimizer was seen to change parameters before it calls its closure, as one that looks ahead
+        self.called: set[str] = set()  # what of Lightning's has begun the fit so far
         self._epoch: int | None = None
         self._optimizer: Optimizer | None = None
         self._hooks: list[RemovableHandle] = []
@@ -99,13 +89,7 @@ class Watch:
 
     @contextmanager
     def gradient_of_loss(self, loss: Tensor, gradient: Tensor | None, scale: float | None) -> Iterator[None]:
-        """The backward of a micro-batch: its loss gets the gradient that it was given, once.
-
-        Args:
-            loss: what backward is called on.
-            gradient: the argument of backward; None for 1.
-            scale: what a GradScaler multiplies it by; None where it cannot be known.
-        """
+        """In the backward of a micro-batch its loss gets ``gradient`` once, times the ``scale`` of a GradScaler (None: unknown)."""
         own, self._own = self._own if self._own is not None else loss, None
         if not self._is_lightnings("backward") or not own.requires_grad or scale is None:
             yield
