@@ -16,7 +16,7 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import MisconfiguredError, SIGTERMException, Strategy, callbacks_of, misconfigured, pl
+from lightning_accum.trainer.from_lightning import MisconfiguredError, Strategy, callbacks_of, misconfigured, pl
 from lightning_accum.trainer.package import check_package
 from lightning_accum.weighing.counts import Weight
 from lightning_accum.windows import Windows
@@ -212,7 +212,7 @@ class GradientAccumulation(pl.Callback):
         if differing := seams.changed():  # whatever it says, that may be why; printed from Python 3.11 on
             exception.__notes__ = [*getattr(exception, "__notes__", []), seams.in_words(differing)]
         # other callbacks may take a checkpoint now, on this rank alone unless all got SIGTERM
-        self._may_gather = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
+        self._may_gather = trainer.world_size == 1 or isinstance(exception, pl.utilities.exceptions.SIGTERMException)
 
     def disconnect(self) -> None:
         """A fit has ended, or failed: keep its state for a checkpoint, and nothing else of it. Called by the strategy."""

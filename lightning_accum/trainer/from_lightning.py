@@ -24,7 +24,6 @@ _AutomaticOptimization = pl.loops.optimization.automatic._AutomaticOptimization
 _DataConnector = _connectors.data_connector._DataConnector
 _DataFetcher = pl.loops.fetchers._DataFetcher
 _FitLoop = pl.loops.fit_loop._FitLoop
-_Launcher = pl.strategies.launchers.launcher._Launcher
 _LoggerConnector = _connectors.logger_connector.logger_connector._LoggerConnector
 _ManualOptimization = pl.loops.optimization.manual._ManualOptimization
 _MultiProcessingLauncher = pl.strategies.launchers.multiprocessing._MultiProcessingLauncher
@@ -38,9 +37,7 @@ call = pl.trainer.call
 Closure = pl.loops.optimization.automatic.Closure
 ClosureResult = pl.loops.optimization.automatic.ClosureResult
 MisconfigurationException = fabric.utilities.exceptions.MisconfigurationException
-Precision = pl.plugins.precision.Precision
 rank_zero_info = pl.utilities.rank_zero.rank_zero_info
-SIGTERMException = pl.utilities.exceptions.SIGTERMException
 Strategy = pl.strategies.Strategy
 
 

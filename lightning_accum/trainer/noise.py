@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, MutableMapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
@@ -21,7 +21,7 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.sync.sharded import ShardedSync
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import MisconfiguredError, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import MisconfiguredError, pl, rank_zero_info, replacing
 from lightning_accum.trainer.package import check_package
 from lightning_accum.trainer.watch import parameters_of
 from lightning_accum.weighing.counts import count_samples
@@ -97,10 +97,10 @@ class GradientNoiseScale(pl.Callback):
         self.smoothing = smoothing
         self._accumulation: Accumulation | None = None
         self._optimizers: list[Optimizer] = []
-        self._handles: list[RemovableHandle] = []
+        self._undo = ExitStack()  # removes the hooks
         self._watched: MutableMapping[Tensor, bool] = {}
         self._norms: dict[int, Tensor] | None = None
-        """Takes the norms of a backward, by the number of the parameter; None while nobody looks."""
+        """Takes the norms of a backward, by the id of the parameter; None while nobody looks."""
         self._current: tuple[Tensor | float | None, float] = (None, math.nan)  # of a micro-batch: weight (None for a sum), samples
         self._micro_batches: list[Tensor] = []  # of the window so far, see end_backward
         self._sums = torch.zeros(len(_SUMMED))
@@ -150,9 +150,9 @@ class GradientNoiseScale(pl.Callback):
         self._watched = WeakTensorKeyDictionary()  # parameters of FSDP2 come and go
         for unit in strategy.sync.units if isinstance(strategy.sync, ShardedSync) else ():
             # a rank has whole parameters from just before the forward, and their gradients, before reduction, are its own
-            self._handles.append(unit.register_forward_pre_hook(partial(self._watch_whole, list(unit.modules()))))
+            self._undo.callback(unit.register_forward_pre_hook(partial(self._watch_whole, list(unit.modules()))).remove)
         self._accumulation, self._optimizers = accumulation, strategy.optimizers
-        accumulation.observer = self
+        self._undo.enter_context(replacing(accumulation, observer=self))
 
     def begin_backward(self, micro_batch: MicroBatch, weight: Tensor | float | None) -> None:
         """Watch the next backward, of a micro-batch with a weight (None for a loss that is a sum). Called by the strategy."""
@@ -188,8 +188,8 @@ class GradientNoiseScale(pl.Callback):
                 continue
             if parameter not in self._watched:
                 self._watched[parameter] = True
-                handle = parameter.register_hook(partial(self._see, len(self._handles)))  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
+                hook = partial(self._see, id(parameter))
+                self._undo.callback(parameter.register_hook(hook).remove)  # type: ignore[no-untyped-call]
 
     def _watch_whole(self, parts: list[nn.Module], unit: nn.Module, arguments: object) -> None:
         if torch.is_grad_enabled():
@@ -263,11 +263,8 @@ class GradientNoiseScale(pl.Callback):
 
     @override
     def teardown(self, *_: Any, **__: Any) -> None:
-        if self._accumulation is not None:
-            self._accumulation.observer = None
-        for handle in self._handles:
-            handle.remove()
-        self._accumulation, self._micro_batches, self._optimizers, self._handles, self._norms = None, [], [], [], None
+        self._undo.close()
+        self._accumulation, self._micro_batches, self._optimizers, self._norms = None, [], [], None
         self._watched = {}  # weak references cannot be pickled
 
     on_exception = teardown

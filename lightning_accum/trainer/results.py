@@ -134,13 +134,8 @@ def logging_nothing(trainer: pl.Trainer) -> Iterator[None]:
 
     Their kind and their folders are as they are.
     """
-    loggers = trainer.loggers
-    trainer.loggers = [_silent(logger) for logger in loggers]
-    try:
-        with collecting_logs(trainer):
-            yield
-    finally:
-        trainer.loggers = loggers
+    with replacing(trainer, _loggers=[_silent(logger) for logger in trainer.loggers]), collecting_logs(trainer):
+        yield
 
 
 def _silent(logger: Any) -> Any:

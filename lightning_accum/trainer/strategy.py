@@ -43,7 +43,7 @@ _log = logging.getLogger(f"{pl.__name__}.accumulation")
 class AccumulationMixin(Engine):
     """To be put in front of a strategy of Lightning's."""
 
-    _hidden_size: int | None = None
+    _hiding: ExitStack
     _fit: ExitStack | None = None  # undoes what a fit does to the Trainer, its optimizers and callbacks, and to this strategy
     _from_before: frozenset[str] = frozenset()  # the attributes that the strategy had before the fit
 
@@ -66,7 +66,7 @@ class AccumulationMixin(Engine):
             callbacks[:] = [callback for callback in callbacks if callback not in classes]  # a class cannot be told of the error
             name = classes[0].__name__
             raise MisconfiguredError(f"callbacks=[{name}] is a class: pass an instance of it, {name}(...)")
-        self._from_before, self._fit = frozenset(vars(self)), ExitStack()
+        self._from_before, self._fit, self._hiding = frozenset(vars(self)), ExitStack(), ExitStack()
         self.watch = Watch(model, trainer.fit_loop.epoch_loop.batch_progress)
         self._fit.callback(self._forget_fit)
         self._fit.callback(lambda: self.ranks.close())
@@ -74,7 +74,7 @@ class AccumulationMixin(Engine):
         self._fit.enter_context(replacing(trainer, accumulate_grad_batches=trainer.accumulate_grad_batches))  # the policy sets it
         if not model.automatic_optimization:
             # Lightning refuses manual optimization with it, and looks only once, before the environment is set up
-            self._hidden_size, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
+            self._hiding.enter_context(replacing(trainer, accumulate_grad_batches=1))
         if not _policies(trainer):
             self._fit.enter_context(_inserted(GradientAccumulation(), trainer))  # the strategy alone: default policy
 
@@ -110,13 +110,13 @@ class AccumulationMixin(Engine):
         torch.set_num_threads(torch.get_num_threads())
         super().setup_environment()
         trainer: Any = self.trainer()
-        if self._hidden_size is not None:
-            trainer.accumulate_grad_batches, self._hidden_size = self._hidden_size, None
         self.ranks = self._ranks()
-        if self._fit is not None and not trainer.fast_dev_run:
-            for callback in _policies(trainer)[:1]:  # several are an error later
-                if callback.policy.validate_every is not None:
-                    self._fit.enter_context(validating_every(callback.policy.validate_every, trainer))
+        if self._fit is None:
+            return
+        self._hiding.close()
+        every = _policies(trainer)[0].policy.validate_every  # several are an error later
+        if every is not None and not trainer.fast_dev_run:
+            self._fit.enter_context(validating_every(every, trainer))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -22,19 +22,19 @@ LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch", "tor
 SEAMS = (*seams.LIGHTNING, *seams.FSDP2)
 ROWS = {row.name for row in SEAMS} | {part for row in SEAMS for part in row.owner.split(".")}
 _NAMES = """
-_BatchNorm _DDPSink _DataFetcher _Launcher _ResultMetric _backward_hooks _base _batches_that_stepped _buffers _call_impl
-_build_kwargs _call_lightning_module_hook _call_strategy_hook _callback_metrics _cdata _check_reducer_finalized _combined_loader
-_comm_hooks _compiled_call_impl _current_fx _current_fx_name _data_connector _data_fetcher _data_parallel_size _defaults
+_BatchNorm _DDPSink _DataFetcher _ResultMetric _backward_hooks _base _batches_that_stepped _buffers _build_kwargs _call_impl
+_call_lightning_module_hook _call_strategy_hook _callback_metrics _cdata _check_reducer_finalized _combined_loader _comm_hooks
+_compiled_call_impl _computed _current_fx _current_fx_name _data_connector _data_fetcher _data_parallel_size _defaults
 _device_mesh _engine_run_backward _execution_engine _first_loop_iter _foreach_mul_ _foreach_norm _forward_cache
 _fsdp_param_groups _get_default_store _get_sequence_nr _hparams _input_metadata _is_hsdp _is_root _last_train_dl_reload_epoch
-_launcher _lightning_optimizers _logged_metrics _logger_connector _modules _num_ready_batches_reached _on_before_batch_transfer
-_on_before_zero_grad _optimizer _optimizer_zero_grad _orig_mod _parameters _partial_reduce_output _post_accumulate_grad_hooks
-_python_dispatch _pytree _rebuild_buckets _reduce_states _reductions _reset_state _restarting _results _resuming_from_checkpoint
-_root_device _saved_alpha _saved_condition _saved_dim _saved_exponent _saved_ignore_index _saved_index _saved_max _saved_min
-_saved_other _saved_reduction _saved_result _saved_self _saved_self_sym_numel _saved_self_sym_sizes _saved_target
-_saved_total_weight _schema _should_check_val_fx _should_unsync _signal_connector _skip_backward _state_dicts
-_static_graph_delay_allreduce_enqueued _step_supports_amp_scaling _sync_buffers _tensor_parallel_size _timeout _trainer
-_unsharded_param _val_check_time_interval _values _version
+_launcher _lightning_optimizers _logged_metrics _logger_connector _loggers _modules _num_ready_batches_reached
+_on_before_batch_transfer _on_before_zero_grad _optimizer _optimizer_zero_grad _orig_mod _parameters _partial_reduce_output
+_post_accumulate_grad_hooks _python_dispatch _pytree _rebuild_buckets _reduce_states _reductions _reset_state _restarting
+_results _resuming_from_checkpoint _root_device _saved_alpha _saved_condition _saved_dim _saved_exponent _saved_ignore_index
+_saved_index _saved_max _saved_min _saved_other _saved_reduction _saved_result _saved_self _saved_self_sym_numel
+_saved_self_sym_sizes _saved_target _saved_total_weight _schema _should_check_val_fx _should_unsync _signal_connector
+_skip_backward _state_dicts _static_graph_delay_allreduce_enqueued _step_supports_amp_scaling _sync_buffers
+_tensor_parallel_size _timeout _to_sync _trainer _unsharded_param _update_count _val_check_time_interval _values _version
 """
 PRIVATE = set(_NAMES.split())
 """Private names of Lightning's and torch's that are only read: what has gone is an AttributeError."""
@@ -124,8 +124,8 @@ def private_names(file: str) -> Iterator[tuple[str, int]]:
             for name in (*(node.module or "").split("."), *(alias.name for alias in node.names)):
                 if is_private(name):
                     yield name, node.lineno
-        elif isinstance(node, (ast.Attribute, ast.Constant)) and id(node) not in left_out:
-            name = node.attr if isinstance(node, ast.Attribute) else node.value
+        elif isinstance(node, (ast.Attribute, ast.Constant, ast.keyword)) and id(node) not in left_out:
+            name = getattr(node, {ast.Attribute: "attr", ast.Constant: "value", ast.keyword: "arg"}[type(node)])
             if isinstance(name, str) and is_private(name) and name not in own:
                 yield name, node.lineno
 
@@ -143,7 +143,7 @@ def test_every_private_name_of_a_library_is_in_the_table() -> None:
 
 def words_in(file: str) -> Iterator[str]:
     for node in ast.walk(FILES[file]):
-        fields = (getattr(node, name, None) for name in ("attr", "id", "name", "value"))
+        fields = (getattr(node, name, None) for name in ("attr", "id", "name", "value", "arg"))
         yield from (field for field in fields if isinstance(field, str))
 
 
