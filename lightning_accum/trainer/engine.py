@@ -150,9 +150,12 @@ class Engine(Strategy, Trained):
 
     def samples_of_loader(self) -> frozenset[int]:
         """How many samples the loaders put into a batch; empty where one of them does not say so."""
-        combined = self.trainer().fit_loop._combined_loader
-        sizes = [_batch_size(loader) for loader in ([] if combined is None else combined.flattened)]
-        return frozenset() if None in sizes else frozenset(size for size in sizes if size is not None)
+        combined, sizes = self.trainer().fit_loop._combined_loader, set[Any]()
+        for loader in [] if combined is None else combined.flattened:
+            sampler = getattr(loader, "batch_sampler", None)
+            size = getattr(sampler if type(sampler) is BatchSampler else loader, "batch_size", None)
+            sizes.add(size if isinstance(loader, DataLoader) and isinstance(size, int) else None)
+        return frozenset() if None in sizes else frozenset(sizes)
 
     def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
         """Say in one line what was understood."""
@@ -170,11 +173,3 @@ class Engine(Strategy, Trained):
             run = super().optimizer_step
             return self.manual.steps.on_step(optimizer, lambda closure: run(optimizer, closure, model, **kwargs), closure)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-
-def _batch_size(loader: Any) -> int | None:
-    if not isinstance(loader, DataLoader):
-        return None
-    sampler = loader.batch_sampler
-    size = sampler.batch_size if type(sampler) is BatchSampler else loader.batch_size
-    return size if isinstance(size, int) else None

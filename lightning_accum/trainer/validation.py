@@ -68,9 +68,9 @@ class ValidatingEpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         """Start the clock of ``validate_every``; validate first where a checkpoint was taken before a validation had ended."""
         super().on_run_start(data_fetcher)
-        trainer, every = self.trainer, cast("Engine", self.trainer.strategy).policy.validate_every
-        is_try: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a function
-        if self.validation is None and every is not None and trainer.enable_validation and not is_try:
+        trainer: Any = self.trainer
+        every = trainer.strategy.policy.validate_every
+        if self.validation is None and every is not None and trainer.enable_validation and not trainer.fast_dev_run:
             self.validation = ValidationClock(every, *(self._validated or (self.global_step,)))
             self._should_check_val_fx = self._is_validation_next
         self.validate_if_due()  # in a checkpoint that was taken between a step and the end of its validation

@@ -233,10 +233,7 @@ class Watch:
 
 
 class WindowClosure(Closure):
-    """A window that has run, for the optimizer: the first call gives its loss; others run it again, as LBFGS does.
-
-    The first call runs it again, too, if the optimizer has moved parameters before it, as a look-ahead does.
-    """
+    """A window that has run: the first call gives its loss, unless the optimizer has moved parameters; others run it again."""
 
     def __init__(self, outcome: Outcome, again: Callable[[], Outcome] | None, watch: Watch) -> None:
         super(Closure, self).__init__()  # what runs here are not the three functions that Closure would call
@@ -281,10 +278,7 @@ def _rates_of(optimizer: Optimizer) -> list[float]:
 
 
 def gradient_reads(trainer: pl.Trainer, warn: Callable[[str], None]) -> TorchFunctionMode | None:
-    """Notices a hook around a backward, or the module's own, that looks at gradients, which are not those of a window yet.
-
-    None where nobody has one.
-    """
+    """Notices a hook around a backward, or the module's own, that looks at gradients of an unfinished window; None if none can."""
     hooks: dict[CodeType, str] = {}
     owners = [(owner, name) for owner in (*callbacks_of(trainer), trainer.lightning_module) for name in AROUND_BACKWARD]
     for owner, name in (*owners, (trainer.lightning_module, "backward")):
