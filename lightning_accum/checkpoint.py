@@ -103,12 +103,7 @@ def _summed_gradients(
 
 
 def restore_loss(
-    window: Window,
-    kept: PartialLoss,
-    named: Mapping[str, nn.Parameter],
-    ranks: Ranks,
-    scale: float,
-    warn: Callable[[str], None],
+    window: Window, kept: PartialLoss, named: Mapping[str, nn.Parameter], ranks: Ranks, scale: float, warn: Callable[[str], None]
 ) -> None:
     """Give a loss and the parameters what a checkpoint holds, or raise a ValueError if a parameter has another shape now.
 
