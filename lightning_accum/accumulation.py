@@ -36,8 +36,10 @@ class Accumulation(Windows):
     """The windows of a fit whose Trainer optimizes.
 
     Args:
-        splitting: splits loader batches; None if each is a micro-batch. sums: hold the summed gradients, if ``parameter.grad`` does
-        not. row_wise: runs submodules in micro-batches. weight_scale: the weight scale of the first window, see :class:`Window`.
+        splitting: splits loader batches; None if each is a micro-batch.
+        sums: hold the summed gradients, if ``parameter.grad`` does not.
+        row_wise: runs submodules in micro-batches.
+        weight_scale: the weight scale of the first window, see :class:`Window`.
     """
 
     def __init__(

@@ -15,9 +15,9 @@ class TailRule(NamedTuple):
     """What the end of an epoch does to a window that is not full.
 
     Attributes:
-        steps: whether it takes its step with this many of its loader batches; else its gradients are dropped. outcome: what happens
-        to windows that are longer than an epoch, in words. goes_on: the window continues in the next epoch; at the end of training
-        it takes its step.
+        steps: whether it takes its step with this many of its loader batches; else its gradients are dropped.
+        outcome: what happens to windows that are longer than an epoch, in words.
+        goes_on: the window continues in the next epoch; at the end of training it takes its step.
     """
 
     steps: Callable[[float, float], bool]
@@ -122,7 +122,8 @@ class StepClock:
     """Counts optimizer steps, and knows which schedulers are due.
 
     Attributes:
-        counts: what a scheduler's frequency counts. optimizer_steps: steps that happened, without those that a GradScaler skipped.
+        counts: what a scheduler's frequency counts.
+        optimizer_steps: steps that happened, without those that a GradScaler skipped.
         time: the count of schedulers so far: optimizer steps, or the loader batches of these steps.
     """
 
@@ -151,8 +152,9 @@ class ValidationClock:
     """Decides when validation every n optimizer steps is due.
 
     Attributes:
-        every: optimizer steps between validations. steps: optimizer steps at the last validation, or when counting began. after:
-        the loader batch before that validation, counted from 1 over all epochs.
+        every: optimizer steps between validations.
+        steps: optimizer steps at the last validation, or when counting began.
+        after: the loader batch before that validation, counted from 1 over all epochs.
     """
 
     every: int

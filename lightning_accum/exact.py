@@ -34,8 +34,8 @@ def rounding(eps: float) -> float:
 def rounding_of_gradients(eps: float) -> float:
     """The relative error between two gradients, as :func:`rounding`.
 
-    In single precision it is 1 %: where rounding changes the sign of one activation in a million, ReLU has another slope there, and
-    a gradient of the size of the square root of a million is off by 1. In double precision that hardly ever happens, and half
-    precision has more of a tolerance.
+    In single precision it is 1 %: if rounding changes the sign of one activation in a million, ReLU has another slope there, and a
+    gradient of the size of the square root of a million is off by 1. In double precision this is rare, and half precision has a
+    larger tolerance.
     """
     return max(rounding(eps), 1e-2 if eps >= torch.finfo(torch.float32).eps else 0.0)

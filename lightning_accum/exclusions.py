@@ -28,12 +28,20 @@ class Asked:
     """The arguments of a training, as far as they are known.
 
     Attributes:
-        policy: of the callback. trainers_window: ``accumulate_grad_batches`` of the Trainer. module: that is trained; None before a
-        fit. is_manual: it has ``automatic_optimization = False``. optimizers: of the training. parameters: of the module and of the
-        optimizers. strategy: its class; empty before a fit. engine: reduces gradients; empty before a fit, and on one device. sync:
-        when gradients are reduced. is_static_graph: DistributedDataParallel records the first backward. has_comm_hook: the user has
-        set a communication hook. ranks: the number of ranks with their own batches. tensor_parallel: the number of ranks that share
-        a batch. same_rows: the dimension whose ranks have parts of the same rows.
+        policy: of the callback.
+        trainers_window: ``accumulate_grad_batches`` of the Trainer.
+        module: that is trained; None before a fit.
+        is_manual: it has ``automatic_optimization = False``.
+        optimizers: of the training.
+        parameters: of the module and of the optimizers.
+        strategy: its class; empty before a fit.
+        engine: reduces gradients; empty before a fit, and on one device.
+        sync: when gradients are reduced.
+        is_static_graph: DistributedDataParallel records the first backward.
+        has_comm_hook: the user has set a communication hook.
+        ranks: the number of ranks with their own batches.
+        tensor_parallel: the number of ranks that share a batch.
+        same_rows: the number of ranks that have parts of the same rows.
     """
 
     policy: Policy

@@ -20,9 +20,12 @@ class MicroBatch(NamedTuple):
     """The input of one forward and backward.
 
     Attributes:
-        batch: what ``training_step`` gets. rows: the number of its samples, if known. position: its place in its loader batch, from
-        0. number: how many micro-batches its loader batch has. is_boundary: it is the last of its window, and gradients are reduced
-        in its backward. is_shadow_batch: it has weight 0, and runs only because other ranks wait for this one.
+        batch: what ``training_step`` gets.
+        rows: the number of its samples, if known.
+        position: its place in its loader batch, from 0.
+        number: how many micro-batches its loader batch has.
+        is_boundary: it is the last of its window, and gradients are reduced in its backward.
+        is_shadow_batch: it has weight 0, and runs only because other ranks wait for this one.
     """
 
     batch: Any
@@ -42,9 +45,10 @@ class Weighed(NamedTuple):
     """The contribution of a micro-batch to its window.
 
     Attributes:
-        weight: the denominator of its loss; None for a sum, 0 without a loss. of_mean: the function that maps the mean to the loss;
-        None if the loss is the mean. grad_output: the ``gradient`` of its backward; None for 1. is_weightless: it is known on the
-        host to have no weight.
+        weight: the denominator of its loss; None for a sum, 0 without a loss.
+        of_mean: the function that maps the mean to the loss; None if the loss is the mean.
+        grad_output: the ``gradient`` of its backward; None for 1.
+        is_weightless: it is known on the host to have no weight.
     """
 
     weight: Denominator | None = 0.0
@@ -87,8 +91,8 @@ def joined_loss(outputs: Sequence[Output], of_window: Tensor | None = None) -> T
 def joined_extra(outputs: Sequence[Output], order: Sequence[int] | None = None) -> dict[str, Any]:
     """The other outputs of ``training_step`` for a batch.
 
-    Tensors with one entry a sample are put together, in the order of the batch. Numbers are weighted means. Of anything else there
-    is a list, with one entry a micro-batch.
+    Tensors with one entry a sample are joined in the order of the batch. Numbers become weighted means. Other values become a list
+    with one entry a micro-batch.
     """
     if order is not None:
         rows = iter(order)

@@ -17,21 +17,21 @@ from lightning_accum.weighing.functions import FunctionOfMean
 from lightning_accum.weighing.terms import MODES, ONCE, SUM, Mode, Term, alike
 
 _OF_A_PARAMETER = 1e-2
-"""A parameter's gradient is compared with its own size, or with this part of the whole gradient if that is larger: rounding."""
+"""The least size that a parameter's gradient is compared with, relative to the whole gradient, since rounding is relative to it."""
 ALL = -1
-"""The key of a loss with one weight, whatever its terms."""
+"""The key of a whole loss, if all its terms have one weight."""
 
 
 @dataclass
 class Measured:
-    """A step on some rows, run once and not weighted yet.
+    """The result of one step on some rows, before weighting.
 
     Attributes:
         loss: its value.
         terms: by key, with shares as numbers.
         gradients: of each term, by parameter: some of their elements, in double precision.
-        function: the function of a mean that the loss is, if it is one; the gradients belong to the mean then.
-        batch: returns the rows once more, to count in them.
+        function: set if the loss is a function of a mean; the gradients are then gradients of the mean.
+        batch: returns a copy of the rows, for counting.
         rows: their places in the whole of ``total`` rows; ``total`` is 0 if random numbers do not belong to rows.
         rerun: returns the gradient of a multiple of a term, reduced over the ranks. Called on all ranks.
     """
@@ -48,10 +48,10 @@ class Measured:
     _counts: dict[Any, float] = field(default_factory=dict)
 
     names: list[set[int]] = field(default_factory=list)
-    """If terms are run again: for each term as it is read, the keys given to it since."""
+    """If terms run again: for each term that was read, its later keys."""
 
     def join(self, looped: Collection[int]) -> None:
-        """Join the terms of each of these kinds."""
+        """Combine the terms of each of these kinds."""
         gradients: dict[int, dict[int, Tensor]] = {}
         for own in self.names:
             own |= {key >> 8 << 8 for key in own if key >> 8 in looped}
@@ -83,11 +83,12 @@ class Measured:
     def _count(self, mode: Callable[[Any], Any]) -> float:
         try:
             return float(mode(self.batch()))
-        except (KeyError, IndexError, TypeError, AttributeError, UnreadableLossError):  # a count was only tried
+        except (KeyError, IndexError, TypeError, AttributeError, UnreadableLossError):  # a candidate count may not fit this batch
             return math.nan
 
     def gradient(self, key: int, factor: float | None = None) -> Mapping[int, Tensor]:
-        """The gradient of a term, of all terms, or a multiple of it. All ranks run a multiple, each with its own factor."""
+        """The gradient of a term, of all terms, or a multiple of it. For a multiple, all ranks must call it, each with its own
+        factor."""
         if self.rerun is not None:
             if factor is not None:
                 return self.rerun(key, factor)
@@ -118,12 +119,12 @@ class Look(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """How far the sum of the parts is from the whole.
+    """The difference between the sum of the parts and the whole.
 
     Attributes:
         size: relative error; inf if they cannot be compared.
-        has_evidence: something other than 0 was compared.
-        seen: what has that error.
+        has_evidence: at least one compared value is not 0.
+        seen: the quantity with this error.
         rows: the sizes of the parts.
     """
 
@@ -140,7 +141,7 @@ class Fit(NamedTuple):
         mode: the mode that adds up; None if none does.
         deviation: of this mode, or the smallest of all modes.
         constant: the constant in each weight that does not add up.
-        is_open: there was nothing to compare, or the rows do not show whether it is a mean or a sum.
+        is_open: nothing could be compared, or the rows cannot tell a mean from a sum.
         modes: all modes that add up.
     """
 
@@ -152,7 +153,7 @@ class Fit(NamedTuple):
 
 
 def fit_of(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> Fit:
-    """How a term adds up in one mode; the mode of the fit is None if it does not."""
+    """The fit of a term in one mode; the mode of the result is None if it does not add up."""
     constant = 0.0 if mode in (SUM, ONCE) else _constant(looks, key, mode, eps)
     found = [_deviation(look, key, mode, constant, eps) for look in looks]
     worst = max(found, key=lambda deviation: deviation.size)
@@ -171,7 +172,7 @@ def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) ->
     if mode == SUM:
         found = _apart(whole, parts, [1.0] * len(parts), key, rows)
         if whole.rerun is None and sum(any(one.any() for one in part.gradient(key).values()) for part in parts) < 2:
-            return found._replace(has_evidence=False)  # the mean of one is its sum
+            return found._replace(has_evidence=False)  # with one part, mean and sum are equal
         return found
     numbers = [math.nan if weight is None else weight for weight in weights]
     is_read = all(map(math.isfinite, (*numbers, math.nan if own is None else own)))
@@ -231,9 +232,9 @@ def _constant(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> float:
 
 
 _ROUNDINGS = 8
-"""Roundings in a weight that is read from a share."""
+"""The number of rounding errors in a weight that is read from a share."""
 _SMALL = 1e-3
-"""Any two parts show a constant this small relative to the weights; a larger one needs different numbers of parts."""
+"""Two parts suffice to find a constant this small relative to the weights; a larger one needs different numbers of parts."""
 
 
 def measured_of(looks: Sequence[Look]) -> list[Measured]:
@@ -296,7 +297,7 @@ def merged(known: Mapping[int, int], of_ranks: Sequence[Mapping[int, int]]) -> d
 
 
 def aliases(measured: Sequence[Measured]) -> dict[int, int]:
-    """Names for keys, if all losses have equally many terms with the same words in the same order: one row may get other keys."""
+    """Common names for keys, if all losses have the same terms in words and order: the keys of a single row may differ."""
     runs = [[*one.terms.items()] for one in measured]
     numbers = {len(run) for run in runs}
     if len(numbers) > 1 or not runs or (numbers != {1} and len({tuple(term.words for _, term in run) for run in runs}) > 1):
@@ -315,5 +316,5 @@ def sample(gradient: Tensor, most: int) -> Tensor:
         gradient = torch.view_as_real(gradient.resolve_conj())
     flat = gradient.reshape(-1)
     if flat.numel() > most:
-        flat = flat[:: flat.numel() // most | 1]  # odd, so that it meets more than one column of a matrix
+        flat = flat[:: flat.numel() // most | 1]  # an odd stride visits several columns of a matrix
     return flat.cpu().double()

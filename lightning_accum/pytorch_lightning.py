@@ -1,4 +1,4 @@
-"""``lightning_accum`` for ``import pytorch_lightning as pl``: importing this takes that package for the process."""
+"""``lightning_accum`` for ``import pytorch_lightning as pl``: importing this module selects that package for the process."""
 
 from lightning_accum.trainer.package import take
 

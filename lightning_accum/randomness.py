@@ -1,4 +1,4 @@
-"""Random numbers, so that batches of different sizes can be compared: dropout off, other noise that belongs to rows."""
+"""Makes random numbers comparable between batches of different sizes: dropout is off, and other noise belongs to rows."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _dropout_in(module: nn.Module) -> list[tuple[str, MutableMapping[str, Any], 
 
 
 def _holders(layer: nn.Module) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
-    """The mappings in which a layer keeps numbers."""
+    """The mappings in which a layer stores numbers."""
     yield "", vars(layer)
     config = getattr(layer, "config", None)
     if hasattr(config, "to_dict") and hasattr(config, "__dict__"):
@@ -83,7 +83,7 @@ def seed_everything(seed: int) -> None:
 class RandomState:
     """The state of the global random generators: torch's on the CPU and on ``device``, Python's and numpy's.
 
-    Python's and numpy's take longer to read: ``of_torch_alone`` leaves them out.
+    ``of_torch_alone`` leaves out Python's and numpy's, which take longer to read.
     """
 
     def __init__(self, device: torch.device, of_torch_alone: bool = False) -> None:
@@ -96,11 +96,11 @@ class RandomState:
             set_to(state)
 
     def torch_has_drawn(self) -> bool:
-        """Whether a generator of torch has drawn since."""
+        """Whether a generator of torch has drawn since this state was read."""
         return not all(_is_same(get(), state) for get, _, state in self._of_torch)
 
     def others_have_drawn(self) -> bool:
-        """Whether Python's or numpy's generator has drawn since."""
+        """Whether Python's or numpy's generator has drawn since this state was read."""
         return not all(_is_same(get(), state) for get, _, state in self._of_others)
 
 
@@ -133,10 +133,10 @@ def _is_same(state: Any, other: Any) -> bool:
 class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
     """Inside, random numbers belong to rows: a row gets the same numbers in the whole batch and in a part.
 
-    The noise of an autoencoder, the time steps of a diffusion model, Gumbel noise. Each draw depends on how many there were since
-    :meth:`restart`; the state of the random generators is left as it was. If it is not known which rows are run, and where several
-    numbers are drawn for each row, all entries of dimension 0 get the same. What is drawn in another way (a permutation, draws
-    without replacement, Python's own numbers) stays random. Inside of another, only the outer one has an effect.
+    The noise of an autoencoder, the time steps of a diffusion model, Gumbel noise. Each draw depends on the number of draws since
+    :meth:`restart`; the state of the random generators does not change. If the rows are unknown, or several numbers are drawn for
+    each row, all entries of dimension 0 get the same numbers. Other draws (a permutation, draws without replacement, Python's own
+    numbers) stay random. If contexts are nested, only the outer one has an effect.
     """
 
     _depth = 0
@@ -164,14 +164,15 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def restart(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
-        """Begin to count anew for these of the ``total`` rows of a whole batch, which runs before its parts; None: unknown ones."""
+        """Restart the count of draws, for these of the ``total`` rows of a whole batch, which runs before its parts; None: unknown
+        rows."""
         self._draws, self._rows, self._total = 0, None if rows is None else tuple(rows), total
         if rows is None or self._rows == tuple(range(total)):
             self.is_unlike = False
 
     @contextmanager
     def of_call(self, number: int, rows: Sequence[int], total: int) -> Iterator[None]:
-        """In here call ``number`` of a submodule draws for some of its ``total`` rows as if it were called with all of them."""
+        """Inside, call ``number`` of a submodule with some of its ``total`` rows draws the numbers of a call with all rows."""
         before = self._draws, self._rows, self._total
         self._draws, self._rows, self._total = number << 20, tuple(rows), total
         try:
@@ -180,7 +181,7 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
             self._draws, self._rows, self._total = before
 
     def sample(self, shape: Sequence[int], draw: Callable[[Sequence[int]], Tensor]) -> Tensor:
-        """What ``draw`` gives of a shape, for the rows that are run."""
+        """The numbers of ``draw`` for a shape, for the current rows."""
         shape = tuple(shape)
         if self._rows is None or not shape:
             return draw(shape[1:]).expand(shape).clone()
@@ -198,7 +199,7 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
             dim = others[0] if others else next((dim for dim, size in enumerate(whole) if size == total), None)
             if dim is not None and whole[dim] == total:
                 return drawn.index_select(dim, torch.tensor(rows, device=drawn.device))
-            if dim is None:  # all rows share it
+            if dim is None:  # all rows share the numbers
                 return drawn.clone()
             if dim == 0:
                 return drawn[:1].expand(shape).clone()
@@ -221,7 +222,7 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device:
-    """Where an operation draws."""
+    """The device on which an operation draws."""
     on = next((value.device for value in args if isinstance(value, Tensor)), kwargs.get("device"))
     return torch.device("cpu" if on is None else on)
 
@@ -318,10 +319,10 @@ def _sampler_of_batches(loader: Any) -> Any:
 
 
 def with_tensors(func: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments of an operator, the first a tensor where the operator takes one.
+    """The arguments of an operator, with the first converted to a tensor if the operator takes one.
 
-    torch gives a dispatch mode the bare number where a tensor was made of one (the divisor that the graph of ``loss / 12`` has
-    saved), which most operators refuse (read in torch 2.13).
+    torch passes a dispatch mode a number instead of a tensor that was made from one (the divisor saved by ``loss / 12``), which
+    most operators refuse (as of torch 2.13).
 
     Example:
         >>> with_tensors(torch.ops.aten.neg.default, (12,)), with_tensors(torch.ops.aten.arange.default, (12,))

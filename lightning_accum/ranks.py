@@ -1,4 +1,4 @@
-"""What ranks exchange beside gradients and weights: one small all-reduce a loader batch. All have as many of these."""
+"""Communication between ranks besides gradients and weights: one small all-reduce a loader batch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch.utils._pytree import tree_leaves
 from lightning_accum.errors import UsageError
 from lightning_accum.exact import exact_dtype
 
-END: Any = object()  # in the place of a batch, if a loader has no more
+END: Any = object()  # returned instead of a batch at the end of a loader
 
 
 class LoaderBatch(NamedTuple):
-    """What a rank has of the loader batches of all ranks."""
+    """The loader batch of a rank, and the state of the loaders of all ranks."""
 
-    batch: Any  # its own; or the last one again; or None
-    is_last: bool  # no rank has one after this
-    is_shadow: bool  # it was run before, and weighs nothing
-    is_stopped: bool = False  # a rank is to end, and there is none
+    batch: Any  # its own batch, its last batch again, or None
+    is_last: bool  # no rank has a further batch
+    is_shadow: bool  # it has run before, and has weight 0
+    is_stopped: bool = False  # a rank ends training, so there is no batch
 
 
 @dataclass(eq=False)
@@ -38,28 +38,28 @@ class Ranks:
     group: dist.ProcessGroup | None = None  # these ranks; None for all
     world_size: int = 1  # all ranks, tensor parallelism included
     rank: int = 0  # this one
-    timeout: timedelta | None = None  # for what they exchange; None for torch's own
-    same_rows: int = 1  # so many of those whose gradients are averaged have parts of the same rows
+    timeout: timedelta | None = None  # of their communication; None for torch's default
+    same_rows: int = 1  # how many of these ranks have parts of the same rows
 
     def __post_init__(self) -> None:
         self._world: dist.ProcessGroup | None = None
         self._device = self.device
         if self.world_size > 1 and self.device.type != "cpu" and dist.is_gloo_available():
-            # from host to host: the answer is needed there, and asking for it on the device would wait for all that it has to do
+            # a group on the host, which needs the result: reading it from a device would wait for the device's queue
             self._world, self._device = dist.new_group(backend="gloo", timeout=self.timeout), torch.device("cpu")
 
     @property
     def is_first(self) -> bool:
-        """Of those whose gradients are averaged, this is the first."""
+        """Whether this is the first of the ranks whose gradients are averaged."""
         return self.size == 1 or dist.get_rank(self.group) == 0
 
     def close(self) -> None:
-        """Give back the group that was made for these, at the end of a fit."""
+        """Destroy the group of these ranks, at the end of a fit."""
         if self._world is not None and dist.is_initialized():
             dist.destroy_process_group(self._world)
 
     def sum(self, number: float) -> float:
-        """The sum over those whose gradients are averaged. Called on all."""
+        """The sum over the ranks whose gradients are averaged. Called on all ranks."""
         if self.world_size == 1:
             return number
         value = torch.tensor([number], dtype=exact_dtype(self._device), device=self._device)
@@ -67,7 +67,7 @@ class Ranks:
         return float(value) * self.size / self.world_size  # tensor-parallel ranks have the same numbers
 
     def largest(self, *numbers: float) -> list[float]:
-        """The largest of the ranks' numbers; inf is one. Called on all of them."""
+        """The maximum of each number over the ranks; inf is allowed. Called on all ranks."""
         if self.world_size == 1:
             return list(numbers)
         values = torch.tensor(numbers, dtype=exact_dtype(self._device), device=self._device)
@@ -91,7 +91,7 @@ class Ranks:
 def of_all_ranks(
     loader: Iterable[Any], longest: int | None, ranks: Ranks, is_one_empty: bool, is_to_end: Callable[[], bool] = lambda: False
 ) -> Iterator[LoaderBatch]:
-    """The batches of a loader, as many on every rank as on the rank with the most. Used on all ranks.
+    """The batches of a loader, with the same number on every rank: that of the longest loader. Used on all ranks.
 
     A rank without a batch gets its last one again, as a shadow batch. If lengths are known, no batch is drawn before it is needed,
     so that the state of the loader in a checkpoint matches the batches that were yielded. Otherwise one batch is drawn ahead, and
@@ -138,7 +138,7 @@ class LoaderBatches:
     def __init__(self, batches: Iterator[LoaderBatch]) -> None:
         self._batches = batches
         self._last = LoaderBatch(None, is_last=False, is_shadow=False)
-        self.drawn: deque[LoaderBatch] = deque()  # those after the one that was yielded last
+        self.drawn: deque[LoaderBatch] = deque()  # the batches after the last one yielded
 
     def __iter__(self) -> Iterator[LoaderBatch]:
         return self
@@ -148,7 +148,7 @@ class LoaderBatches:
         return self._last
 
     def draw_ahead(self, number: float) -> Iterator[tuple[Any, bool]]:
-        """Draw as many after the one that was yielded last, or what there is. Each with whether it is a shadow batch."""
+        """Draw up to ``number`` batches after the last one yielded. Yields each with whether it is a shadow batch."""
         last, before = (self.drawn or [self._last])[-1], kept([self._last, *self.drawn])
         while len(self.drawn) < number and not last.is_last:
             last = draw(self._batches, before)
@@ -160,7 +160,7 @@ class LoaderBatches:
 
 
 def kept(batches: list[Any]) -> list[tuple[Tensor, int, Tensor]]:
-    """Each tensor, the changes in place that it has seen, and its values: a copy of views, which count their changes together."""
+    """Each tensor, its version, and its values: a copy for a view, which shares its version counter."""
     leaves = [leaf for leaf in tree_leaves(batches) if isinstance(leaf, Tensor) and not leaf.is_inference()]
     return [(leaf, leaf._version, leaf if leaf._base is None else leaf.detach().clone()) for leaf in leaves]
 

@@ -1,4 +1,4 @@
-"""Which rank trains on which sample: the same global order on any number of ranks, no sample twice, and equal work for all."""
+"""Samplers for several ranks: the same global order on any number of ranks, no sample twice, and equal work."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class SameOrderSampler(DistributedSampler[Any]):
     """The same global order on any number of ranks, without repeats; a ``StatefulDataLoader`` of torchdata resumes it anywhere.
 
     An epoch has the order of :class:`torch.utils.data.DistributedSampler` with the same seed, which is also the sampler that
-    Lightning injects. Of R ranks, rank r gets the positions r, r + R, r + 2R, ... of it. A window of B samples, B / R from
-    each rank, is therefore the same set of samples for every R that divides B. Where torch repeats samples to even out the ranks,
-    here some ranks get one sample fewer than others, and may end the epoch one batch earlier.
+    Lightning injects. Of R ranks, rank r gets the positions r, r + R, r + 2R, ... of it. A window of B samples, B / R from each
+    rank, is therefore the same set of samples for every R that divides B. torch repeats samples to make the ranks even; here some
+    ranks get one sample fewer, and may end the epoch one batch earlier.
 
-    Lightning leaves a loader alone that has this as its ``sampler``; inside a ``batch_sampler`` Lightning replaces it. The ranks
-    come from the process group at the time of the iteration, or from :meth:`deal`; without either there is one.
+    Lightning keeps this as the ``sampler`` of a loader, but replaces it inside a ``batch_sampler``. The ranks come from the process
+    group at the time of the iteration, or from :meth:`deal`; without either there is one rank.
 
     Args:
-        dataset: what is sampled; it needs a length.
+        dataset: the dataset to sample from; it needs a length.
         shuffle: whether every epoch (see ``set_epoch``, which Lightning calls) has an order of its own, or all have the dataset's.
         seed: seed of the shuffling, the same on all ranks. Lightning's own sampler takes the seed of ``seed_everything``, or 0.
 
@@ -58,7 +58,7 @@ class SameOrderSampler(DistributedSampler[Any]):
         super().__init__(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=False)
 
     def deal(self, num_replicas: int, rank: int) -> None:
-        """Have ``num_replicas`` ranks share the samples, whatever the process group says. This is number ``rank``, from 0."""
+        """Share the samples between ``num_replicas`` ranks, whatever the process group says. This rank is ``rank``, from 0."""
         if not 0 <= rank < num_replicas:
             raise ArgumentError(
                 f"deal(num_replicas={num_replicas}, rank={rank}): num_replicas must be 1 or more, and rank from 0 to"
@@ -76,19 +76,19 @@ class SameOrderSampler(DistributedSampler[Any]):
             yield item
 
     def _items(self) -> Iterable[Any]:
-        """What this rank gets in an epoch."""
+        """The items of this rank in an epoch."""
         self._find_ranks()
         return super().__iter__()
 
     @override
     def __len__(self) -> int:
-        """How many samples this rank gets."""
+        """The number of samples of this rank."""
         self._find_ranks()
         return self.num_samples
 
     def _find_ranks(self) -> None:
-        """Have the ranks be those of the process group, unless they were set."""
-        if not self._is_dealt:  # each time anew: a length may have been asked for before there were processes
+        """Take the ranks from the process group, unless they were set."""
+        if not self._is_dealt:  # each time: the length may have been read before the processes started
             has_group = dist.is_available() and dist.is_initialized()
             self.num_replicas, self.rank = (dist.get_world_size(), dist.get_rank()) if has_group else (1, 0)
         leave_out_repeats(self)
@@ -99,14 +99,15 @@ class SameOrderSampler(DistributedSampler[Any]):
         return {"epoch": self.epoch, "yielded": self._yielded, "ranks": self.num_replicas}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Begin the next iteration where :meth:`state_dict` was taken, on any number of ranks; at an end, at the beginning."""
+        """Begin the next iteration at the position of :meth:`state_dict`, on any number of ranks; after an end, at the
+        beginning."""
         self.set_epoch(state["epoch"])
         length, own = len(self), self.num_replicas
         self._begin_at = state["yielded"] * state.get("ranks", own) // own % max(1, length)
 
 
 def leave_out_repeats(sampler: DistributedSampler[Any]) -> None:
-    """Have a sampler of torch's give every sample to one rank only, if it would repeat some to even out the ranks.
+    """Have a sampler of torch give each sample to one rank only, instead of repeating some to make the ranks even.
 
     Example:
         >>> sampler = DistributedSampler([10, 11, 12], num_replicas=2, rank=1, shuffle=False)
@@ -128,22 +129,22 @@ class BalancedBatchSampler(SameOrderSampler):
     """A ``batch_sampler`` that gives the ranks equal work: the windows of :class:`SameOrderSampler`, shared out by length.
 
     A window is ``window`` loader batches of every rank, ``window * ranks * batch_size`` samples: the same samples as with a
-    :class:`SameOrderSampler` of the same seed, so a training that is exact in its windows goes the same way. They are shared out
-    so that the sums of their lengths are about even: longest first, each to the rank with the least. Inside a rank the longest
-    samples come first, in batches of about as many samples each.
+    :class:`SameOrderSampler` of the same seed, so an exact training has the same result. They are divided so that the sums of their
+    lengths are about even: longest first, each to the rank with the least. Inside a rank the longest samples come first, in batches
+    of about equal size.
 
-    Ranks and batches have different numbers of samples, so gradients need weights: use it with the strategies of this package,
-    and a ``GradientAccumulation`` of as many loader batches as ``window``. Every rank has the same number of loader batches,
-    except in an epoch whose last window has fewer samples than there are ranks: some ranks then get no batch of it.
+    Ranks and batches have different numbers of samples, so gradients need weights: use it with the strategies of this package, and
+    a ``GradientAccumulation`` of as many loader batches as ``window``. Every rank has the same number of loader batches, except in
+    an epoch whose last window has fewer samples than there are ranks: some ranks then get no batch for this window.
 
-    With these strategies Lightning leaves the loader alone, and sets the ranks and the epoch. Elsewhere pass
+    With these strategies Lightning keeps the loader's sampler, and sets the ranks and the epoch. Elsewhere pass
     ``Trainer(use_distributed_sampler=False)``.
 
     Args:
         lengths: the length of each sample, in the order of the dataset, as a list, an array or a tensor; or its cost, such as
             ``n + n**2 / 1024`` for attention over n tokens. The same on all ranks: this package's strategies compare them.
         batch_size: how many samples a loader batch has on average.
-        window: loader batches of a rank in a window. Windows begin anew with every epoch.
+        window: loader batches of a rank in a window. Each epoch begins a new window.
         shuffle: whether every epoch (see :meth:`set_epoch`) has an order of its own, or all have the dataset's.
         seed: seed of the shuffling, the same on all ranks.
 
@@ -168,7 +169,7 @@ class BalancedBatchSampler(SameOrderSampler):
         for name, value in (("batch_size", batch_size), ("window", window)):
             if not is_natural(value):
                 raise ArgumentError(f"BalancedBatchSampler({name}={value!r}): expected a whole number from 1")
-        # not batch_size: by that and drop_last Lightning takes a batch sampler for one that it can make anew
+        # not named batch_size: with that and drop_last, Lightning would construct the batch sampler again
         self._batch_size, self.window, self._lengths = batch_size, window, _read_lengths(lengths)
         super().__init__(range(len(self._lengths)), shuffle, seed)  # type: ignore[arg-type]
 
@@ -187,7 +188,7 @@ class BalancedBatchSampler(SameOrderSampler):
             yield from self._of_this_rank(order[start : start + size])
 
     def _of_this_rank(self, indices: Sequence[int]) -> list[list[int]]:
-        """The loader batches that this rank has of a window."""
+        """The loader batches of this rank in a window."""
         batches = self._batches_of(len(indices))
         at_least = batches if len(indices) >= self.num_replicas else 0
         lengths = [self._lengths[index] for index in indices]
@@ -198,13 +199,13 @@ class BalancedBatchSampler(SameOrderSampler):
 
     @override
     def __len__(self) -> int:
-        """How many loader batches this rank gets in an epoch."""
+        """The number of loader batches of this rank in an epoch."""
         self._find_ranks()
         windows, rest = divmod(len(self._lengths), self._samples_in_window)
         return windows * self.window + (self._batches_of(rest) if self.rank < rest else 0)
 
     def check_length_of(self, dataset: object) -> None:
-        """Refuse a dataset of another number of samples."""
+        """Refuse a dataset with a different number of samples."""
         if isinstance(dataset, Sized) and len(dataset) != len(self._lengths):
             raise ArgumentError(
                 f"BalancedBatchSampler(lengths=...) has the lengths of {len(self._lengths)} samples, but the loader's"
@@ -213,7 +214,7 @@ class BalancedBatchSampler(SameOrderSampler):
 
     @property
     def digest(self) -> int:
-        """A number that is the same on two ranks only if they share out the same samples alike."""
+        """A checksum of the lengths and arguments, for a comparison between ranks."""
         numbers = array("d", [*self._lengths, self._batch_size, self.window, self.shuffle, self.seed])
         return zlib.crc32(numbers.tobytes())
 
@@ -222,7 +223,7 @@ class BalancedBatchSampler(SameOrderSampler):
         return self.window * self.num_replicas * self._batch_size
 
     def _batches_of(self, samples: int) -> int:
-        """The loader batches that each rank has of a window of so many samples: no more than it can have samples."""
+        """The loader batches of each rank in a window of this many samples; none may be empty."""
         return min(math.ceil(samples / (self.num_replicas * self._batch_size)), max(1, samples // self.num_replicas))
 
 
@@ -230,7 +231,7 @@ def _read_lengths(lengths: Any) -> list[float]:
     read = lengths.tolist() if hasattr(lengths, "tolist") else lengths
     try:
         numbers = [] if isinstance(read, (str, Mapping)) else [float(length) for length in read]
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor with several elements
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
         numbers = []
     if not numbers:
         raise WrongTypeError(
@@ -254,12 +255,12 @@ def share_evenly(costs: Sequence[float], shares: int, at_least: int = 0) -> list
     """
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
     groups: list[list[int]] = [[] for _ in range(shares)]
-    heap = [(0.0, 0, share) for share in range(shares)]  # the cost and the number of what each has
+    heap = [(0.0, 0, share) for share in range(shares)]  # cost, number of samples and index of each share
     for position in order:
         load, number, share = heap[0]
         groups[share].append(position)
         heapreplace(heap, (load + costs[position], number + 1, share))
     for group in groups:
-        while len(group) < at_least:  # the cheapest of the share that has the most
+        while len(group) < at_least:  # move the cheapest sample of the largest share
             group.append(max(groups, key=len).pop())
     return groups

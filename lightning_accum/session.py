@@ -1,4 +1,4 @@
-"""How a loader batch is run: whole or in micro-batches, each of which adds to its window, and how a window ends."""
+"""Runs a loader batch, whole or in micro-batches that add to a window, and ends windows."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NOTHING_AROUND = nullcontext()
 
 
 class Session:
-    """Runs the loader batches of one fit. What lasts from one to the next is not here, but in its :class:`Accumulation`.
+    """Runs the loader batches of one fit. State between loader batches is in its :class:`Accumulation`.
 
     Args:
         trained: the module of the fit.
         accumulation: its windows.
-        guard: looks whether micro-batches are finite.
-        announce: says what was understood: the first loss was weighed.
+        guard: checks that micro-batches are finite.
+        announce: prints the start line, after the first loss was weighted.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Session:
         self._snapshotter = trained.snapshotter
         self._is_announced = False
         self._has_ranks = accumulation.ranks.world_size > 1
-        self._has_sync = type(sync) is not GradientSync  # engines for several ranks have one on a single rank, too
+        self._has_sync = type(sync) is not GradientSync  # on one rank, engines for several ranks also need it
         policy = accumulation.policy
         self.finishes_after_backward = policy.finishes_after_backward
         self._has_rounds = sync.is_waited_for_in_forward and policy.micro_batch is not None
@@ -64,10 +64,10 @@ class Session:
         """Run a loader batch, as the training loop hands it over.
 
         Args:
-            step: how its micro-batches are run.
+            step: runs its micro-batches.
             batch: the loader batch.
             seen: its number, counted from 1 over all epochs.
-            ends_window: its window ends with it.
+            ends_window: whether its window ends with it.
         """
         accumulation, splitting = self._accumulation, self._accumulation.splitting
         if accumulation.window.counted is not None:
@@ -76,7 +76,7 @@ class Session:
         has_boundary = ends_window and not self.finishes_after_backward
         with _NOTHING_AROUND if self._row_wise is None else self._row_wise.step(count_samples(batch)):
             if accumulation.is_shadow_batch:
-                self.zero_grad(step)  # what it does to the module is to last
+                self.zero_grad(step)  # before the snapshot, so that its changes to the module are kept
             if splitting is not None and is_split:
                 outputs, order = splitting.run(partial(self._attempt, step, has_boundary), self._mark)
                 if any(output.logs for output in outputs):
@@ -93,13 +93,13 @@ class Session:
         micro_batch = MicroBatch(batch, is_boundary=is_boundary, is_shadow_batch=self._accumulation.is_shadow_batch)
         if self.guard is None or not self.guard.skips:
             return self._run_micro_batch(step, micro_batch)[:2]
-        with step.collecting_logs() as log:  # what may be left out is not shown before it was looked at
+        with step.collecting_logs() as log:  # logs of a micro-batch that may be left out wait for the check
             loss, extra, weighed = self._run_micro_batch(step, micro_batch)
         step.show_logs([Output(loss, extra, weighed, 1, log.take(loss, weighed, 1), self.guard.has_skipped)])
         return (None, {}) if self.guard.has_skipped else (loss, extra)
 
     def _mark(self) -> Mark:
-        """Where the window stands, before an attempt at a loader batch that may have to be undone."""
+        """The state of the window before an attempt at a loader batch, which may be undone."""
         accumulation, window, sums = self._accumulation, self._accumulation.window, self._accumulation.sums
         begun, left_out, is_zero_grad_due = len(window.entries), window.left_out, accumulation.is_zero_grad_due
         parameters = self._parameters()
@@ -132,14 +132,14 @@ class Session:
                     loss, extra, weighed = self._run_micro_batch(step, micro_batch)
                 except StopIteration as error:
                     if not index:
-                        raise  # it ends the epoch, as in a loader batch that is not split
+                        raise  # it ends the epoch, as without splitting
                     found = f"training_step raises StopIteration in micro-batch {index + 1} of {own} of a loader batch"
                     raise UsageError(f"{found}, whose other micro-batches are in the window. Leave micro_batch out.") from error
                 logs = log.take(loss, weighed, count)
                 if guard is not None and guard.has_skipped:
                     outputs.append(Output(None, {}, EMPTY, count, logs, is_left_out=True))
                 else:
-                    # a part of the graph would keep what it saved for a backward that never comes
+                    # else the graph would keep tensors saved for a backward that never runs
                     extra = apply_to_collection(extra, Tensor, Tensor.detach) if extra else extra
                     outputs.append(Output(None if loss is None else loss.detach(), extra, weighed, count, logs))
                 del loss, extra, batch, micro_batch  # before the next forward
@@ -149,8 +149,8 @@ class Session:
     # --- one micro-batch ------------------------------------------------------------------------------------------
 
     def _run_micro_batch(self, step: Step, micro_batch: MicroBatch) -> tuple[Tensor | None, dict[str, Any], Weighed]:
-        """Forward, weight, backward. Returns the loss, what else was returned, and what the window got."""
-        # a shadow batch leaves the module as it was, and what a step of its window does to it is to last
+        """Forward, weight, backward. Returns the loss, the other outputs, and the contribution to the window."""
+        # a shadow batch does not change the module, but a step of its window may
         undone = self._snapshotter.take(watches_parameters=False) if micro_batch.is_shadow_batch else _NOTHING_AROUND
         with undone, self.begin_micro_batch(micro_batch):
             with _NOTHING_AROUND if (counted := self._accumulation.window.counted) is None else counted.noting_values():
@@ -161,14 +161,14 @@ class Session:
         return loss, extra, weighed
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
-        """Its forward is next: returns what this and its backward run in."""
+        """Begin a micro-batch. Returns the context for its forward and backward."""
         if self.guard is not None:
             self.guard.begin_micro_batch(micro_batch)
         self._accumulation.later.begin_forward()
         return self.sync.blocked(micro_batch) if self._has_sync and not micro_batch.is_boundary else _NOTHING_AROUND
 
     def add(self, step: Backward, loss: Tensor | None, micro_batch: MicroBatch) -> Weighed:
-        """Add a micro-batch that has run forward to the window, with its backward. Returns what it brought in."""
+        """Add a micro-batch to the window after its forward, and run its backward. Returns its contribution."""
         accumulation, weighed = self._accumulation, EMPTY
         if accumulation.is_zero_grad_due:
             self.zero_grad(step)
@@ -198,7 +198,7 @@ class Session:
         return weighed
 
     def end_micro_batch(self, weighed: Weighed) -> Weighed:
-        """Leave a micro-batch that was not finite out of the window, where that was asked for. Returns what it brought in."""
+        """Leave a non-finite micro-batch out of the window, if the policy says so. Returns its contribution."""
         if self.guard is not None and self.guard.end_micro_batch():
             self._accumulation.window.skip_nonfinite()
             weighed = EMPTY
@@ -207,10 +207,10 @@ class Session:
         return weighed
 
     def zero_grad(self, step: Backward, is_after_forward: bool = True) -> None:
-        """Clear the gradients of an earlier window, if it was not done.
+        """Clear the gradients of an earlier window, if this is due.
 
         Args:
-            step: how.
+            step: clears them.
             is_after_forward: the first micro-batch of the window has run forward.
         """
         accumulation = self._accumulation
@@ -218,7 +218,7 @@ class Session:
             return
         accumulation.is_zero_grad_due = False
         accumulation.changes.gradients.forget()
-        # parameters of sharded modules are others between forward and backward
+        # sharded modules have other parameters between forward and backward
         is_compared = is_after_forward and accumulation.changes.is_due and not self.sync.is_waited_for_in_forward
         if is_compared and not accumulation.is_passthrough():
             accumulation.changes.begin(self._module)
@@ -235,7 +235,7 @@ class Session:
     # --- a rank without a batch -----------------------------------------------------------------------------------
 
     def run_without_batch(self, ahead: CountsAhead, seen: int, ends_window: bool) -> Outcome:
-        """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0."""
+        """Take part in a loader batch of the other ranks with weight 0, since this rank has none."""
         has_boundary = ends_window and not self.finishes_after_backward
         if self._accumulation.window.counted is not None:
             count_window(self._accumulation, ahead, None, self.sync, self._snapshotter)
@@ -243,7 +243,7 @@ class Session:
         return Outcome(self.end_window(seen, has_boundary) if ends_window else None)
 
     def _run_shadow_batches(self, done: int, rounds: int, has_boundary: bool) -> None:
-        """Other ranks have more micro-batches in a loader batch: this one takes part in them, with weight 0.
+        """Take part with weight 0 in the further micro-batches of other ranks.
 
         Args:
             done: micro-batches that this rank has run.
@@ -260,7 +260,8 @@ class Session:
                 self.sync.complete_reduction(micro_batch)
 
     def rounds(self, own: int) -> int:
-        """The micro-batches of a loader batch, after each of which this rank may have to wait for others. Called on all ranks."""
+        """The number of micro-batches in a loader batch, including shadow batches while other ranks run theirs. Called on all
+        ranks."""
         splitting = self._accumulation.splitting
         is_agreed = self._has_rounds or (self._has_ranks and splitting is not None and self.sync.is_recording_graph)
         return int(self._accumulation.ranks.largest(own)[0]) if is_agreed else own
@@ -268,14 +269,14 @@ class Session:
     # --- the end of a window --------------------------------------------------------------------------------------
 
     def end_window(self, seen: int, is_reduced: bool) -> Tensor | None:
-        """End the window after its last backward. On all ranks together.
+        """End the window after its last backward. Called on all ranks.
 
         Args:
             seen: the number of the loader batch that it ends with.
-            is_reduced: that backward has reduced the gradients.
+            is_reduced: whether the last backward has reduced the gradients.
 
         Returns:
-            Its loss; None where it had no weight.
+            Its loss; None if it had no weight.
         """
         accumulation = self._accumulation
         if not is_reduced:

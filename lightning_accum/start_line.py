@@ -1,4 +1,4 @@
-"""What a training says at its start: what was understood, and which windows will never be full."""
+"""The messages at the start of a training: the policy and the loss, and a warning of windows that are never full."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 120
 
 
 def window_in_words(loader_batches: int, ranks: int, samples: int | None) -> str:
-    """What one optimizer step takes together; the samples are estimated from the first batch.
+    """The size of an optimizer step in words; the samples are estimated from the first batch.
 
     Example:
         >>> window_in_words(4, 2, 8)
@@ -41,7 +41,7 @@ def in_lines(parts: list[str]) -> str:
 def start_line(
     accumulation: Accumulation, micro_batch: MicroBatch, weighed: Weighed, samples: int | None, loader_batches: int
 ) -> str:
-    """What was understood: ``accumulating 4 loader batches a step; loss: mean cross entropy (exact, checked to 7e-8)``."""
+    """The start line: ``accumulating 4 loader batches a step; loss: mean cross entropy (exact, checked to 7e-8)``."""
     policy = accumulation.policy
     if isinstance(policy.window, Tokens):
         tokens, unit = policy.window.at(float(accumulation.total_weight)), _unit(accumulation, micro_batch, weighed)
@@ -61,7 +61,7 @@ def start_line(
 
 
 def manual_start_line(calls: Sequence[Accumulation], lines: Sequence[str], samples: int | None, loader_batches: int) -> str:
-    """The same, where the module optimizes by itself: for each of its backward calls the line of its code, and its loss."""
+    """The start line of manual optimization: the line of code and the loss of each backward call."""
     first = calls[0]
     parts = [window_in_words(loader_batches, first.ranks.size, samples) + _how_it_runs(first), "manual optimization"]
     for number, (call, line) in enumerate(zip(calls, lines, strict=True), 1):
@@ -76,7 +76,7 @@ def _how_it_runs(accumulation: Accumulation) -> str:
 
 
 def _unit(accumulation: Accumulation, micro_batch: MicroBatch, weighed: Weighed) -> str:
-    """What the weight of a micro-batch counts, in words."""
+    """The unit of the weight, in words."""
     weight = accumulation.policy.main_weight
     if weight == "auto":
         if weighed.weight is not None and float(weighed.weight) == count_samples(micro_batch.batch):

@@ -1,4 +1,4 @@
-"""What there is to an object that a step may change: how it is kept, how it is restored in place, and what it leads to."""
+"""The state of objects that a step may change: how it is saved, restored in place, and searched."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset
 
 _MANY = 1000
-"""Entries of a list: of a longer one nothing is looked at."""
+"""Longest list whose entries are searched."""
 LARGE = 2**24
-"""Elements: a larger tensor that is no buffer, and a larger array, is taken for data, and not copied."""
+"""Most elements of a tensor or array that is copied; a larger one is treated as data, unless it is a buffer."""
 _NOTHING = object()
 _EMPTY: dict[str, Any] = {}
 _Contents: TypeAlias = Iterable[tuple[str, Any]]
@@ -82,7 +82,7 @@ def _contents_of_module(kinds: Kinds, module: nn.Module) -> _Contents:
         for name, value in vars(module).items()
         if name not in _NO_STATE and kinds[type(value)] is not None and not _is_part_of_parameter(value)
     ]
-    return [*state, *_contents_of_registry(kinds, module)]  # what comes last is looked at first
+    return [*state, *_contents_of_registry(kinds, module)]  # the last entry is searched first
 
 
 def _contents_of_script(kinds: Kinds, module: torch.jit.ScriptModule) -> _Contents:
@@ -91,7 +91,7 @@ def _contents_of_script(kinds: Kinds, module: torch.jit.ScriptModule) -> _Conten
 
 
 def _contents_of_tensor(kinds: Kinds, tensor: Tensor) -> _Contents:
-    if is_traceable_wrapper_subclass(tensor):  # it is made of others
+    if is_traceable_wrapper_subclass(tensor):  # it consists of other tensors
         yield from ((name, getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     if kinds.is_deep and not tensor.is_inference():
         yield from (("", held) for held in (*hooks_of(tensor), tensor.grad if tensor.is_leaf else None))
@@ -116,7 +116,7 @@ def _entries(kinds: Kinds, values: dict[Any, Any]) -> _Contents:
 
 
 def _leads_on(*names: str) -> Kind:
-    """The kind of a callable, which leads to other objects."""
+    """The kind of a callable, which refers to other objects."""
 
     def contents(kinds: Kinds, value: Any) -> _Contents:
         package = f"{getattr(value, '__module__', None)}."
@@ -145,12 +145,12 @@ _OUTSIDE = (
     *(f"torch.{name}." for name in ("_C", "_dynamo", "_functorch", "_inductor", "distributed", "fx")),
     *(f"{name}.{part}." for name in ("lightning.pytorch", "pytorch_lightning") for part in ("loggers", "strategies", "trainer")),
 )
-"""Packages whose objects are outside of the module (streams, locks, loggers, a training), or shared by all modules."""
+"""Packages whose objects do not belong to the module (streams, locks, loggers, a training), or are shared by all modules."""
 
 
 @lru_cache
 def is_of_library(package: Any) -> bool:
-    """Whether a package is none of the user's: of Python, of this one, or installed."""
+    """Whether a package is not the user's: Python's own, this one, or an installed one."""
     top = str(package).partition(".")[0]
     found = sys.modules.get(top)
     where = f"{getattr(found, '__file__', None)} {getattr(found, '__path__', None)}"
@@ -168,12 +168,12 @@ def _slots(type_: type) -> list[str]:
 
 
 def _is_part_of_parameter(value: Any) -> bool:
-    """FSDP1 has the parts of a flat parameter as attributes, in memory that it frees between forwards."""
+    """Whether it is a view of an FSDP1 flat parameter, whose memory is freed between forwards."""
     return isinstance(value, Tensor) and isinstance(value._base, nn.Parameter)
 
 
 def hooks_of(tensor: Tensor) -> tuple[Any, Any]:
-    """The hooks on the gradient of a tensor; None where it has had none."""
+    """The hooks on the gradient of a tensor; None if it never had any."""
     return tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
 
 
@@ -185,7 +185,7 @@ def _restore_nothing(target: Any, saved: Any) -> None:
 
 
 def _save_registry(module: nn.Module) -> Any:
-    # no parameters, in the place of which engines put others
+    # without parameters, which engines may replace
     return module.training, *(dict(held) if held else _EMPTY for held in (module._modules, module._buffers))
 
 
@@ -216,7 +216,7 @@ def _restore_module(module: nn.Module, saved: Any) -> None:
 
 
 def changed_names(module: nn.Module, saved: Any) -> list[str]:
-    """The attributes of a module that are others than those that were saved."""
+    """The names of a module's attributes that differ from the saved ones."""
     return [name for name, value in vars(module).items() if value is not saved[1].get(name, _NOTHING)]
 
 
@@ -250,7 +250,7 @@ def _restore_object(target: Any, saved: Any) -> None:
 def _restore_dict(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
     if not _are_others(target, saved):
         return
-    base = OrderedDict if isinstance(target, OrderedDict) else dict  # Counter.update adds, others forbid it
+    base = OrderedDict if isinstance(target, OrderedDict) else dict  # Counter.update adds, other subclasses forbid update
     base.clear(target)
     base.update(target, saved)
 
@@ -277,9 +277,9 @@ def _save_tensor(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     is_expanded = tensor.layout is torch.strided and 0 in tensor.stride() and tensor.numel() > 1
     if (
         is_expanded or tensor.is_inference() or is_traceable_wrapper_subclass(tensor)
-    ):  # it cannot be written to, or is made of others
+    ):  # it cannot be written to, or consists of other tensors
         return None
-    alias = tensor.data  # restored through this, there is no change in the eyes of a graph from before that needs the tensor
+    alias = tensor.data  # restoring through this alias changes no version, so an earlier graph that needs the tensor stays valid
     return alias, alias.clone()
 
 
@@ -311,7 +311,7 @@ def _restore_leaf(tensor: Tensor, saved: Any) -> None:
 
 
 def _restore_gradient(parameter: Tensor, saved: tuple[Tensor, Tensor] | None) -> None:
-    """Have the gradient that a parameter had, and a copy of its values; None for none."""
+    """Restore the gradient of a parameter from the object and a copy of its values; None for no gradient."""
     if saved is None:
         parameter.grad = None
         return
@@ -334,7 +334,7 @@ def _restore_array(array: Any, saved: Any) -> None:
 
 
 _NO_STATE = frozenset(vars(nn.Module()))
-"""What is registered is looked at by itself; the rest are hooks."""
+"""Attributes of every module: registered state is saved separately; the rest are hooks."""
 TENSOR = Kind(
     _save_tensor, _restore_tensor, _contents_of_tensor, False, lambda own, kept: kept is not None and not torch.equal(*kept)
 )

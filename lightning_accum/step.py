@@ -1,4 +1,4 @@
-"""How a session's micro-batches are run, the training that it belongs to, and what comes of a loader batch."""
+"""The interfaces of a session: the trained module, how micro-batches run, and the outcome of a loader batch."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ from lightning_accum.weighing.terms import Denominator
 
 
 class Trained:
-    """A module that is trained, in a fit or in a hand-written loop: what its session, its windows and checkpoints ask for."""
+    """A module in training, in a fit or in a hand-written loop, as sessions, windows and checkpoints see it."""
 
     optimizers: list[Optimizer]
-    """Those that step."""
+    """The optimizers that step."""
     precision_plugin: Any
     ranks: Ranks
     snapshotter: Undo
-    """Keeps what a batch may change that runs for others only, or that may have to run again."""
+    """Saves the state that a shadow batch, or a batch that may run again, can change."""
     sync: GradientSync = GradientSync()
     """When gradients are reduced over the ranks."""
 
     @property
     def module(self) -> nn.Module:
-        """It, without a wrapper."""
+        """The module without a wrapper."""
         raise NotImplementedError
 
     @property
     def scaler(self) -> Any:
-        """A GradScaler; None where there is none."""
+        """The GradScaler; None if there is none."""
         return getattr(self.precision_plugin, "scaler", None)
 
     def loss_scale(self) -> float:
-        """The factor of a GradScaler, by which losses and their gradients are multiplied."""
+        """The factor of the GradScaler for losses and gradients; 1 without one."""
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the module and of the optimizers."""
+        """The parameters of the module and of the optimizers."""
         return parameters_of(self.module, self.optimizers)
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """The same, by names that are the same in another run, also of a module that is compiled in one of them."""
+        """The parameters by names that are the same in every run, compiled or not."""
         named = named_parameters_of(self.module, self.optimizers)
         return {name.replace("_orig_mod.", ""): parameter for name, parameter in named.items()}
 
     def ranks_of_micro_batch(self) -> dist.ProcessGroup | None:
-        """Those that run parts of the same micro-batch; None where each has its own."""
+        """The ranks that run parts of the same micro-batch; None if each has its own."""
         return None
 
 
 def parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """All that may get a gradient: each once, those of a module first."""
-    # without the names that torch would give them: it is asked once a window
+    """All parameters that may get a gradient, each once, starting with the module's."""
+    # faster than module.parameters(), since it runs once a window
     parameters = {id(own): own for part in module.modules() for own in part._parameters.values() if own is not None}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -70,7 +70,7 @@ def parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn
 
 
 def named_parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
-    """As :func:`parameters_of`, by names that are the same in another run."""
+    """:func:`parameters_of` by names that are the same in every run."""
     named = dict(module.named_parameters())
     known = set(named.values())
     left = [parameter for parameter in parameters_of(module, optimizers) if parameter not in known]
@@ -78,20 +78,20 @@ def named_parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> d
 
 
 class BackwardObserver(Protocol):
-    """What is called around the backward of a micro-batch."""
+    """Is called around the backward of each micro-batch."""
 
     def begin_backward(self, micro_batch: MicroBatch, weight: Denominator | None) -> None:
-        """It is next, and the micro-batch is in its window."""
+        """Called before the backward, when the micro-batch is in its window."""
 
     def end_backward(self) -> None:
-        """It is over."""
+        """Called after the backward."""
 
 
 class Backward(Protocol):
-    """How gradients are cleared and made: all that is asked of a hand-written loop, which runs its forward itself."""
+    """How gradients are cleared and computed. A hand-written loop, which runs its own forward, needs no more."""
 
     skips_backward: bool
-    """Nothing is trained."""
+    """The step has nothing to train."""
 
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""
@@ -104,36 +104,36 @@ class CountsAhead(Protocol):
     """How a window is counted before it runs."""
 
     def transferred(self, batch: Any) -> Any:
-        """A loader batch that was drawn ahead, as ``training_step`` gets it."""
+        """A loader batch that was drawn ahead, transferred to the device."""
 
     def plan_ahead(self, batch: Any) -> None:
-        """Plan how it is split."""
+        """Plan how this batch is split."""
 
     def run_ahead(self, batch: Any, ahead: int, /) -> Tensor | None:
-        """The loss of a micro-batch of a loader batch that is so many after the one under way. Nothing is logged."""
+        """The loss of a micro-batch that is ``ahead`` loader batches after the current one. Logs nothing."""
 
 
 class Step(Backward, CountsAhead, Protocol):
     """How the micro-batches of one loader batch are run."""
 
     def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
-        """``training_step``: the loss of a micro-batch, and what else it returned."""
+        """Run ``training_step``. Returns the loss of a micro-batch, and the other outputs."""
 
     def collecting_logs(self) -> AbstractContextManager[BatchLog]:
-        """Collect what is logged in here, and log nothing yet."""
+        """Inside, collect logged values without logging them."""
 
     def show_logs(self, outputs: Sequence[Output]) -> None:
-        """Log what was collected in these micro-batches; if all are left out, only take part in what ranks reduce together."""
+        """Log the collected values of these micro-batches; if all are left out, only take part in reductions over ranks."""
 
 
 class Outcome(NamedTuple):
-    """What came of a loader batch.
+    """The outcome of a loader batch.
 
     Attributes:
-        window_loss: the loss of the window that it ends, which is its own where everything is left to Lightning; None inside of a
-            window, and where the window had no weight.
-        loss: what ``training_step`` returned for it, put together; None where it had none.
-        extra: what else it returned.
+        window_loss: the loss of the window that it ends, or its own loss if Lightning takes the step; None inside a window, and if
+            the window has no weight.
+        loss: its loss, combined over micro-batches; None if it had none.
+        extra: the other outputs of ``training_step``.
     """
 
     window_loss: Tensor | None

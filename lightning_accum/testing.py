@@ -1,4 +1,4 @@
-"""For tests: does training in windows take the steps of their full batches? One function, for your modules and for this package."""
+"""For tests: asserts that training in windows takes the steps of the full batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_accum.errors import ArgumentError
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.from_lightning import Strategy, pl
 
-Rows = Sequence[Any]  # what a collate function makes a batch of
+Rows = Sequence[Any]  # the samples that a collate function combines
 MakesOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 EXACT = 1e-12
 QUIET: dict[str, Any] = {
@@ -39,14 +39,14 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW whose eps is far above rounding: a gradient that is 0 but for rounding must not decide a step."""
+    """AdamW whose eps is far above rounding: rounding errors of a zero gradient must not decide a step."""
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-4)
 
 
 class Comparison(NamedTuple):
-    """What training in windows reached, beside training on their full batches."""
+    """Training in windows compared with training on full batches."""
 
-    parameters: float  # relative error of what training changed in the parameters, the largest over ranks
+    parameters: float  # largest relative error of the parameter changes, over ranks
     losses: float  # relative error of the logged window/loss, the largest over windows and ranks; 0 if nothing was logged
     steps: tuple[int, int]  # optimizer steps in windows and on full batches
     weights: dict[int, float]  # the logged window/weight by optimizer step
@@ -68,19 +68,18 @@ def assert_window_equals_batch(
     Parameters, logged losses and the number of optimizer steps have to agree. Switch dropout off; let noise be part of the rows.
 
     Args:
-        module: a LightningModule (it is copied), or a function that makes one with the same parameters at each call.
+        module: a LightningModule (it is copied), or a function that returns one with the same parameters at each call.
         batches: the rows of each loader batch, or None for a missing batch. Ranks take the batches in turns. Or loaders or a data
-            module as ``Trainer.fit`` takes them; then pass ``windows``, too.
+            module as for ``Trainer.fit``, with ``windows``.
         policy: the callback, or a number of loader batches for the Trainer's ``accumulate_grad_batches``.
-        optimizers: functions that make an optimizer of parameters, one training each. None is the module's
-            ``configure_optimizers``.
-        weights: what each window should weigh; by default this is not compared.
-        limit: of the relative errors.
+        optimizers: functions from parameters to an optimizer, one training each. None is the module's ``configure_optimizers``.
+        weights: the expected weight of each window; not compared by default.
+        limit: the largest allowed relative error.
         arguments: of :func:`compare_window_with_batch`.
 
     Raises:
         AssertionError: a window did not take the step of its batch.
-        AccumulationError: the windows cannot be told from the policy, or the modules differ from the beginning.
+        AccumulationError: the windows cannot be counted from the policy, or the initial modules differ.
 
     Example:
         >>> import torch
@@ -116,19 +115,19 @@ def compare_window_with_batch(
     trainer: Mapping[str, Any] | None = None,
     reference: Mapping[str, Any] | None = None,
 ) -> Comparison:
-    """Train in windows and on their full batches, and measure how far apart they are.
+    """Train in windows and on their full batches, and measure the difference.
 
     Args:
         module, batches, policy: as in :func:`assert_window_equals_batch`.
-        optimizer: makes the optimizer; None is the module's ``configure_optimizers``.
+        optimizer: returns the optimizer; None is the module's ``configure_optimizers``.
         windows: the rows of each window, of all epochs. By default they are counted from ``batches`` and the policy, which must
             have a fixed number of loader batches a window.
         by_rank: whether ``batches`` holds a sequence of loader batches for each rank.
-        collate: makes a batch of rows.
-        strategy: of this package; a function that makes one if it is an object.
-        devices: processes.
+        collate: combines rows to a batch.
+        strategy: a name, or a function that returns a strategy of this package.
+        devices: the number of processes.
         epochs: how often ``batches`` are seen. The full batches are one epoch in any case.
-        ckpt_path: a checkpoint of an earlier training, from which the one in windows goes on.
+        ckpt_path: a checkpoint from which the training in windows resumes.
         trainer: more arguments of both Trainers. ``precision`` and ``plugins`` replace float64.
         reference: arguments of the Trainer on full batches that differ.
     """
@@ -182,7 +181,7 @@ def windows_of(by_rank: Sequence[Sequence[Rows | None]], size: int, epochs: int 
 def _train(
     module: Any, data: Any, optimizer: MakesOptimizer | None, arguments: dict[str, Any], ckpt_path: str | None = None
 ) -> list[dict[str, Any]]:
-    """What each rank reached."""
+    """The results of each rank."""
     if optimizer is not None:
         module.configure_optimizers = partial(_make_optimizer, module, optimizer)
     if "precision" not in arguments and "plugins" not in arguments:
@@ -198,7 +197,7 @@ def _make_optimizer(module: nn.Module, optimizer: MakesOptimizer) -> torch.optim
 
 
 class _Recorder(pl.Callback):
-    """Writes down what each rank, which may be another process, has reached."""
+    """Records the results of each rank, which may be another process."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -219,7 +218,7 @@ class _Recorder(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._note_window(trainer)  # one that ended with training
+        self._note_window(trainer)  # a window that ended with training
         state = {"before": self._before, "parameters": whole_parameters(trainer, pl_module), "steps": trainer.global_step}
         torch.save({**state, "windows": self._windows, "losses": self._losses}, f"{self._folder}/{trainer.global_rank:04}.pt")
 

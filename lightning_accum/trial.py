@@ -1,4 +1,4 @@
-"""A module tried out on a few rows: nothing of it stays."""
+"""Runs a module on a few rows and restores it."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ Step: TypeAlias = Callable[[Any], Any]
 """Runs a batch, and returns the output of ``training_step``."""
 
 PATIENCE = 10.0
-"""Seconds that a failed rank waits for the others to fail too, beside ten times its own time."""
+"""Seconds that a failed rank waits for the others to fail too, plus ten times its own time."""
 _SAMPLED, _SAMPLED_OF_ALL = 2**14, 2**22
-"""Elements compared in one gradient, spread over all of it; and in all gradients, about."""
+"""Elements compared in one gradient, spread over it; and in all gradients together, about."""
 _EPS, _EPS_OF_ROUNDED = torch.finfo(torch.float64).eps, 2.0**-30
-"""Of double precision; and of values that were rounded to a narrower type before, most of which may cancel in a loss."""
+"""Machine epsilon of double precision; and of values that were rounded to a narrower type, whose loss may cancel."""
 _MOST_BYTES = 2**32
 """Most bytes of a copy of the parameters in a wider type."""
 
 
 class Trial:
-    """Runs ``training_step`` on some rows, and leaves everything as it was.
+    """Runs ``training_step`` on some rows, and restores everything.
 
-    Dropout is off and BatchNorm in evaluation mode, so that other breaks are seen beside them; random numbers belong to rows;
-    nothing is compiled. Random state, buffers, attributes, metrics and parameters are restored. Ranks take every step together,
-    since they may wait for each other in it.
+    Dropout is off and BatchNorm in evaluation mode, so that other differences are found; random numbers belong to rows; nothing is
+    compiled. Random state, buffers, attributes, metrics and parameters are restored. Ranks take every step together, since they may
+    wait for each other in it.
 
     Args:
-        module: is trained.
+        module: the module in training.
         training_step: runs the module on a batch, logs nothing, and returns the output.
-        take_snapshot: keeps what a step changes; see :class:`lightning_accum.undo.Undo`.
+        take_snapshot: saves the state that a step changes; see :class:`lightning_accum.undo.Undo`.
         backward: the backward of the engine that runs the module.
         largest: returns the largest of a number of each rank.
         dtype: the type to try the module in, if not its own.
@@ -75,10 +75,10 @@ class Trial:
         self._has_gradients = True
         self._end: RandomState | None = None  # after a step on the first rows
         self.draws_others = False
-        """Some rows drew random numbers that do not belong to rows."""
+        """Whether some rows drew random numbers that do not belong to rows."""
         self._snapshot: Snapshot | None = None
         self.mode = TrialMode((), _EPS if dtype is None else _EPS_OF_ROUNDED)
-        """Gives rows their random numbers, and sees whether ranks wait for each other."""
+        """Gives rows their random numbers, and detects whether ranks wait for each other."""
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +89,8 @@ class Trial:
         """A trial of the module in a wider type. The values stay rounded to the module's own type.
 
         Raises:
-            CannotCheckError: its own type is as wide, or the module cannot run in another, or is too large. On all ranks.
+            CannotCheckError: its own type is as wide, the module cannot run in the wider type, or it is too large. Raised on all
+            ranks.
         """
         is_narrower = any(is_narrow(p, dtype) for p in self.module.parameters() if p.requires_grad)
         is_large = sum(parameter.numel() for parameter in self.module.parameters()) * dtype.itemsize > _MOST_BYTES
@@ -100,7 +101,7 @@ class Trial:
     def in_widest_type(self, look: Callable[[Trial], _T], is_answer: Callable[[_T], bool] = lambda _: True) -> _T:
         """The result of ``look`` in double precision if the module runs in it, else in single precision, else in its own type.
 
-        Rounding hides breaks. The result in the module's own type is an answer in any case.
+        Rounding hides differences. The result in the module's own type always counts as an answer.
         """
         for dtype in dict.fromkeys((exact_dtype(self.device), torch.float32)):
             with suppress(CannotCheckError):
@@ -110,7 +111,7 @@ class Trial:
 
     @property
     def eps(self) -> float:
-        """Machine epsilon of the coarsest type that anything was computed in so far."""
+        """Machine epsilon of the narrowest type that was used so far."""
         return self.mode.eps
 
     @property
@@ -133,7 +134,7 @@ class Trial:
             return [self.together(partial(loss_of, batch)) for batch in batches]
 
     def differ(self, one: Callable[[], Any], other: Callable[[], Any]) -> bool:
-        """Whether two batches have unlike losses on this rank, each run as if it were the first. Called on all ranks."""
+        """Whether two batches have different losses on this rank, each run as if it were the first. Called on all ranks."""
         first, second = self.losses_of([one, other])
         return abs(first - second) > self.tolerance * max(abs(first), abs(second))
 
@@ -172,7 +173,7 @@ class Trial:
 
     @property
     def draws_unlike_numbers(self) -> bool:
-        """The parts of the last whole batch drew other random numbers than its rows."""
+        """Whether the parts of the last whole batch drew other random numbers than its rows."""
         return self.mode.is_unlike
 
     def step(self, batch: Any, instead: Step | None = None) -> Tensor:
@@ -199,10 +200,10 @@ class Trial:
         Args:
             batch: returns the rows.
             known: of the terms of its loss; None for its gradient alone.
-            rows: their places among the rows of the whole.
+            rows: their indices among the rows of the whole.
             total: the number of rows of the whole, to which random numbers belong; 0 if all rows draw the same.
-            is_part: as a micro-batch, the rows may have no loss, and add nothing then. Their backward begins with another number
-                than 1, and the gradients are divided by it: this shows hooks that clip.
+            is_part: the rows are a micro-batch, which may have no loss. Its backward starts with a factor, by which the gradients
+                are divided: this detects hooks that clip.
 
         Raises:
             CannotCheckError: the step fails. On all ranks.
@@ -272,9 +273,9 @@ class Trial:
 
         Args:
             loss: with its graph.
-            share: the number that the backward begins with.
+            share: the factor that the backward starts with.
             scale: the gradients are divided by it afterwards.
-            keeps_graph: another backward follows.
+            keeps_graph: whether another backward follows.
         """
         if not (self._trained and self._has_gradients):
             return {}
@@ -301,7 +302,7 @@ class Trial:
         result: _T | None = None
         begun = time.monotonic()
         try:
-            with _users_code((AccumulationError, RuntimeError)):  # torch's too, such as that memory has run out
+            with _users_code((AccumulationError, RuntimeError)):  # includes torch's out-of-memory errors
                 result = function()
         except (CannotCheckError, RowWiseError) as error:
             problem = error
@@ -317,11 +318,11 @@ class Trial:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, the module is set up for trials; afterwards it is as before."""
+        """Inside, the module is set up for trials; afterwards it is restored."""
         with ExitStack() as stack:
             if (dtype := self._dtype) is not None:
                 self.together(lambda: stack.enter_context(widened(self.module, dtype)))  # memory may run out
-            self.backward.reshard()  # a forward alone leaves other parameters, whose memory the engine frees
+            self.backward.reshard()  # after a forward without a backward, gathered parameters remain in memory
             # FSDP sets the data of parameters by itself
             self.mode.watch(self.module.parameters(), may_be_set=not self.backward.is_waited_for_in_forward)
             self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -330,7 +331,7 @@ class Trial:
             stack.enter_context(dropout_switched_off(self.module))
             outer = self._take_snapshot()
             stack.callback(outer.restore)
-            if not self.backward.is_waited_for_in_forward:  # else the engine looks after them
+            if not self.backward.is_waited_for_in_forward:  # else the engine manages them
                 stack.enter_context(gradients_set_aside(self.module.parameters()))
             stack.callback(self.mode.restore)
             freeze_batch_norm(self.module)

@@ -15,15 +15,16 @@ from lightning_accum.randomness import NoiseOfRows
 
 
 class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_subclass__
-    """Random numbers belong to rows, and parameters are copied before something is written into them.
+    """Inside, random numbers belong to rows, and parameters are copied before a write.
 
     Args:
-        parameters: of the module. A momentum encoder writes into its own, also through ``.data``, which counts no changes.
+        parameters: of the module. A momentum encoder writes into its parameters, perhaps through ``.data``, which changes no
+            version.
         eps: machine epsilon to begin with.
 
     Attributes:
-        eps: machine epsilon of the coarsest type that anything was computed in.
-        has_waited: something was sent to other ranks.
+        eps: machine epsilon of the narrowest type that was used.
+        has_waited: whether ranks communicated.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], eps: float = torch.finfo(torch.float64).eps) -> None:
@@ -43,7 +44,7 @@ class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_
                 self._parameters.setdefault(_storage_of(parameter), []).append(parameter)
 
     def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
-        """Restore what was written to, and draw the same random numbers again."""
+        """Restore the parameters that were written to, and draw the same random numbers again."""
         self.restart(rows, total)
         with torch.no_grad():
             for own, data in self._data:

@@ -1,4 +1,4 @@
-"""As if it had never happened: what a step may change is kept before it, and restored in the objects that held it."""
+"""Undo a step: save the state that it may change, and restore it in the same objects."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from lightning_accum.randomness import RandomState
 from lightning_accum.state_kinds import DEEP, GRADIENT, ITERATOR, LARGE, MODULE, SHALLOW, TENSOR, Kind, changed_names
 
 _Path: TypeAlias = "nn.Module | tuple[Any, str] | None"
-"""A module, or the path of what holds a value and the value's name there; None where nobody will ask."""
+"""A module, or the path of the holder of a value and its name there; None if the path is not needed."""
 _Kept: TypeAlias = tuple[Kind, Any, Any, _Path]
-"""The kind of what is restored, that itself, what it held, and where it is."""
+"""A kind, an object of it, its saved state, and its path."""
 _Watched: TypeAlias = tuple[Tensor, int, _Path]
-"""A tensor, how many changes it had seen, and where it is; None for a parameter."""
+"""A tensor, its version, and its path; None for a parameter."""
 
 
 class Undo:
-    """Takes snapshots of all that running a batch through a module may change.
+    """Takes snapshots of all state that a step of a module may change.
 
     Kept are: random state (torch on the CPU and on ``device``, Python, numpy); buffers; whether each module is in training mode;
-    the attributes of modules that are not torch's own, metrics among them; and what is reached from these through containers,
-    functions, and objects of classes that are no library's. Each value is restored in the object that held it. Modules, buffers
-    and attributes that are new are removed.
+    the attributes of modules that are not torch's own, metrics among them; and objects reached from these through containers,
+    functions, and objects of the user's classes. Each value is restored in the object that held it. New modules, buffers and
+    attributes are removed.
 
-    What cannot be copied is kept by reference: streams, locks, and iterators, from which nothing is drawn (see :meth:`iterators`).
-    Parameters, and tensors of more than 2**24 elements that are no buffers, are not copied but watched, as far as torch counts
-    changes: :meth:`Snapshot.restore` raises if one was changed in place. Of lists of more than 1,000 entries only the references
-    are kept.
+    Streams, locks and iterators (see :meth:`iterators`) cannot be copied, and are kept by reference. Parameters, and tensors of
+    more than 2**24 elements that are not buffers, are not copied: :meth:`Snapshot.restore` raises if their version has changed. For
+    lists of more than 1,000 entries only the references are kept.
 
-    With ``is_deep`` all that can be reached is kept: parameters, gradients, hooks, objects of libraries, tensors of any size.
+    With ``is_deep`` all reachable state is kept: parameters, gradients, hooks, objects of libraries, tensors of any size.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, is_deep: bool = False) -> None:
@@ -43,11 +42,11 @@ class Undo:
 
     @torch.no_grad()
     def take(self, gradients_of: Iterable[Tensor] | None = None, watches_parameters: bool = True) -> Snapshot:
-        """Keep everything as it is now.
+        """Save the present state.
 
         Args:
-            gradients_of: parameters whose gradients the step adds to. One that is None so far costs no memory.
-            watches_parameters: whether to raise if a parameter was changed; not where an optimizer may step meanwhile.
+            gradients_of: parameters whose gradients the step adds to. A gradient that is None costs no memory.
+            watches_parameters: whether to raise if a parameter was changed; False if an optimizer may step in between.
         """
         kept, too_large, _ = self._reached()
         watched: list[_Watched] = [(tensor, version_of(tensor), path) for tensor, path in too_large]
@@ -63,7 +62,7 @@ class Undo:
         return [_in_words(path, self.module) for path in self._reached()[2]]
 
     def _reached(self) -> tuple[list[_Kept], list[tuple[Tensor, _Path]], list[_Path]]:
-        """What is kept of the module, the tensors that are too large for that, and the paths of iterators."""
+        """The saved objects of the module, the tensors that are too large to copy, and the paths of iterators."""
         kinds = self._kinds
         kept: list[_Kept] = []
         too_large: list[tuple[Tensor, _Path]] = []
@@ -92,19 +91,19 @@ class Undo:
 
 
 class Snapshot:
-    """How everything was when :meth:`Undo.take` made it. As a context, it restores that in the end."""
+    """The state at the call of :meth:`Undo.take`. As a context, it restores this state at the end."""
 
     def __init__(self, module: nn.Module, random_state: RandomState, kept: list[_Kept], watched: list[_Watched]) -> None:
         self._module, self.random_state, self._kept, self._watched = module, random_state, kept, watched
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore everything, as often as needed. If a tensor that is watched was changed in place, it is an error after that."""
+        """Restore everything, as often as needed. Raises afterwards if a watched tensor was changed in place."""
         failure: Exception | None = None
         for kind, target, saved, _ in self._kept:
             try:
                 kind.restore(target, saved)
-            except Exception as error:  # of an object of the user's: the rest is restored all the same
+            except Exception as error:  # an error of the user's object: restore the rest
                 failure = failure or error
         self.random_state.restore()
         for tensor, before, path in self._watched:
@@ -114,7 +113,7 @@ class Snapshot:
             raise failure
 
     def changed_attributes(self) -> list[str]:
-        """The attributes of modules that are others now, or hold others, by path."""
+        """The paths of attributes that have changed since."""
         found: list[_Path] = []
         for kind, target, saved, path in self._kept:
             if kind is MODULE:
@@ -147,5 +146,5 @@ def _in_words(path: _Path, root: nn.Module) -> str:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How many changes it has seen, as far as torch counts them; what is made in inference mode counts none."""
+    """The version counter of a tensor; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""Warnings with a category of their own, reported at the line of the user's code that they come from."""
+"""Warnings with their own category, reported at the line of the user's code that caused them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def warn(message: str) -> None:
 
 
 def rank_zero_warn(message: str) -> None:
-    """Warn, on rank zero: as Lightning counts ranks, or torch.distributed where nobody has imported Lightning."""
+    """Warn on rank zero, according to Lightning if it is imported, else to torch.distributed."""
     rank = getattr(rank_zero_only, "rank", None)
     if rank is None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -42,13 +42,13 @@ def rank_zero_warn(message: str) -> None:
 
 
 def users_line() -> str:
-    """The line of the user's code that is running, as ``"file.py:12"``; empty where there is none."""
+    """The line of the user's code that is running, as ``"file.py:12"``; empty if there is none."""
     frame, _ = _users_frame()
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _users_frame() -> tuple[FrameType | None, int]:
-    """The innermost frame of the user's code, and its ``stacklevel`` for whoever called this function."""
+    """The innermost frame of the user's code, and its ``stacklevel`` for the caller."""
     frame: FrameType | None = sys._getframe(2)
     depth = 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
@@ -57,7 +57,7 @@ def _users_frame() -> tuple[FrameType | None, int]:
 
 
 def listed(names: Sequence[str], what: str = "") -> str:
-    """The first three, and how many more.
+    """The first three names, and the number of further ones.
 
     Example:
         >>> listed(["a", "b", "c", "d"], " places")

@@ -13,23 +13,23 @@ class CannotCheckError(Exception):
 
 
 class GathersError(CannotCheckError):
-    """A step of a window of one micro-batch on each rank takes the rows of all."""
+    """The loss of one rank depends on the rows of all ranks."""
 
 
 class UnsuitableRowsError(CannotCheckError):
-    """These rows show nothing; others may."""
+    """These rows give no answer; others may."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the check found.
+    """The result of the check.
 
     Attributes:
-        deviation: relative error of the sum of the parts; None if it could not be measured.
+        deviation: relative error of the sum of the parts; None if not measured.
         tolerance: the error that rounding explains.
-        seen: what has that error, or why nothing was measured.
+        seen: the quantity with this error, or why nothing was measured.
         rows: the sizes of the parts.
-        is_suitable: False if these rows show nothing, and others may.
+        is_suitable: False if these rows give no answer, and others may.
         looked_at: rows checked so far, in this batch and earlier ones.
     """
 
@@ -47,19 +47,19 @@ class Verdict:
 
     @property
     def may_try_again(self) -> bool:
-        """Another batch may show more."""
+        """Whether another batch may give an answer."""
         return not self.is_suitable if self.deviation is None else self.looked_at < MOST_ROWS
 
     @property
     def in_words(self) -> str:
-        """What deviates, and by how much."""
+        """The quantity that deviates, and its error."""
         if self.adds_up:
             return "it is so on another rank"
         return self.seen if self.deviation == math.inf else f"relative error of {self.seen}: {self.deviation:.2g}"
 
     @property
     def adds_up(self) -> bool:
-        """Rounding explains the deviation, or nothing was measured."""
+        """Whether rounding explains the deviation, or nothing was measured."""
         return self.deviation is None or self.deviation <= self.tolerance
 
     def __str__(self) -> str:

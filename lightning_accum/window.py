@@ -1,8 +1,8 @@
-"""What has been accumulated since the last optimizer step, and how it becomes the full batch's gradient.
+"""The state of a window since the last optimizer step, and its close, which computes the full batch's gradient.
 
 A micro-batch with mean loss ``l`` and weight ``n`` contributes the gradient of ``l * n``. At the boundary the weights are summed
-over the window and the ranks, in one all-reduce of 104 bytes, and the gradients are divided once by that sum. Nothing needs to
-be known about the batches to come. fairseq, torchtune and Megatron-LM normalise this way.
+over the window and the ranks, in one all-reduce of 104 bytes, and the gradients are divided once by that sum. Later batches need
+not be known. fairseq, torchtune and Megatron-LM normalise this way.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Window:
     """Accumulates weights and losses, and closes.
 
     During the window the gradients are divided by the weight scale, a power of two near the mean weight and the same on all ranks:
-    weights can be thousands of tokens, which float16 gradients have no room for. A power of two costs no rounding.
+    weights of thousands of tokens would overflow float16 gradients. Dividing by a power of two is exact.
 
     Args:
-        ranks: whose micro-batches are in it.
+        ranks: the ranks of the window.
         weigher: finds the weights of its loss.
-        sums: where gradients are added up, if not in ``parameter.grad``.
-        weight_scale: of the first window; None to take it from the first weights, which all ranks have together.
+        sums: hold the summed gradients, if ``parameter.grad`` does not.
+        weight_scale: the scale of the first window; None to compute it from the first weights of all ranks.
     """
 
     def __init__(self, ranks: Ranks, weigher: Weigher, sums: GradientSums | None, weight_scale: float | None) -> None:
@@ -48,14 +48,14 @@ class Window:
         """The type of weights and totals. MPS has no float64; float32 counts are exact up to 2**24."""
         self._tensor_of = partial(tensor_of, device=self.device, dtype=self.dtype)
         self.flag = False
-        """Something that all ranks are to know of when the window ends; it travels with the weights."""
+        """A flag that all ranks receive with the weights at the end of the window."""
         self.is_last = False
-        """This rank is to end, by a signal; all are to know of that, too."""
+        """Whether a signal has asked this rank to end; all ranks receive this, too."""
         self.counted: Counted | None = None
-        """Weighs each term of the loss by itself; the same on all ranks."""
+        """Weights each term of the loss separately, if terms are counted; the same on all ranks."""
         self.constant: float | None = None
-        """What each weight has in it beside what adds up, as in ``sum / (count + 1e-8)``: the full batch has it once. The same on
-        all ranks; None where that is not known.
+        """The constant in each weight, such as the 1e-8 of ``sum / (count + 1e-8)``, which the full batch has once. The same on all
+        ranks; None if unknown.
         """
         self._weight_scale = weight_scale
         self.discard()
@@ -65,9 +65,10 @@ class Window:
         self.entries: list[Entry] = []  # the micro-batches with a loss so far, on this rank
         self._function: FunctionOfMean | None = None
         self.left_out = 0
-        """Micro-batches so far, on this rank, that were not finite, see :meth:`skip_nonfinite`."""
+        """The number of non-finite micro-batches on this rank, see :meth:`skip_nonfinite`."""
         self.has_doubts: Denominator = False
-        """A micro-batch of this rank was read in a way that the check has not seen, or its weight may be none."""
+        """Whether the weight of a micro-batch of this rank was read in a way that the check has not seen, or may not be a
+        weight."""
         self._totals: Tensor | None = None
         self._reduction: dist.Work | None = None
         if self.counted is not None:
@@ -80,14 +81,14 @@ class Window:
 
     @property
     def has_weight(self) -> bool:
-        """Something has it so far, on this rank."""
+        """Whether a micro-batch of this rank has weight so far."""
         return any(entry.has_weight for entry in self.entries)
 
     def add(self, loss: Tensor, contribution: Contribution, shares: Tensor | None = None) -> Tensor | None:
-        """Take in a micro-batch before its backward, or the ``shares`` that its terms have in the loss of the window.
+        """Add a micro-batch before its backward, or the ``shares`` of its terms in the loss of the window.
 
         Returns:
-            What backward takes as ``gradient``, of the loss's type and shape; None where it is 1 (for a loss that is a sum, too).
+            The ``gradient`` of the backward, with the loss's type and shape; None for 1, as for a loss that is a sum.
         """
         shape, own = loss.shape, _number(loss)
         added = own if contribution.of_mean is None else contribution.of_mean.mean
@@ -127,12 +128,12 @@ class Window:
         return float(sum(weights))  # type: ignore[arg-type]
 
     def weighed(self) -> list[dict[str, Any]]:
-        """The micro-batches that were taken in so far, as numbers."""
+        """The micro-batches so far, as numbers."""
         return [entry.state_dict() for entry in self.entries]
 
     @property
     def weight_scale(self) -> float | None:
-        """What the weights are divided by during the window; None before the first."""
+        """The divisor of weights during the window; None before the first."""
         return self._weight_scale
 
     def restore(self, weight_scale: float | None, weighed: Sequence[Mapping[str, Any]]) -> None:
@@ -142,7 +143,7 @@ class Window:
             self._take_in(Entry.from_state_dict(state))
 
     def note_doubt(self, doubt: Denominator) -> None:
-        """The micro-batch that is taken in next has :attr:`has_doubts`, if it is not 0."""
+        """Set :attr:`has_doubts` with the next micro-batch, if ``doubt`` is not 0."""
         self.has_doubts = self.has_doubts + doubt != 0
 
     def rewind(self, micro_batches: int) -> None:
@@ -150,12 +151,12 @@ class Window:
         del self.entries[micro_batches:]
 
     def skip_nonfinite(self) -> None:
-        """Forget the last micro-batch, which was not finite, but for its number."""
+        """Remove the last micro-batch, which was not finite, and count it."""
         self.rewind(len(self.entries) - 1)
         self.left_out += 1
 
     def add_empty(self) -> None:
-        """Take in a micro-batch that has no loss on this rank."""
+        """Add a micro-batch that has no loss on this rank."""
         self._agreed_weight_scale(0.0)
 
     def _agreed_weight_scale(self, weight: Denominator) -> float:
@@ -171,7 +172,7 @@ class Window:
     def reduce(self) -> None:
         """Start to sum the weights over the ranks.
 
-        Called once the last weight is known, before its backward: so it does not wait in line behind the gradients.
+        Called once the last weight is known, before its backward, so that it does not queue behind the gradients.
         """
         has_function = self._world_size > 1 and self._function is not None
         of_rank = [float(self.left_out), float(self.flag), float(self.is_last), self.has_doubts, float(has_function)]
@@ -184,11 +185,11 @@ class Window:
         """End the window: scale its gradients in place to those of the full batch.
 
         Args:
-            gradients: returns what was accumulated, averaged over the ranks. Not called where it is the full batch's as it is.
+            gradients: returns the accumulated gradients, averaged over the ranks. Not called if they are the full batch's already.
 
         Raises:
-            ValueError: a weight is negative or NaN, or the loss is a mean in one micro-batch and a sum in another, or it is other
-                functions of a mean. On all ranks, and before anything is scaled.
+            ValueError: a weight is negative or NaN, or micro-batches have different kinds of loss: a mean, a sum, functions of a
+            mean. Raised on all ranks, before gradients are scaled.
         """
         if self._totals is None:
             self.reduce()
@@ -237,7 +238,7 @@ class Window:
         return totals.closed(loss, weight, slope=slope, **doubts)
 
     def warn_of(self, closed: ClosedWindow, warn: Callable[[str], None]) -> None:
-        """Name what keeps a window that has ended from being its full batch."""
+        """Warn if a window that has ended may differ from its full batch."""
         if closed.do_terms_disagree:
             warn(
                 "The ratio of the terms' weights varies between micro-batches, but all terms had the weight of the first "
@@ -261,16 +262,16 @@ class Window:
     def _of_function(
         self, function: FunctionOfMean | None, entries: Sequence[Entry], mean: float, size: float
     ) -> tuple[Denominator, float]:
-        """The loss of a window that is a function of its ``mean``, and the slope of that. Called on all ranks: 32 bytes from each.
+        """The loss of a window as a function of its ``mean``, and its derivative. Called on all ranks; each sends 32 bytes.
 
         Args:
-            function: what the loss is on this rank; None where none has a weight.
+            function: the function on this rank; None if no micro-batch has a weight.
             entries: its micro-batches.
             mean: of the window.
-            size: its weight, or its micro-batches where the loss is a function of a sum.
+            size: its weight, or its number of micro-batches if the loss is a function of a sum.
 
         Raises:
-            ValueError: it is another function on one rank than on another.
+            ValueError: the function differs between ranks.
         """
         value, slope = (mean, 1.0) if function is None else function.at(mean)
         constants: Denominator = 0.0

@@ -1,4 +1,4 @@
-"""The numbers of a rank's micro-batches that are summed over the ranks at the end of a window, and what they say of it."""
+"""The totals of a window: numbers of micro-batches, summed over the ranks at its end."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ from lightning_accum.weighing.weight import Contribution
 
 
 class ClosedWindow(NamedTuple):
-    """A window that has ended, over all ranks; after its optimizer step it is what ``on_window_end`` gets.
+    """A window that has ended, over all ranks. ``on_window_end`` gets it after the optimizer step.
 
-    Numbers that a device has computed may be tensors on it: nothing is copied to the host before somebody reads them, as with
-    ``float(window.loss)``.
+    Numbers may be tensors on a device, which are copied to the host only when they are read, as by ``float(window.loss)``.
 
     Attributes:
-        loss: the loss that the full batch would have had: the weighted mean, or the sum for a sum; nan if it had none.
-        weight: the sum of the weights; 1 for a loss that is a sum, however many micro-batches it was added up from.
+        loss: the loss of the full batch: the weighted mean, or the sum for a sum; nan if it had none.
+        weight: the sum of the weights; 1 for a loss that is a sum.
         micro_batches: micro-batches with a loss.
-        loader_batches: loader batches of each rank. This field and the next two are set once the step was made.
-        gradient_norm: of the full batch, before clipping, if the Trainer clips by norm; else None.
-        has_stepped: the optimizer has changed the parameters. False where a GradScaler left the step out, or ``training_step``
-            returned None throughout: ``trainer.global_step`` counts these too, as ever in Lightning.
-        left_out: micro-batches that were not finite, and are in none of the above.
-        slope: the factor of the gradient of a mean, if the loss is a function of that mean.
+        loader_batches: loader batches of each rank. This field and the next two are set after the step.
+        gradient_norm: norm of the full batch's gradient before clipping, if the Trainer clips by norm; else None.
+        has_stepped: the optimizer has changed the parameters. False if a GradScaler skipped the step, or ``training_step`` always
+            returned None: ``trainer.global_step`` counts these, too, as in plain Lightning.
+        left_out: micro-batches that were not finite, and are not counted above.
+        slope: the derivative, if the loss is a function of a mean.
         is_flagged: a rank had raised its :attr:`Window.flag`.
         is_last: a rank had raised its :attr:`Window.is_last`.
-        is_empty: nothing had any weight, so there is no gradient to step on.
+        is_empty: no micro-batch had weight, so there is no gradient.
         do_terms_disagree: the terms of the loss have denominators that are not proportional.
-        do_factors_differ: a constant that the loss is multiplied or divided by is not the same in all micro-batches.
-        is_miscounted: listed weights counted other numbers in loader batches than in their micro-batches.
+        do_factors_differ: a constant that the loss is multiplied or divided by differs between micro-batches.
+        is_miscounted: the listed weights of loader batches differ from the sums over their micro-batches.
         has_doubts: a micro-batch was read in a way that the check has not seen.
     """
 
@@ -59,12 +58,12 @@ class ClosedWindow(NamedTuple):
 
     @classmethod
     def alone(cls, loss: Denominator, weight: Denominator) -> ClosedWindow:
-        """A window of one micro-batch, which is the full batch as it is."""
+        """A window of one micro-batch, which is the full batch."""
         return cls(loss, weight, 1)
 
     @classmethod
     def empty(cls) -> ClosedWindow:
-        """A window without any weight."""
+        """A window without weight."""
         return cls(math.nan, 0.0, 0, is_empty=True)
 
 
@@ -73,8 +72,8 @@ class Entry(NamedTuple):
 
     Attributes:
         loss: the module's own.
-        added: what the loss of the window sums: the loss, or the mean that it is a function of, or the shares of its terms.
-        contribution: what it brings into the window.
+        added: the summand of the window's loss: the loss, the mean that it is a function of, or the shares of its terms.
+        contribution: its weight and other numbers.
     """
 
     loss: Denominator
@@ -83,7 +82,7 @@ class Entry(NamedTuple):
 
     @property
     def has_weight(self) -> bool:
-        """As the host knows it: what a device holds may be 0."""
+        """Whether it may have weight; a weight on a device may still be 0."""
         return isinstance(self.contribution.weight, Tensor) or self.contribution.weight != 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,8 +106,8 @@ class Entry(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """The numbers of a window, summed over its micro-batches and ranks, in one all-reduce. A new one is a field, and its sum in
-    :func:`summed`; what is no sum, as a maximum, has a place for each rank there.
+    """The numbers of a window, summed over its micro-batches and ranks, in one all-reduce. For a new number, add a field here and
+    its sum in :func:`summed`; a maximum needs one entry for each rank.
 
     Attributes:
         weight: of n.
@@ -141,12 +140,12 @@ class Totals(NamedTuple):
     functions: float
 
     def closed(self, loss: Denominator = math.nan, weight: float = 0.0, **others: Any) -> ClosedWindow:
-        """What the window was, empty if it had no weight; the ``others`` are fields of it, too."""
+        """The closed window, empty if it had no weight; ``others`` are further fields."""
         window = ClosedWindow(loss, weight, int(self.micro_batches), left_out=int(self.left_out), is_empty=weight == 0, **others)
         return window._replace(is_flagged=self.flagged > 0, is_last=self.last > 0, has_doubts=self.doubtful > 0)
 
     def check(self) -> None:
-        """Refuse what does not add up to a full batch.
+        """Refuse totals that do not add up to a full batch.
 
         Raises:
             ValueError: a weight is infinite, negative or NaN, or there are means and sums.
@@ -170,10 +169,10 @@ class Totals(NamedTuple):
             )
 
     def do_terms_disagree(self, rounding: float) -> bool:
-        """Whether d is not proportional to n, by more than ``rounding``, relative to what it would be.
+        """Whether d is not proportional to n, up to a relative error of ``rounding``.
 
         Raises:
-            ValueError: and the loss is a sum, whose factor it is that differs.
+            ValueError: the loss is a sum, and its factor differs.
         """
         if not self.terms:
             return False
@@ -194,20 +193,20 @@ def summed(
     counted: Sequence[Denominator],
     tensor_of: Callable[[Sequence[Denominator]], Tensor],
 ) -> Tensor:
-    """The :class:`Totals` of this rank, on the device of its micro-batches: it is not waited for.
+    """The :class:`Totals` of this rank, on the device of its micro-batches, without a device sync.
 
     Args:
         entries: the micro-batches.
-        of_rank: the last fields, which micro-batches have not.
-        counted: what follows, of terms that are counted first.
-        tensor_of: makes a tensor of numbers, there.
+        of_rank: the last fields, which belong to the rank.
+        counted: further numbers, of terms that are counted first.
+        tensor_of: converts numbers to a tensor on that device.
     """
     contributions, values = [entry.contribution for entry in entries], tensor_of([entry.added for entry in entries])
     sums = tensor_of([float(c.weight is None) for c in contributions])
     n = tensor_of([0.0 if c.weight is None else c.weight for c in contributions])
     if contributions and contributions[0].is_read and all(c.weight is not None for c in contributions):
         n = torch.where((n == 0) & values.isinf(), math.inf, n)
-    times = n + sums  # a sum counts as it is
+    times = n + sums  # a sum has the factor 1
     d = times * tensor_of([c.factors for c in contributions])
     if any(c.others for c in contributions):
         d = d + torch.stack([tensor_of(_of_other_terms(c)).sum() for c in contributions])
@@ -218,12 +217,12 @@ def summed(
 
 
 def read(numbers: Sequence[float]) -> tuple[Totals, Sequence[float]]:
-    """What :func:`summed` gave on all ranks, and what was counted of terms."""
+    """The totals of :func:`summed` over all ranks, and the counts of terms."""
     return Totals(*numbers[: len(Totals._fields)]), numbers[len(Totals._fields) :]
 
 
 def _of_other_terms(contribution: Contribution) -> list[Denominator]:
-    """The denominators of a loss's other terms, with unequal factors, so that no term makes up for another."""
+    """The denominators of a loss's other terms, with unequal factors, so that terms cannot cancel."""
     others = contribution.others
     return [(1.0 + index / len(others)) * denominator for index, denominator in enumerate(others)]
 

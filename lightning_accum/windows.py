@@ -1,4 +1,4 @@
-"""Where a training stands in its windows, and what a checkpoint keeps of that."""
+"""The position of a training in its windows, and its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lightning_accum.window import Window
 
 
 class EpochLoss:
-    """The loss of an epoch: the mean of its windows, each with its weight."""
+    """The loss of an epoch: the weighted mean of its windows."""
 
     def __init__(self, weighed: float = 0.0, weight: float = 0.0) -> None:
         self._sums = (weighed, weight)
         self._windows: list[tuple[Tensor | float, Tensor | float]] = []
 
     def add(self, loss: Tensor | float, weight: Tensor | float) -> None:
-        """A window has ended. Numbers of many are read at a time, since on an accelerator that waits for it."""
+        """Add a window. The numbers of many windows are read together, since each read waits for an accelerator."""
         self._windows.append((loss, weight))
         if len(self._windows) == 100:
             self.sums()
 
     def sums(self) -> list[float]:
-        """The sum of the losses so far, each times its weight, and that of the weights, for a checkpoint."""
+        """The weighted sum of the losses so far, and the sum of the weights, for a checkpoint."""
         for loss, weight in ((float(loss), float(weight)) for loss, weight in self._windows):
             if not math.isnan(loss):
                 self._sums = (self._sums[0] + loss * weight, self._sums[1] + weight)
@@ -39,14 +39,14 @@ class EpochLoss:
         return [*self._sums]
 
     def take_mean(self) -> float | None:
-        """The mean, None without any weight; and another epoch begins."""
+        """Return the mean, None without weight, and begin another epoch."""
         weighed, weight = self.sums()
         self._sums = (0.0, 0.0)
         return weighed / weight if weight else None
 
 
 class Windows:
-    """The windows of one ``fit``, whether the Trainer optimizes or the module does so by itself."""
+    """The windows of one ``fit``, with automatic or manual optimization."""
 
     def __init__(self, policy: Policy, ranks: Ranks, warn: Callable[[str], None], once_a_window: str = IN_OPTIMIZER_STEP) -> None:
         self.policy = policy
@@ -56,7 +56,7 @@ class Windows:
         self.boundary = Boundary(policy.tail)
         self.clock = StepClock(policy.scheduler_counts)
         self._done = (0, 0)
-        """The loader batch, counted from 1, that was done last, and the micro-batches that its window had by then."""
+        """The last loader batch that is done, counted from 1, and the micro-batches of its window so far."""
         self.total_weight: Tensor | float = 0.0
         """The weight of all windows so far."""
         self.total_left_out = 0
@@ -67,29 +67,29 @@ class Windows:
         """The window under way of each loss of ``training_step``, in the order of their backward calls."""
         self.epoch_loss = EpochLoss()
         self.resumed_state: Mapping[str, Any] = {}
-        """What the checkpoint that training goes on from says, as :meth:`state_dict` gave it."""
+        """The :meth:`state_dict` in the checkpoint that training resumes from."""
         self._warn = warn
         self._warned: set[str] = set()
 
     def in_words(self, size: int) -> str:
-        """What ends a window, to be compared with the checkpoint's."""
+        """What ends a window, in words that a checkpoint compares."""
         return self.policy.in_words(size)
 
     def warn_once(self, message: str) -> None:
-        """Warn, unless it was said before."""
+        """Warn, unless the same warning was given before."""
         if message not in self._warned:
             self._warned.add(message)
             self._warn(message)
 
     def begin_epoch(self, epoch: int) -> None:
-        """An epoch begins, or goes on after a checkpoint."""
+        """Begin an epoch, or resume it."""
         self.epoch = epoch
         self.changes.begin_epoch()
 
     def end_loader_batch(self, seen: int) -> None:
         """Loader batch number ``seen`` is done."""
         for window in self.of_losses:
-            if window.counted is not None and seen != self._done[0]:  # it may be said again
+            if window.counted is not None and seen != self._done[0]:  # the same batch may be reported again
                 window.counted.loader_batches_left -= 1
         self._done = (seen, self._micro_batches())
 
@@ -100,14 +100,14 @@ class Windows:
 
     @property
     def is_between_loader_batches(self) -> bool:
-        """The gradients are those of whole loader batches: none is under way, and none has failed on its way."""
+        """Whether the gradients are of whole loader batches: none is running, and none has failed half-way."""
         return self._micro_batches() == (self._done[1] if self.position else 0)
 
     def _micro_batches(self) -> int:
         return sum([len(window.entries) for window in self.of_losses])
 
     def discard(self, seen: int) -> int:
-        """Forget the unfinished window. Returns the loader batches that it had."""
+        """Drop the unfinished window. Returns its number of loader batches."""
         lost = self.boundary.position(seen)
         for window in self.of_losses:
             window.discard()
@@ -115,13 +115,13 @@ class Windows:
         return lost
 
     def _begin_window(self, seen: int) -> None:
-        """The last has ended with loader batch number ``seen``: nothing is accumulated."""
+        """Begin a window after loader batch number ``seen``."""
         self.boundary.close(seen)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on counting."""
+        """The counters for a checkpoint."""
         return {
             "format": FORMAT,
             "epoch": self.epoch,
@@ -134,19 +134,19 @@ class Windows:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave, to go on from it in :meth:`restart`; nothing where training begins."""
+        """Load a :meth:`state_dict` for :meth:`restart`; empty if training begins."""
         if state:
             check_format(state)
         self.resumed_state = state
 
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
-        """Begin to train, or go on from a checkpoint.
+        """Begin training, or resume from a checkpoint.
 
         Args:
             seen: loader batches so far.
-            into_window: how many of them belong to a window that has not ended, as Lightning knows it.
-            steps: optimizer steps so far, and
-            loader_batches: what those took; a checkpoint of this package knows better.
+            into_window: how many of them belong to an unfinished window, according to Lightning.
+            steps: optimizer steps so far.
+            loader_batches: the loader batches of these steps; a checkpoint of this package overrides it.
             size: loader batches in a window now.
 
         Returns:
@@ -214,7 +214,7 @@ class Windows:
         )
 
     def restore(self, partial: PartialWindow, training: Trained) -> None:
-        """Go on with the weights and gradients of a window of :meth:`restart`, on as many ranks as then or on others."""
+        """Restore the weights and gradients of a window from :meth:`restart`, on any number of ranks."""
         named, scale = training.parameters_by_name(), self._loss_scale_of(training) / partial.scale
         for window, kept in zip(self.of_losses, partial.losses, strict=True):
             restore_loss(window, kept, named, self.ranks, scale, self.warn_once)
@@ -222,9 +222,9 @@ class Windows:
         training.sync.note_gradients()
 
     def _is_reduced_inside(self, training: Trained) -> bool:
-        """The gradients of an unfinished window are averaged over the ranks already."""
+        """Whether the gradients of an unfinished window are averaged over the ranks already."""
         return training.sync.is_reduced_inside
 
     def _loss_scale_of(self, training: Trained) -> float:
-        """What the gradients of an unfinished window are multiplied by."""
+        """The loss scale of the gradients of an unfinished window."""
         return training.loss_scale()

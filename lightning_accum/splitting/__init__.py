@@ -1,1 +1,1 @@
-"""Loader batches as micro-batches: split, sorted, trimmed, packed, run, and put together again."""
+"""Loader batches as micro-batches: split, sort, trim, pack, run, and join the outputs."""

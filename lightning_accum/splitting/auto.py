@@ -1,4 +1,4 @@
-"""``micro_batch="auto"``: where memory runs out, a loader batch is as if it had not run, and runs again in smaller parts."""
+"""``micro_batch="auto"``: if memory runs out, undo the loader batch, and run it again in smaller parts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MESSAGES = (
     *(f"{device} out of memory" for device in ("CUDA", "HIP", "XPU", "MPS backend")),
     *("CUDA error: out of memory", "HIP error: out of memory"),  # from the driver, past the allocator
     *(f"DefaultCPUAllocator: {found}" for found in ("can't allocate memory", "not enough memory")),
-    # cuBLAS and cuDNN allocate past torch: pytorch#128601; the second is what cuBLAS says of its handle
+    # cuBLAS and cuDNN allocate past torch: pytorch#128601; the second is cuBLAS's error for its handle
     *("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_ALLOC_FAILED"),
     *("CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-    # a tensor too large for cuDNN, or no memory left for it: pytorch#4107; Lightning and Accelerate read it so, too
+    # a tensor too large for cuDNN, or no memory left for it: pytorch#4107; Lightning and Accelerate treat it as such, too
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input",
     # every algorithm ran out of memory, which was caught: aten/src/ATen/native/cudnn/Conv_v8.cpp and Conv_v7.cpp
     *("unable to find an engine to execute this computation", "Unable to find a valid cuDNN algorithm to run convolution"),
@@ -30,12 +30,12 @@ _MESSAGES = (
 
 
 class Mark(NamedTuple):
-    """Where a window stands before an attempt at a loader batch."""
+    """The state of a window before an attempt at a loader batch."""
 
     undo: Callable[[], None]
-    """Undoes what the attempt did to the window and to the gradients."""
+    """Undoes the changes of the attempt to the window and the gradients."""
     accumulated: Iterable[nn.Parameter] | None
-    """Parameters whose gradients hold earlier batches of the window; None where there are none."""
+    """Parameters whose gradients hold earlier batches of the window; None if there are none."""
 
 
 class NothingSmallerError(AccumulationError, torch.OutOfMemoryError):
@@ -59,7 +59,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def free(device: torch.device) -> None:
-    """Give back what a failed attempt left allocated, once the error, whose traceback holds on to it, is out of scope."""
+    """Free the memory of a failed attempt. Called when the error, whose traceback refers to it, is out of scope."""
     gc.collect()
     if device.type not in ("cuda", "mps", "xpu"):
         return
@@ -71,16 +71,16 @@ def free(device: torch.device) -> None:
 
 
 class MicroBatchSizes:
-    """The size of micro-batches that fits into memory, found by trying. A loader batch that ran out of memory leaves no trace.
+    """The size of micro-batches that fits into memory, found by trying. A failed attempt leaves no trace.
 
-    A batch is one micro-batch until one fails. Half of its elements are the limit from then on, in rows of any length, rounded up
-    to a power of two, so that rows of about one length have one size. In each later epoch the first loader batch that the limit
-    splits is tried at twice the limit, which is the limit from then on if that fits.
+    A batch is one micro-batch until one fails. The limit is then half of its elements, rounded up to a power of two, so that rows
+    of similar length have one size. In each later epoch the first loader batch that the limit splits is tried at twice the limit;
+    if it fits, this is the new limit.
 
     Args:
-        snapshotter: puts back what an attempt changed.
+        snapshotter: undoes the changes of an attempt.
         device: of the module.
-        say: takes what was found.
+        say: prints the size that was found.
 
     Example:
         >>> device = torch.device("cpu")
@@ -95,14 +95,14 @@ class MicroBatchSizes:
     def __init__(self, snapshotter: Undo, device: torch.device, say: Callable[[str], None]) -> None:
         self._snapshotter, self._device, self._say = snapshotter, device, say
         self.has_changed = False
-        """Something was learned since ranks last agreed."""
+        """Whether the limit has changed since ranks last agreed."""
         self._limit: int | None = None
         """The elements that a micro-batch may have; None before any failure."""
         self._tries_more = self._is_bound = False
-        """Twice the limit is due to be tried; the limit has split the loader batch under way."""
+        """Whether to try twice the limit; whether the limit has split the current loader batch."""
 
     def begin_batch(self, before: Mark, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Before the first attempt at a batch of these tensors. Returns what undoes one that failed."""
+        """Begin a batch of these tensors. Returns a function that undoes a failed attempt."""
         snapshot = self._snapshotter.take(before.accumulated)
         versions = [tensor._version for tensor in tensors]
 
@@ -123,14 +123,14 @@ class MicroBatchSizes:
         self._tries_more = True
 
     def size_for(self, cost: int, rows: int) -> int:
-        """The rows that a micro-batch may have of ``rows`` that are left, with so many elements or tokens in each."""
+        """How many of the remaining ``rows`` a micro-batch may have, with ``cost`` elements or tokens in each."""
         if self._limit is None or self._limit >= rows * _rounded(cost):
             return rows
         self._is_bound = True
         return min(rows, max(1, self._limit * (1 + self._tries_more) // _rounded(cost)))
 
     def halve(self, cost: int, rows: int, seen: str) -> None:
-        """A micro-batch ran out of memory; ``seen`` is the error.
+        """Halve the limit after a micro-batch ran out of memory; ``seen`` is the error.
 
         Raises:
             torch.OutOfMemoryError: it had one row.
@@ -149,15 +149,15 @@ class MicroBatchSizes:
         )
 
     def end_batch(self) -> None:
-        """A loader batch went well in the end."""
+        """End a loader batch that has fit into memory."""
         if self._is_bound and self._tries_more and self._limit is not None:
             self._limit, self._tries_more, self.has_changed = 2 * self._limit, False, True
         self._is_bound = False
 
     def agree(self, ranks: Ranks) -> None:
-        """Take over what ranks have learned since they last agreed, on all of them together.
+        """Agree on one limit. Called on all ranks.
 
-        What fell on any rank falls on all, and what only grew grows on all.
+        A limit that fell on any rank falls on all; one that only grew grows on all.
         """
         limit = self._limit if self.has_changed and self._limit is not None else math.inf
         limit = -ranks.largest(-limit)[0]
@@ -166,11 +166,11 @@ class MicroBatchSizes:
         self.has_changed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, as plain numbers."""
+        """The limit, as plain numbers."""
         return {"limit": self._limit}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a :meth:`state_dict`. It counts as learned just now, as ranks may have loaded different ones."""
+        """Take over a :meth:`state_dict`. Ranks then agree again, since they may have loaded different states."""
         self._limit, self.has_changed = state["limit"], True
 
 

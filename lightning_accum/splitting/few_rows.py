@@ -1,4 +1,4 @@
-"""A few rows of a batch, together and in parts, for the check of whether losses add up; and batches that become one."""
+"""A few rows of a batch, together and in parts, for the check that losses add up; and joined batches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 
 
 class FewRows:
-    """Rows of a batch, as ``training_step`` gets it, and after them those that were kept of the batch before.
+    """Rows of a batch as passed to ``training_step``, followed by the rows kept from the batch before.
 
-    The most telling rows come first, see :func:`_telling_first`. There are ``number`` rows, ``of_batch`` of them in the batch, and
-    ``at_once`` in the larger of both batches. ``of_others`` are the rows of another batch that alternate with them. ``kept`` is a
-    copy of the first rows of the batch.
+    The most informative rows come first, see :func:`_telling_first`. There are ``number`` rows, ``of_batch`` of them in the batch,
+    and ``at_once`` in the larger of both batches. ``of_others`` are the rows of another batch that alternate with them. ``kept`` is
+    a copy of the first rows of the batch.
 
     Raises:
-        CannotCheckError: the batch has no rows, or none that can be found.
+        CannotCheckError: no rows can be found in the batch.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FewRows:
         return found
 
     def by_turns(self, others: FewRows) -> FewRows:
-        """The first rows of this batch and of another, by turns.
+        """The first rows of this batch and of another, alternating.
 
         Raises:
             CannotCheckError: they are of different kinds.
@@ -72,7 +72,7 @@ class FewRows:
         return found
 
     def may_be_shared(self) -> dict[str, Any]:
-        """What has an entry for each row and may all the same be shared by them, by path: lists without tensors, and vectors."""
+        """Parts with an entry for each row that may still be shared by all rows, by path: lists without tensors, and vectors."""
         lists = {part.path: part.value for part in self._own.parts if part.kind == "rows" and not part.has_tensors}
         return lists | {path: tensor.cpu() for path, tensor in self._own.tensors.items() if tensor.dim() == 1}
 
@@ -83,7 +83,7 @@ class FewRows:
         return self._layout.take([order[row % size] for row in rows])
 
     def emptied(self, rows: Sequence[int], without_labels: Collection[int]) -> Any:
-        """Some of them, of which some have no label; None where no label is ignored anywhere."""
+        """Some rows, some of them without labels; None if no labels can be ignored."""
         tensors = self._layout.tensors.items()
         labels = [path for path, tensor in tensors if is_whole(tensor) and bool((tensor == IGNORE_INDEX).any())]
         if not labels:
@@ -94,17 +94,17 @@ class FewRows:
         return layout.take(slice(None))
 
     def two(self, number: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Two batches of as many rows, of the first ``number``; the second repeats one where there are few."""
+        """Two batches of equal size from the first ``number`` rows; the second repeats a row if there are few."""
         half = min(number // 2, 4)
         first, second = ([*range(half)], [*range(half, 2 * half)]) if half > 1 else ([0, 1], [1, 1])
         return partial(self.take, first), partial(self.take, second)
 
 
 def _doubt_about(layout: Layout) -> str | None:
-    """Why what was read as rows may be none, in words.
+    """Why the rows may have been read wrongly, in words.
 
-    They may be the parts of the only sample: all have its number, and something is there once. Or what is read as shared may be
-    several entries of each row, or whole numbers, which are hardly ever a table.
+    They may be parts of a single sample. Or a part that was read as shared may have several entries a row, or hold whole numbers,
+    which are rarely a table.
     """
     is_alone = any(tensor.shape[0] == 1 for tensor in layout.shared_tensors.values())
     numbers = (t for t in layout.tensors.values() if t.dim() == 1 and is_whole(t) and t.dtype != torch.bool)
@@ -117,8 +117,8 @@ def _doubt_about(layout: Layout) -> str | None:
 
 
 def _telling_first(layout: Layout) -> list[int]:
-    """The places of rows, first those that show the most: from all over the batch, and of each tensor that is the same in all of
-    these (a mask, a flag, weights of 1, labels of which none is ignored) a row in which it is not.
+    """Indices of rows, the most informative first: spread over the batch; then, for each tensor that is equal in all of these (a
+    mask, a flag, weights of 1, labels without an ignored one), a row in which it differs.
 
     Example:
         >>> _telling_first(Layout({"x": torch.arange(12.0), "mask": torch.arange(12) != 5}))
@@ -144,7 +144,7 @@ def _joined(batches: Sequence[Any], layout: Layout) -> Layout:
 
 
 class SplitRows:
-    """The first micro-batch of a batch that the user's own function cuts, whose sizes may be of another kind than samples.
+    """The first micro-batch of a batch that the user's function splits, whose size may not count samples.
 
     Raises:
         CannotCheckError: it cannot be cut once more.
@@ -155,7 +155,7 @@ class SplitRows:
     def __init__(self, batch: Any, split: Callable[[Any, int], Sequence[Any]], micro_batch: int | None) -> None:
         self._batch, self._split = batch, split
         try:
-            for self._size in (micro_batch or 4, 2):  # fewer, where all are one part
+            for self._size in (micro_batch or 4, 2):  # smaller, if all rows are one part
                 self.number = self.of_batch = self.at_once = len(self._parts())
                 if self.number > 1:
                     break
@@ -165,20 +165,20 @@ class SplitRows:
             raise CannotCheckError("split= does not cut a micro-batch in two")
 
     def alone(self) -> SplitRows:
-        """The same: there are no others."""
+        """Itself, since it holds no other rows."""
         return self
 
     def may_be_shared(self) -> dict[str, Any]:
-        """Nothing: it was cut as the user says."""
+        """Empty, since the user's function decides."""
         return {}
 
     @property
     def parts(self) -> list[Callable[[], Any]]:
-        """Each by itself."""
+        """Each part as a batch."""
         return [lambda index=index: self._parts()[index] for index in range(self.number)]  # type: ignore[misc]
 
     def whole(self) -> Any:
-        """The parts together."""
+        """All parts as one batch."""
         return self._split(self._batch, max(2, self._size))[0]
 
     def _parts(self) -> Sequence[Any]:
@@ -189,7 +189,7 @@ class SplitRows:
 
 
 class JoiningError(AccumulationError, ValueError):
-    """Batches do not show how they become one."""
+    """Batches cannot be joined to one batch."""
 
     def __init__(self, found: str) -> None:
         self.found = found
@@ -203,13 +203,13 @@ class JoiningError(AccumulationError, ValueError):
 
 
 def join(batches: Sequence[Any], known: Mapping[str, str] | None = None) -> tuple[Any, str]:
-    """Concatenate batches along their rows, padded to the longest where they were padded already.
+    """Concatenate batches along their rows, padded to the longest if they are padded.
 
-    Returned are the batch, of the types of the first, and what was padded, in words, empty where nothing was.
+    Returns the batch, with the types of the first, and the padded parts in words, empty if there are none.
 
     Raises:
-        JoiningError: they are not made of the same parts; what they share differs; or columns differ, and neither a mask nor
-            labels show what is padding.
+        JoiningError: their parts differ, their shared parts differ, or their columns differ without a mask or labels that mark
+        padding.
 
     Example:
         >>> join([{"x": torch.ones(2, 3), "rate": 0.5}, {"x": torch.zeros(1, 3), "rate": 0.5}])[0]["x"].shape
@@ -252,7 +252,7 @@ def join(batches: Sequence[Any], known: Mapping[str, str] | None = None) -> tupl
 
 
 def _padded(tensors: Mapping[str, Sequence[Tensor]]) -> tuple[dict[str, list[Tensor]], str]:
-    """Those whose columns differ in number, with padding that makes them equal, by path; and what was padded, in words."""
+    """The tensors with different numbers of columns, padded to equal numbers, by path; and the padded parts in words."""
     lengths = {path: [v.shape[1] for v in values] for path, values in tensors.items() if all(v.dim() > 1 for v in values)}
     uneven = {path: found for path, found in lengths.items() if len(set(found)) > 1}
     if not uneven:
@@ -275,7 +275,7 @@ def _padded(tensors: Mapping[str, Sequence[Tensor]]) -> tuple[dict[str, list[Ten
 
 
 def _fill(path: str, values: Sequence[Tensor], masks: Mapping[str, Sequence[Tensor]]) -> float:
-    """What padding is in these tensors."""
+    """The value of padding in these tensors."""
     name, added = path.rpartition(".")[2].lower(), min(float(value.min()) for value in values if value.numel())
     if path in masks and added < 0:
         return added  # a mask that is added to scores
@@ -283,7 +283,7 @@ def _fill(path: str, values: Sequence[Tensor], masks: Mapping[str, Sequence[Tens
         return float(name.endswith("key_padding_mask"))
     if "label" in name or any(bool((value == IGNORE_INDEX).any()) for value in values):
         return IGNORE_INDEX
-    for path_of_mask, of_batches in masks.items():  # what it has there itself
+    for path_of_mask, of_batches in masks.items():  # its own value at masked positions
         for value, mask in zip(values, of_batches, strict=True):
             is_padding = (mask != 0) if path_of_mask.endswith("key_padding_mask") else (mask == 0)
             if value.shape == mask.shape and bool(is_padding.any()):

@@ -1,4 +1,4 @@
-"""Where the rows of a batch end, read from the batch itself, and which of them go together."""
+"""The lengths of rows, read from the batch itself, and which rows to group."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch import Tensor
 from lightning_accum.errors import ArgumentError
 
 IGNORE_INDEX = -100
-"""What labels that do not count are set to, as in :func:`torch.nn.functional.cross_entropy`."""
+"""The label of ignored positions, as in :func:`torch.nn.functional.cross_entropy`."""
 
 _MASKS = ("attention_mask", "decoder_attention_mask")  # 1 is a token, 0 is padding
 _INVERTED_MASKS = ("key_padding_mask",)  # of torch.nn.Transformer: True is padding
 
 
 class Lengths(NamedTuple):
-    """How many columns each row needs: up to the last that is no padding. What is in front of it stays, padding too."""
+    """How many columns each row needs: up to its last column without padding. Padding on the left stays."""
 
     columns: int
-    """With padding: the size of the dimension that can be trimmed."""
+    """The size of the dimension that can be trimmed, padding included."""
     of_rows: tuple[int, ...]
     read_from: tuple[str, ...]
-    """The tensors that show it, by path."""
+    """The tensors that the lengths were read from, by path."""
 
     @property
     def is_padded(self) -> bool:
-        """Whether any row has padding behind."""
+        """Whether any row has padding on the right."""
         return min(self.of_rows, default=self.columns) < self.columns
 
 
 def kept_columns(rows: Sequence[int], lengths: Iterable[Lengths]) -> dict[int, slice]:
-    """The columns that ``rows`` need, by the size of the dimension that has them; none where that is all."""
+    """The columns that ``rows`` need, by the size of their dimension; empty if all columns are needed."""
     needed = {each.columns: max(each.of_rows[row] for row in rows) for each in lengths}
     return {columns: slice(number) for columns, number in needed.items() if number < columns}
 
@@ -47,7 +47,7 @@ def cut_where_lengths_fall(groups: list[list[int]], widths: Sequence[int]) -> li
     waiting = groups[::-1]
     while waiting:
         rows = waiting.pop()
-        # what is saved when so many of the longest rows are on their own
+        # the savings if this many of the longest rows are separated
         saved = [(len(rows) - first) * (widths[rows[0]] - widths[rows[first]]) for first in range(len(rows))]
         first = saved.index(max(saved))
         if saved[first] < least:
@@ -60,9 +60,8 @@ def cut_where_lengths_fall(groups: list[list[int]], widths: Sequence[int]) -> li
 def read_lengths(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[int, Lengths]:
     """Read where the rows of a batch end.
 
-    Attention masks show it, or without a mask labels of -100; and padding is what is padding in all whole numbers beside them, in
-    inputs one value that is repeated up to the end of a row. Reads values: on an accelerator this waits for the device, so it is
-    best asked of a batch that is still on the host.
+    They are read from attention masks, else from labels of -100. All other tensors of whole numbers must agree: inputs repeat one
+    value up to the end of a row. Reads values, which waits for an accelerator, so call it while the batch is on the host.
 
     ``key`` is the path, its last part, or the last words of its last part (``lengths`` for ``encoder_lengths`` and
     ``decoder_lengths``), of masks of shape (rows, columns), not 0 where there is no padding (but 0 there if it is called
@@ -83,7 +82,7 @@ def read_lengths(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[
         return _lengths({path: _explicit(path, tensor, tensors) for path, tensor in found.items()}, {})
     masks = {path: _is_token(path, mask) for path, mask in tensors.items() if mask.dim() == 2 and _is_mask(path)}
     of_masks = {mask.shape[1] for mask in masks.values()}
-    # masks of attention, which have them in another dimension too, are as they like where it is from padding
+    # attention masks, which also have the columns in another dimension, may have any value at padding
     others = {path: tensor for path, tensor in tensors.items() if tensor.dim() > 1 and of_masks.isdisjoint(tensor.shape[2:])}
     whole = {path: tensor for path, tensor in others.items() if is_whole(tensor)}
     labels = {
@@ -91,7 +90,7 @@ def read_lengths(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[
         for path, tensor in whole.items()
         if tensor.dim() == 2 and tensor.shape[1] not in (0, *of_masks) and bool((tensor[:, -1] == IGNORE_INDEX).any())
     }
-    # an end of sequence that no label asks for looks like one column of padding
+    # an end of sequence without a label looks like one column of padding
     of_labels = {columns: found for columns, found in _lengths(labels, others).items() if min(found.of_rows) < columns - 1}
     return {**_lengths(masks, whole), **of_labels}
 
@@ -129,9 +128,9 @@ def _explicit(path: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Tenso
 def _lengths(evidence: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[int, Lengths]:
     """The lengths by the number of columns, of those that have padding.
 
-    ``evidence`` is True where there is a token. What is padding in it has to be so in the ``others`` with as many columns: one
-    value, the same at the end of all rows that have padding. What is something else there stays, as labels of a decoder do that
-    have the length of the encoder's mask by chance.
+    ``evidence`` is True where there is a token. The ``others`` with as many columns must have padding there, too: one value, the
+    same at the end of all padded rows. Else the columns stay, such as labels of a decoder that have the length of the encoder's
+    mask by chance.
     """
     found = dict[int, Lengths]()
     for columns in {is_token.shape[1] for is_token in evidence.values()} - {0}:
@@ -151,7 +150,7 @@ def _lengths(evidence: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> di
 
 
 def _counts(tensor: Tensor) -> bool:
-    """Whether every row stays or goes up by one from column to column, as positions and segments do."""
+    """Whether every row stays or goes up by one from column to column, like positions and segments."""
     if tensor.dtype == torch.bool or not is_whole(tensor) or tensor.dim() != 2 or tensor.shape[1] < 2:
         return False
     lowest, highest = tensor.diff(dim=1).aminmax()

@@ -1,4 +1,4 @@
-"""What micro-batches log, put together to what the whole batch would have logged."""
+"""Joins the logs of micro-batches to the logs of the whole batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Arguments: TypeAlias = Mapping[str, Any]
 """The arguments of ``LightningModule.log`` after the value, by name."""
 
 _MERGEABLE = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
-"""How states are reduced over ranks, where that holds for parts of a batch too. A mean does not: it has no weights."""
-_COUNTS_UPDATES = (Running, MinMaxMetric)  # the same samples in more updates are something else to them
+"""Reductions of states over ranks that also hold for parts of a batch. A mean has no weights, so it does not."""
+_COUNTS_UPDATES = (Running, MinMaxMetric)  # their value depends on the number of updates
 _CANNOT_MERGE = (
     "{!r} shows a {}, whose state cannot be combined from parts: if GradientAccumulation splits a batch, each micro-batch updates "
     "it, and the value logged for the step is a mean over micro-batches. Log the metric itself with on_step=False."
@@ -38,31 +38,31 @@ class Call(NamedTuple):
 
     metric: Metric
     state: Mapping[str, Any]
-    """What the metric holds of the micro-batch alone."""
+    """The state of the metric after this micro-batch alone."""
     leaves: Sequence[Any]
-    """What it returned, without its containers."""
+    """Its returned values, without containers."""
 
 
 class Logged(NamedTuple):
     """One call of ``log`` in a micro-batch."""
 
     value: Tensor | None
-    """Of the step; None of a metric that was only updated."""
+    """The value of the step; None for a metric that was only updated."""
     arguments: Arguments
     weighed: Weighed | None
-    """How it is weighed among those of other micro-batches; None as their loss, before that is known."""
+    """Its weight among micro-batches; None to use the weight of the loss, which is not known yet."""
     metric: Metric | None = None
-    """The metric, if that itself was logged."""
+    """The metric, if the metric object was logged."""
     call: Call | None = None
-    """The call of a metric that the value is of."""
+    """The call of a metric that returned the value."""
     leaf: int = 0
-    """Which of what that returned."""
+    """The index of the value in the results of the call."""
     offset: int = 0
-    """Its place there, in memory: a metric of each class, and what ClasswiseWrapper shows of it."""
+    """Its storage offset in that result: a metric of each class, and the values of ClasswiseWrapper."""
 
 
 Key: TypeAlias = tuple[str, str, int]
-"""The hook, the name, and how often that was logged before in the micro-batch."""
+"""The hook, the name, and how often the name was logged before in the micro-batch."""
 
 
 class BatchLog:
@@ -72,9 +72,9 @@ class BatchLog:
         self._logged: dict[Key, Logged] = {}
         self._may_be_loss: dict[Key, Tensor] = {}
         self._calls: dict[int, Call] = {}
-        """The last of each metric."""
+        """The last call of each metric."""
         self._returned: dict[int, tuple[Call, int]] = {}
-        """What metrics have returned, by its memory, and which of the leaves it is."""
+        """The results of metrics, by their memory: the call and the index of the leaf."""
 
     def collect(self, hook: str, name: str, value: Tensor | Metric, arguments: Arguments) -> None:
         """Take in one call of ``log``."""
@@ -104,7 +104,7 @@ class BatchLog:
         self._logged[key] = Logged(logged, arguments, weighed)
 
     def note_call(self, metric: Metric, value: Any) -> None:
-        """A metric is called, and has computed ``value`` of what it holds of the micro-batch alone."""
+        """Note that a metric was called, and computed ``value`` for this micro-batch alone."""
         state = apply_to_collection(metric.metric_state, Tensor, Tensor.detach)
         leaves = tree_leaves(apply_to_collection(value, Tensor, Tensor.detach))
         self._calls[id(metric)] = call = Call(metric, state, leaves)
@@ -112,12 +112,12 @@ class BatchLog:
         self._returned.update((place, (call, i)) for place, i in places.items())
 
     def take(self, loss: Tensor | None, weighed: Weighed, rows: int) -> Mapping[Key, Logged]:
-        """What was logged in the micro-batch that has run; the next one begins.
+        """Return the logs of the micro-batch that has run, and begin the next.
 
         Args:
             loss: of the micro-batch. A value logged without its graph, ``loss.detach()``, gets the weight of the loss.
-            weighed: what it brought into its window.
-            rows: its samples.
+            weighed: its contribution to the window.
+            rows: the number of its samples.
         """
         logged, without_size = self._logged, Weighed(rows if weighed.weight is None else weighed.weight)
         for key, value in self._may_be_loss.items():
@@ -131,7 +131,7 @@ class BatchLog:
 
 
 class Joined(NamedTuple):
-    """What the whole batch logs: one call of ``log`` in a hook."""
+    """One call of ``log`` for the whole batch."""
 
     hook: str
     name: str
@@ -140,12 +140,12 @@ class Joined(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What Lightning stores it under."""
+        """The key that Lightning stores it under."""
         return f"{self.hook}.{self.name}"
 
 
 def joined_logs(outputs: Sequence[Output], warn: Callable[[str], None]) -> Iterator[Joined]:
-    """What the batch of these micro-batches logs, in the order of logging.
+    """The logs of the whole batch, in the order of logging.
 
     A mean is weighted: a value with a graph by its own denominator, ``loss.detach()`` by the weight of the loss, any other value by
     its ``batch_size``, or by the weight of the loss if none was given. ``reduce_fx`` sum, min and max are applied as they are. A
@@ -173,7 +173,7 @@ def joined_logs(outputs: Sequence[Output], warn: Callable[[str], None]) -> Itera
 
 
 def _joined(logged: Sequence[Logged], computed: dict[tuple[int, ...], Sequence[Any]]) -> Tensor:
-    """The value of the step; what metrics have ``computed`` for the batch, by their calls, is kept for their other values."""
+    """The value of the step. ``computed`` caches the results of metrics for the batch, by their calls."""
     last, values = logged[-1], [own.value for own in logged if own.value is not None]
     if len(values) == 1:
         return values[0]
@@ -197,7 +197,7 @@ def _joined(logged: Sequence[Logged], computed: dict[tuple[int, ...], Sequence[A
 
 @torch.no_grad()
 def _computed_for_batch(calls: Sequence[Call]) -> Sequence[Any]:
-    """What the metric of these calls computes of all of them, on this rank; the metric stays as it is."""
+    """The metric's result for all of these calls, on this rank. The metric does not change."""
     metric = copy(calls[-1].metric)
     vars(metric).update(calls[-1].state, _computed=None, _update_count=len(calls), _to_sync=False)
     for call in reversed(calls[:-1]):
@@ -206,6 +206,6 @@ def _computed_for_batch(calls: Sequence[Call]) -> Sequence[Any]:
 
 
 def _can_merge(metric: Metric) -> bool:
-    """Whether what a metric holds can be put together from parts."""
+    """Whether the state of a metric can be merged from parts."""
     states = {} if isinstance(metric, WrapperMetric) or metric.dist_sync_on_step else metric.metric_state
     return bool(states) and all(metric._reductions[name] in _MERGEABLE for name in states)

@@ -21,7 +21,7 @@ class Tokens:
             seen in its windows so far, for a batch size that grows; it is asked when a window begins.
 
     Raises:
-        ValueError: ``count`` is no int, or less than 1.
+        ValueError: ``count`` is not an int of at least 1.
 
     Example:
         >>> Tokens(8_192)
@@ -38,10 +38,10 @@ class Tokens:
             _check_tokens(self.count, "Tokens(count)")
 
     def at(self, seen: float) -> int:
-        """The size of a window that begins when training has seen so many tokens.
+        """The size of a window that begins after ``seen`` tokens.
 
         Raises:
-            ValueError: the function gave no int, or less than 1.
+            ValueError: the function did not return an int of at least 1.
         """
         if not callable(self.count):
             return self.count
@@ -56,12 +56,12 @@ def _check_tokens(count: Any, what: str) -> None:
 
 
 def samples_of(batch: Any, samples: Collection[int]) -> int | None:
-    """How many samples a loader batch has; None where its rows may be none, as those of a graph."""
-    if isinstance(batch, Iterator):  # training_step draws its batches by itself
+    """The number of samples in a loader batch; None if its rows may not be samples, as in a graph."""
+    if isinstance(batch, Iterator):  # training_step draws its own batches
         return None
     try:
         return Layout(batch, samples=samples).size
-    except Exception:  # whatever a batch is that is not split
+    except Exception:  # any type of batch, which need not be splittable
         if len(samples) == 1 and 1 not in samples:  # else the dataset may make whole batches
             return next(iter(samples))
         return batch.size(0) if isinstance(batch, Tensor) and batch.dim() else None

@@ -19,7 +19,7 @@ from lightning_accum.weighing.counts import count_samples, name_of, tensors_of
 
 MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
 Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
-"""Cuts a batch into micro-batches of so many samples (or tokens, for a size in :class:`Tokens`)."""
+"""Splits a batch into micro-batches of this many samples (or tokens, for a size in :class:`Tokens`)."""
 
 T = TypeVar("T")
 
@@ -32,41 +32,41 @@ class RowSlice:
     count: int
     cost: int
     columns: Mapping[int, slice] = field(default_factory=dict)
-    """Those that are kept, by the size of the dimension that has them."""
+    """The columns to keep, by the size of their dimension."""
     made: Any = None
-    """The micro-batch, where the user's function has made it."""
+    """The micro-batch, if the user's function returned it."""
 
 
 @dataclass
 class Plan:
-    """A batch as micro-batches, each made when it is asked for."""
+    """A batch as micro-batches, each constructed when needed."""
 
     batch: Any
     pieces: Sequence[RowSlice]
     layout: Layout | None
-    """The batch as rows; None where the user's function has cut it."""
+    """The batch as rows; None if the user's function splits it."""
     order: list[int] | None = None
-    """The rows of the batch in the order of the micro-batches; None where they keep theirs."""
+    """The rows of the batch in the order of the micro-batches; None if the order is unchanged."""
     current: int = 0
-    """The micro-batch that was asked for last."""
+    """The index of the last micro-batch."""
 
     @property
     def is_read(self) -> bool:
-        """What a micro-batch is made of are rows of the batch."""
+        """Whether micro-batches consist of rows of the batch."""
         return self.layout is not None
 
     @property
     def rows(self) -> int | None:
-        """The samples of the current micro-batch, where it is known to be made of them."""
+        """The number of samples in the current micro-batch, if known."""
         return self.pieces[self.current].count if self.is_read else None
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """Those of the batch, as far as they are known."""
+        """The known tensors of the batch."""
         return [] if self.layout is None else [*self.layout.tensors.values(), *self.layout.shared_tensors.values()]
 
     def describe(self) -> str:
-        """What was understood of the batch, in words."""
+        """The batch in words."""
         if self.layout is None:
             return ""
         shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in self.layout.shared_tensors.items())
@@ -94,14 +94,14 @@ class Plan:
 
 
 class Splitting:
-    """How the loader batches of a training are split, and the one that is under way.
+    """Splits the loader batches of a training.
 
     Args:
         size: of a micro-batch.
         trim: whether to trim padding; or the key of the lengths of rows, see :func:`read_lengths`.
         split: cuts batches instead.
         warn: takes a warning that should be seen once.
-        samples: returns how many samples the loader puts into a batch; empty where it does not say so.
+        samples: returns how many samples the loader puts into a batch; empty if unknown.
         sizes: with ``"auto"``, those that fit into memory.
     """
 
@@ -117,18 +117,18 @@ class Splitting:
         self._size, self._trim, self._split = size, trim, split
         self._warn, self._samples, self.sizes = warn, samples, sizes
         self.plan: Plan | None = None
-        """That of the loader batch under way; None where there is no batch."""
+        """The plan of the current loader batch; None if there is no batch."""
         self.largest: int | None = None
         """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
         self.kinds: dict[str, str] = {}
-        """What each part of a batch is, by path: found in the first batch, and held to."""
+        """The kind of each part of a batch, by path, fixed by the first batch."""
         self._trimming = TrimmingCheck(warn)
         self._proof: Proof = lambda padded, trimmed: None
         self._seen: tuple[Any, dict[int, Lengths]] | None = None
         self._warned = set[str]()
 
     def describe(self) -> str:
-        """What is done to a loader batch, in words."""
+        """How loader batches are split, in words."""
         if isinstance(self._size, Tokens):
             size = f"in micro-batches of up to {self._size.count} tokens"
         else:
@@ -137,13 +137,13 @@ class Splitting:
         return f"{size}, {how}" if how else size
 
     def look_at(self, batch: Any) -> None:
-        """See a batch that is still on the host, where its lengths can be read without waiting for a device."""
+        """Read the lengths of a batch while it is on the host, which waits for no device."""
         if self._trim and self._split is None:
             layout = self._layout_of(batch)
             self._seen = (_shapes(layout), self._read_lengths(layout))
 
     def begin_epoch(self) -> None:
-        """What a loss depends on may change in a training: try out again what was tried."""
+        """Check again whether padding may be trimmed, since the loss may have changed."""
         self._trimming.prove_again()
         if self.sizes is not None:
             self.sizes.begin_epoch()
@@ -152,20 +152,20 @@ class Splitting:
         """Plan a loader batch; ``proof`` is asked before padding is trimmed.
 
         Raises:
-            UnsplittableBatchError: there are no rows to be found in it, or no columns for :class:`Tokens`.
+            UnsplittableBatchError: it has no rows, or no columns for :class:`Tokens`.
             ArgumentError: the key for lengths is not in the batch.
         """
         self._proof = proof
         self.plan = self._planned(batch)
 
     def share(self, path: str) -> None:
-        """Have all rows share a part of a batch that has as many entries."""
+        """Treat a part with one entry a row as shared by all rows."""
         self.kinds = {**self.kinds, path: "shared"}
         if self.plan is not None:
             self.begin(self.plan.batch, self._proof)
 
     def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
-        """Run the loader batch under way; with ``"auto"`` as often as it takes.
+        """Run the current loader batch; with ``"auto"``, until it fits into memory.
 
         Raises:
             torch.OutOfMemoryError: a micro-batch of one sample does not fit.
@@ -186,7 +186,7 @@ class Splitting:
                     sizes.end_batch()
                     self.largest = max(piece.count for piece in self.plan.pieces)
                 return result
-            undo()  # out of the handler: its traceback held on to what the attempt had allocated
+            undo()  # outside the handler, whose traceback keeps the memory of the attempt
             failed = self.plan.pieces[self.plan.current]
             sizes.halve(failed.cost, failed.count, seen)
             self.plan = self._planned(self.plan.batch)
@@ -205,7 +205,7 @@ class Splitting:
         return layout
 
     def _read_lengths(self, layout: Layout) -> dict[int, Lengths]:
-        """Where rows end; nothing where the whole batch is no larger than a micro-batch may be, padding included."""
+        """The lengths of rows; empty if the whole batch fits into one micro-batch, padding included."""
         if isinstance(self._size, Tokens):
             fits = layout.size * max(columns_of(layout.tensors)) <= self._size.at(0)
         else:
@@ -230,11 +230,11 @@ class Splitting:
     # --- which rows make a micro-batch ------------------------------------------------------------------------------------
 
     def _pack(self, batch: Any, layout: Layout, lengths: Mapping[int, Lengths]) -> Plan:
-        """The micro-batches of a batch: the longest rows first, as many in each as there is room for."""
+        """The micro-batches of a batch: the longest rows first, as many in each as fit."""
         if layout.size == 0:
             return Plan(batch, [RowSlice(slice(None), 0, 1)], layout)
         columns = columns_of(layout.tensors) if lengths or isinstance(self._size, Tokens) else []
-        untrimmed = max((size for size in columns if size not in lengths), default=0)  # beside a padded target, a source
+        untrimmed = max((size for size in columns if size not in lengths), default=0)  # such as a source beside a padded target
         elements = sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size
         widths, order, costs = [untrimmed] * layout.size, [*range(layout.size)], {untrimmed: max(1, elements)}
         if lengths:
@@ -252,11 +252,11 @@ class Splitting:
         pieces = [RowSlice(rows, len(rows), costs[widths[rows[0]]], kept_columns(rows, lengths.values())) for rows in groups]
         if lengths and len(groups) > 1:
             return Plan(batch, pieces, layout, order)
-        stops = accumulate(map(len, groups))  # nothing to sort: of slices tensors are views
+        stops = accumulate(map(len, groups))  # unsorted: slices of tensors are views
         return Plan(batch, [replace(p, rows=slice(stop - p.count, stop)) for p, stop in zip(pieces, stops, strict=True)], layout)
 
     def _room(self, width: int, cost: int, rows: int) -> int:
-        """How many rows a micro-batch may have, where its longest has ``width`` columns and ``cost`` elements."""
+        """How many rows a micro-batch may have, if its longest has ``width`` columns and ``cost`` elements."""
         if isinstance(self._size, int):
             return self._size
         if not isinstance(self._size, Tokens):

@@ -1,9 +1,8 @@
-"""A batch as rows: what it is made of, how many rows it has, and which of its parts have one entry a row.
+"""A batch as rows: its parts, its number of rows, and which parts have one entry a row.
 
 The number of rows is the loader's batch size, if a part has as many entries; or else the one size that most tensors have in
-dimension 0. A tensor or a list of as many entries is rows. Everything else is shared by all rows, and has to be a table: no part
-that had rows before, and no whole numbers that nobody explains: tokens, labels or indices, of which a flat batch has more than
-samples.
+dimension 0. A tensor or a list of as many entries is rows. Everything else is shared by all rows, and must be a table: not a part
+that had rows before, and not unexplained whole numbers, since a flat batch has more tokens, labels or indices than samples.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Part:
     path: str
     value: Any
     key: Any = None
-    """Where it is in the part around it: a key, an index, or the name of an attribute."""
+    """Its key, index or attribute name in the enclosing part."""
     size: int | None = None
-    """Of dimension 0 of a tensor, or the length of a list."""
+    """The size of dimension 0 of a tensor, or the length of a list."""
     problem: str = ""
     """Why it cannot be split."""
     kind: str = "shared"
@@ -44,7 +43,7 @@ class Part:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is one."""
+        """Whether it is a tensor."""
         return isinstance(self.value, Tensor)
 
     @property
@@ -54,7 +53,7 @@ class Part:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a micro-batch takes a part of it, rather than all of it."""
+        """Whether a micro-batch gets a slice of it, and not all of it."""
         is_own = self.kind == "rows" or self.size is not None or type(self.value) is dict
         return is_own or any(inner.is_cut for inner in self.parts)
 
@@ -64,7 +63,7 @@ class Part:
         return any(isinstance(part.value, (Tensor, PackedSequence)) for part in self.walk())
 
     def walk(self) -> Iterator[Part]:
-        """This part and all inside of it."""
+        """This part and all parts inside it."""
         yield self
         for inner in self.parts:
             yield from inner.walk()
@@ -81,21 +80,20 @@ class Part:
 class Layout:
     """How a batch is made of ``size`` rows: which parts have one entry a row, and which are shared.
 
-    It is read as earlier batches were, of which ``known`` has the kinds by path: a table of 5 entries stays shared in a last batch
-    of 5 rows. ``samples`` are how many of them the loader puts into a batch, empty if it does not say so; then rows have to be
-    samples, which is not asked without it.
+    ``known`` has the kinds of parts in earlier batches, by path, which stay: a table of 5 entries is still shared in a last batch
+    of 5 rows. ``samples`` are the batch sizes of the loader, empty if unknown; if known, rows must be samples.
 
     Attributes:
         root: the batch, as a part.
-        parts: it, and all inside of it that are in no row, with their kinds.
+        parts: the root and all parts inside it that are not inside a row, with their kinds.
         kinds: of the parts of all batches so far, by path.
         tensors: with rows, by path: ``input_ids``, ``[0]``, ``inputs.mask``; ``batch`` if the batch itself is one.
-        shared_tensors: with a dimension 0 that is not the rows.
+        shared_tensors: tensors whose dimension 0 is not the rows.
         columns: the sizes of the dimensions of rows.
         unexplained: tensors without rows that no earlier batch had, and whose dimensions are not columns.
 
     Raises:
-        UnsplittableBatchError: no size, or more than one, fits; there is a part that cannot be split; or its rows are not samples.
+        UnsplittableBatchError: no size or several sizes fit, a part cannot be split, or the rows are not samples.
 
     Example:
         >>> layout = Layout({"x": torch.arange(6).reshape(3, 2), "name": ["a", "b", "c"], "rate": 0.5})
@@ -129,7 +127,7 @@ class Layout:
             if part.kind == "container" and part.is_cut:
                 try:
                     rebuilt(part, lambda inner: inner.value)
-                except Exception as error:  # now, rather than in the middle of a window
+                except Exception as error:  # fail now, not in the middle of a window
                     raise UnsplittableBatchError.because(f"{part}, and cannot be constructed again ({error})") from error
         others = [part for part in shared if part.is_tensor and part.size and part.size > 1 and part.path not in known]
         self.unexplained = [part for part in others if not self.columns.issuperset(part.value.shape)]
@@ -137,11 +135,11 @@ class Layout:
             raise UnsplittableBatchError.because(found)
 
     def take(self, rows: slice | Sequence[int], columns: Mapping[int, slice] | None = None) -> Any:
-        """A batch of the same types with some of the rows: of a slice tensors are views, of row numbers they are copies.
+        """A batch of the same types with some of the rows. Tensors are views for a slice, copies for row numbers.
 
-        ``columns={L: part}`` keeps only ``part`` of dimensions of size ``L``, to trim padding. In tensors with rows these are the
-        dimensions after 0; where a floating tensor has size ``L`` in dimension 1 the others stay, for they are features. In shared
-        tensors they are all dimensions.
+        ``columns={L: part}`` keeps only ``part`` of dimensions of size ``L``, to trim padding. This applies to the dimensions after
+        0 of tensors with rows, and to all dimensions of shared tensors. If a floating-point tensor has size ``L`` in dimension 1,
+        only that dimension is trimmed; the others are features.
         """
         columns, indices = columns or {}, dict[torch.device, Tensor]()
 
@@ -153,12 +151,12 @@ class Layout:
             if isinstance(rows, slice):
                 return value[rows]
             if value.device not in indices:
-                # nobody waits for the copy: right towards a device, but the host could read it too early
+                # a non-blocking copy is safe to a device, but the host could read it too early
                 is_copied = value.device.type != "cpu"
                 indices[value.device] = torch.tensor(rows, dtype=torch.long).to(value.device, non_blocking=is_copied)
             return value.index_select(0, indices[value.device])
 
-        def taken(part: Part) -> Any:  # containers of its own, so that a micro-batch does to them what it does to them
+        def taken(part: Part) -> Any:  # new containers, so that a micro-batch may change them
             value = part.value
             if part.kind == "rows":
                 if part.is_tensor:
@@ -175,7 +173,7 @@ class Layout:
     # --- are its rows samples? ----------------------------------------------------------------------------------------
 
     def _objection(self, known: Mapping[str, str], samples: Collection[int]) -> str | None:
-        if samples and self.size not in samples and self.size > max(samples):  # a collate_fn may leave samples out
+        if samples and self.size not in samples and self.size > max(samples):  # fewer is fine: a collate_fn may leave samples out
             hint = " (DataLoader(batch_size=None) says that the dataset makes whole batches)" if max(samples) == 1 else ""
             says = f"the loader puts {' or '.join(map(str, sorted(samples)))} into a batch{hint}"
             tensors = (str(part) for part in self.parts if part.is_tensor and part.kind == "rows")
@@ -188,7 +186,7 @@ class Layout:
         return f"{lost[0]}, and has no entry for each of the {self.size} rows" if lost else None
 
     def _packing(self, samples: Collection[int]) -> str | None:
-        """Which tensor says that samples lie end to end: offsets, lengths, or the sample of each entry. Reads values."""
+        """The tensor that marks samples packed end to end: offsets, lengths, or the sample of each entry. Reads values."""
         tensors = [part for part in self.parts if part.is_tensor and part.size is not None]
         for part in tensors:
             others = [other.value for other in tensors if other.kind != part.kind]
@@ -207,14 +205,14 @@ class Layout:
 
 
 def rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:
-    """A container made anew, with what is taken of the parts inside of it in their places."""
+    """A copy of a container in which each part is replaced by ``taken(part)``."""
     value, inside = part.value, {inner.key: taken(inner) for inner in part.parts if inner.is_cut}
     if isinstance(value, (list, tuple)):
         return with_entries(value, [inside.get(index, entry) for index, entry in enumerate(value)])
     made: Any = copy.copy(value)
     for key, entry in inside.items():
         if not isinstance(value, Mapping):
-            object.__setattr__(made, key, entry)  # also where the class is frozen
+            object.__setattr__(made, key, entry)  # works for frozen classes, too
             continue
         made[key] = entry
         if key in getattr(made, "__dict__", {}):  # `batch.labels` for `batch["labels"]`
@@ -223,7 +221,7 @@ def rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:
 
 
 def parse(value: Any, path: str = "", key: Any = None) -> Part:
-    """What a value is made of. What has a problem is not looked into."""
+    """A value as parts. Parts with a problem are not parsed further."""
     part = Part(path or "batch", value, key)
     if isinstance(value, Tensor):
         part.size = value.size(0) if value.dim() else None
@@ -257,7 +255,7 @@ def _parse_all(entries: Iterable[tuple[Any, Any]], path: str) -> list[Part]:
 
 
 def holds_tensors(value: Any, depth: int) -> bool:
-    """Whether ``value`` is a tensor, or an object with one in it, so many objects deep."""
+    """Whether ``value`` is a tensor, or an object that holds one at most ``depth`` objects deep."""
     if isinstance(value, Tensor) or depth == 0 or isinstance(value, (str, bytes, range, type)):
         return isinstance(value, Tensor)
     slots = [vars(of).get("__slots__", ()) for of in type(value).__mro__]
@@ -269,7 +267,7 @@ def holds_tensors(value: Any, depth: int) -> bool:
 
 
 def entries_of(value: Any) -> Sequence[Any]:
-    """Of what has one a row: a list, or a packed sequence."""
+    """The entries of a list or a packed sequence."""
     return unpack_sequence(value) if isinstance(value, PackedSequence) else value
 
 
@@ -302,7 +300,7 @@ def _most_frequent(root: Part) -> int:
 
 
 def _votes(part: Part) -> list[int]:
-    """The sizes that parts have; of a list with tensors, its length, and the size of its tensors if they have one."""
+    """The sizes of parts; for a list with tensors, its length, and the size of its tensors if it is the same."""
     if part.is_tensor or isinstance(part.value, PackedSequence):
         found = [part.size]
     elif part.is_list:
@@ -314,7 +312,7 @@ def _votes(part: Part) -> list[int]:
 
 
 def _set_kinds(part: Part, root: Part, size: int, known: Mapping[str, str]) -> Iterator[Part]:
-    """Set what each part is if there are ``size`` rows. Yields those outside rows."""
+    """Set the kind of each part for ``size`` rows. Yields the parts outside rows."""
     earlier = known.get(part.path)
     if part.problem:
         raise _unsplittable(root, f"{part}, {part.problem}")
@@ -358,8 +356,8 @@ def is_record(value: Any) -> bool:
 def split_lists(batch: Any, size: int) -> list[Any]:
     """Split a batch of lists with one entry a sample, such as the images and targets of a detector.
 
-    For ``GradientAccumulation(micro_batch=2, split=split_lists)``. What has as many entries as the first list is cut with it,
-    tensors included; everything else is shared by all micro-batches.
+    For ``GradientAccumulation(micro_batch=2, split=split_lists)``. Lists and tensors with as many entries as the first list are
+    split with it; everything else is shared by all micro-batches.
 
     Args:
         batch: a dict or a tuple with lists, ``{"images": [...], "targets": [...]}`` or ``(images, targets)``; or a list of samples.

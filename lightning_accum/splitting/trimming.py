@@ -1,4 +1,4 @@
-"""Whether what a module learns depends on padding: tried out on the module itself, once for each kind, before it is trimmed."""
+"""Checks on the module itself whether its loss depends on padding, once for each kind of padding, before it is trimmed."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ class NeedsTrimmingError(CannotCheckError):
 Proof: TypeAlias = Callable[..., str | None]
 """Takes a few rows with all of their padding, and the same rows without some of it, as one batch or as several.
 
-Returns None where the module's loss does not depend on padding, or what was seen where it does. What shows neither raises a
-:class:`CannotCheckError`.
+Returns None if the loss does not depend on padding, else the difference in words. Raises :class:`CannotCheckError` if neither can
+be shown.
 """
 _Known: TypeAlias = tuple[tuple[str, ...], frozenset[tuple[str, int]]]
-"""The tensors that show where rows end, and what has their columns: dimensions, as (path, number).
+"""The tensors that the lengths are read from, and the dimensions that have their columns, as (path, number).
 
-Another dimension may be as large by chance, as twenty classes next to texts of up to twenty tokens: then it is asked anew.
+Another dimension may have the same size by chance, such as twenty classes and texts of twenty tokens: this is checked again.
 """
 
 
 class TrimmingCheck:
-    """Which padding may be trimmed. A proof that could not be made is tried again, ever more rarely."""
+    """Which padding may be trimmed. A check without an answer is repeated, less and less often."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._answers: dict[_Known, bool] = {}
         self._seen: Counter[_Known] = Counter()
-        """Batches with such padding, while there was no answer."""
+        """The number of batches with such padding before there was an answer."""
         self._warn = warn
 
     def prove_again(self) -> None:
-        """What a loss depends on may change in a training: ask again where trimming was found right."""
+        """Check again where trimming was exact, since the loss may have changed."""
         self._answers = {known: may for known, may in self._answers.items() if not may}
 
     def trimmable(self, layout: Layout, lengths: dict[int, Lengths], proof: Proof) -> dict[int, Lengths]:
-        """Those behind which there is padding that the loss was found not to depend on."""
+        """The lengths behind which the loss does not depend on padding."""
         sizes = {(path, at): size for path, tensor in layout.tensors.items() for at, size in enumerate(tensor.shape) if at}
         sizes.update(((path, at), size) for path, tensor in layout.shared_tensors.items() for at, size in enumerate(tensor.shape))
         kept = dict[int, Lengths]()
@@ -111,7 +111,7 @@ def difference_by_padding(
 ) -> str | None:
     """Compare the weight and the gradient of the same rows with and without padding, as the check compares rows and their parts.
 
-    It is a :data:`Proof`. Nothing of it lasts, and nothing in it waits for other ranks, which may have nothing to try.
+    It is a :data:`Proof`. All changes are undone. It never waits for other ranks, which may have nothing to check.
     """
     if held := trained.snapshotter.iterators():
         raise CannotCheckError(f"the module holds an iterator, {held[0]}, whose items cannot be put back")
@@ -156,7 +156,7 @@ def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, padded: Any, trim
 
 
 def _run_alone(module: nn.Module, training_step: Callable[[Any], Any], batch: Any) -> Any:
-    """Run a step with submodules in evaluation mode, where dropout draws no numbers, which would differ by shape."""
+    """Run a step with submodules in evaluation mode: dropout would draw numbers that depend on the shape."""
     for child in module.children():
         child.eval()
     with _Alone():  # type: ignore[no-untyped-call]
@@ -164,7 +164,7 @@ def _run_alone(module: nn.Module, training_step: Callable[[Any], Any], batch: An
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
-    """Stops what would wait for other ranks."""
+    """Raises an error instead of waiting for other ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
