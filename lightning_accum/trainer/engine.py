@@ -51,16 +51,11 @@ class Engine(Strategy, Trained):
     manual: ManualWindows | None = None
     """The windows of a module that optimizes by itself; None for any other, and where a window is one micro-batch on one rank."""
     watch: Watch  # checks that Lightning calls what replaces its own; there in a fit
+    module: pl.LightningModule = Strategy.lightning_module  # type: ignore[assignment]  # a property
     row_wise: RowWise | None = None
     """Runs submodules in micro-batches, in steps that see the whole batch; None where nothing was asked to."""
     offload: Offload | None = None  # moves what autograd saves; None where it stays
     session: Session  # runs loader batches; there with :attr:`accumulation`
-
-    @property
-    @override
-    def module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @property
     def windows(self) -> Windows | None:

@@ -97,10 +97,10 @@ class GradientNoiseScale(pl.Callback):
         self.smoothing = smoothing
         self._accumulation: Accumulation | None = None
         self._optimizers: list[Optimizer] = []
-        self._undo = ExitStack()  # removes the hooks
+        self._undo, self._hooks = ExitStack(), 0  # removes the hooks, of which there were so many
         self._watched: MutableMapping[Tensor, bool] = {}
         self._norms: dict[int, Tensor] | None = None
-        """Takes the norms of a backward, by the id of the parameter; None while nobody looks."""
+        """Takes the norms of a backward, by the number of the parameter; None while nobody looks."""
         self._current: tuple[Tensor | float | None, float] = (None, math.nan)  # of a micro-batch: weight (None for a sum), samples
         self._micro_batches: list[Tensor] = []  # of the window so far, see end_backward
         self._sums = torch.zeros(len(_SUMMED))
@@ -187,8 +187,8 @@ class GradientNoiseScale(pl.Callback):
             if parameter is None or not parameter.requires_grad or isinstance(parameter, DTensor):
                 continue
             if parameter not in self._watched:
-                self._watched[parameter] = True
-                hook = partial(self._see, id(parameter))
+                self._watched[parameter], self._hooks = True, self._hooks + 1
+                hook = partial(self._see, self._hooks)
                 self._undo.callback(parameter.register_hook(hook).remove)  # type: ignore[no-untyped-call]
 
     def _watch_whole(self, parts: list[nn.Module], unit: nn.Module, arguments: object) -> None:

@@ -220,8 +220,10 @@ loops.training_epoch_loop._TrainingEpochLoop
     _should_check_val_epoch | a window that was counted before it ran is not stopped to validate | 91a9a650
     update_lr_schedulers | called twice a loader batch, the last time when it is over | 3d41394b
     _update_learning_rates | schedulers step when their clock says | 27370be6
+    _num_ready_batches_reached _should_check_val_fx | say which loader batch is the last, and that validation is next |
 loops.optimization.automatic._AutomaticOptimization
     run | runs a loader batch, and steps at a boundary | 4097f294
+    _on_before_zero_grad _optimizer_zero_grad | clear gradients, with their hooks |
 loops.optimization.closure.AbstractClosure
     __call__ | gives the loss of a window that has run | c8773f8b
 loops.optimization.manual._ManualOptimization
@@ -240,6 +242,12 @@ trainer.connectors.logger_connector.result._ResultCollection
     update_metrics | what a shadow batch logs has no weight | 0120c270
 trainer.connectors.signal_connector._SignalConnector
     _sigterm_notifier_fn | SIGTERM waits until all ranks know | b1525db4
+trainer.call
+    _call_lightning_module_hook _call_strategy_hook | call hooks, with what Lightning does around them |
+core.module.LightningModule
+    _on_before_batch_transfer | a batch that is drawn ahead is transferred as others are |
+utilities.combined_loader.CombinedLoader
+    _state_dicts | where loaders are, for a checkpoint |
 plugins.precision.precision.Precision
     clip_grad_by_norm | its norm is shown | 67e0f6be
 """,
