@@ -69,7 +69,7 @@ class WindowOptimization(_AutomaticOptimization):
                 session, again = strategy.session, None
                 if kwargs:
                     run = partial(session.run, self, self.batch, seen, ends_window)
-                    outcome, again = run(), run if accumulation.boundary.size == 1 else None
+                    outcome, again = run(), partial(self._run_again, run) if accumulation.boundary.size == 1 else None
                 else:
                     session.zero_grad(self, is_after_forward=False)
                     if accumulation.is_passthrough():
@@ -86,6 +86,11 @@ class WindowOptimization(_AutomaticOptimization):
             attributes["_current_fx_name"] = before
         epoch_loop.end_loader_batch(accumulation, seen)
         return outcome
+
+    def _run_again(self, run: Callable[[], Outcome]) -> Outcome:
+        """The optimizer calls its closure again, in a hook of its own and maybe without gradients."""
+        with torch.enable_grad(), replacing(self.trainer.lightning_module, _current_fx_name="training_step"):
+            return run()
 
     def _begin(self, kwargs: Mapping[str, Any], accumulation: Accumulation) -> bool:
         """A loader batch begins; ``kwargs`` are empty if this rank has none. Returns whether the window ends with it."""

@@ -251,8 +251,7 @@ class WindowClosure(Closure):
                     "A window of several loader batches cannot run again: their data is gone. Use a window of 1, or another "
                     "optimizer."
                 )
-            with torch.enable_grad():
-                self._outcome = self._again()
+            self._outcome = self._again()
         self._is_called = True
         loss = self._outcome.window_loss
         return None if loss is None else loss.detach()  # as Lightning's closure

@@ -159,6 +159,19 @@ def test_lbfgs_runs_a_window_of_one_loader_batch_as_often_as_it_wants(data: Any,
     assert module.w.item() == pytest.approx(w, rel=1e-9)
 
 
+class Logs(WithOptimizer):
+    def loss(self, x: Tensor) -> Tensor:
+        loss = super().loss(x)
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+
+def test_a_closure_that_runs_again_logs_as_in_lightning() -> None:
+    runs = [fit(Logs(lbfgs, ONE_TO_EIGHT), strategy=strategy) for strategy in ("accum", "auto")]
+    ours, lightnings = (run.callback_metrics["loss_epoch"] for run in runs)
+    assert ours == lightnings > 0
+
+
 class Twice(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         closure()
