@@ -220,7 +220,8 @@ loops.training_epoch_loop._TrainingEpochLoop
     _should_check_val_epoch | a window that was counted before it ran is not stopped to validate | 91a9a650
     update_lr_schedulers | called twice a loader batch, the last time when it is over | 3d41394b
     _update_learning_rates | schedulers step when their clock says | 27370be6
-    _num_ready_batches_reached _should_check_val_fx | say which loader batch is the last, and that validation is next |
+    _should_check_val_fx | validates every so many optimizer steps | 0ae30d22
+    _num_ready_batches_reached | says which loader batch is the last |
 loops.optimization.automatic._AutomaticOptimization
     run | runs a loader batch, and steps at a boundary | 4097f294
     _on_before_zero_grad _optimizer_zero_grad | clear gradients, with their hooks |

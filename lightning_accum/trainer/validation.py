@@ -60,7 +60,6 @@ class ValidatingEpochLoop(_TrainingEpochLoop):
     """Validates after loader batches in which a multiple of ``validate_every`` was reached, where that was asked for."""
 
     validation: ValidationClock | None = None  # when validation is due; None where Lightning decides, or there is none
-    _should_check_val_fx: Any  # Lightning's own, unless there is such a clock: it is asked after every loader batch
     _validated: Sequence[int] | None = None
     """In the checkpoint that training goes on from: the steps of that clock, and after which loader batch."""
 
@@ -72,12 +71,13 @@ class ValidatingEpochLoop(_TrainingEpochLoop):
         every = trainer.strategy.policy.validate_every
         if self.validation is None and every is not None and trainer.enable_validation and not trainer.fast_dev_run:
             self.validation = ValidationClock(every, *(self._validated or (self.global_step,)))
-            self._should_check_val_fx = self._is_validation_next
         self.validate_if_due()  # in a checkpoint that was taken between a step and the end of its validation
 
-    def _is_validation_next(self, data_fetcher: _DataFetcher) -> bool:
+    @override
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         """Validation comes after the last loader batch: in a checkpoint taken at its end, too, where Lightning leaves it out."""
-        assert self.validation is not None
+        if self.validation is None:
+            return super()._should_check_val_fx(data_fetcher)
         return self.validation.after == self.batch_progress.total.ready
 
     def validate_if_due(self) -> None:
