@@ -1,4 +1,4 @@
-"""GradientAccumulation: the policy, and what one sees of it."""
+"""GradientAccumulation: the policy and the metrics of a training."""
 
 from __future__ import annotations
 
@@ -36,83 +36,79 @@ class GradientAccumulation(pl.Callback):
     Needs one of this package's strategies: ``Trainer(strategy="accum")`` on one device; ``"accum_ddp"`` on several, or
     ``"accum_fsdp"`` and ``"accum_model_parallel"`` for sharded modules. They work without this callback too, with its defaults.
 
-    It logs once an optimizer step: ``window/loss`` (the loss that the full batch would have printed), ``window/weight`` and
-    ``window/total_weight`` (in tokens, for a language model; 1 a window for a loss that is a sum), ``window/micro_batches``,
-    ``window/optimizer_steps``, ``window/weight_per_second``, ``window/grad_norm`` if the Trainer clips by norm,
-    ``window/micro_batch_size`` if it is searched for, ``window/skipped_micro_batches`` and
-    ``window/total_skipped_micro_batches`` if micro-batches that are not finite are skipped, and ``window/loss_epoch`` at the end of
-    an epoch.
+    It logs once an optimizer step: ``window/loss`` (the loss of the full batch), ``window/weight`` and ``window/total_weight`` (in
+    tokens, for a language model; 1 a window for a loss that is a sum), ``window/micro_batches``, ``window/optimizer_steps``,
+    ``window/weight_per_second``, ``window/grad_norm`` if the Trainer clips by norm, ``window/micro_batch_size`` if it is searched
+    for, ``window/skipped_micro_batches`` and ``window/total_skipped_micro_batches`` if micro-batches that are not finite are
+    skipped, and ``window/loss_epoch`` at the end of an epoch.
 
     After each optimizer step ``on_window_end(trainer, pl_module, window)`` of callbacks and ``on_window_end(window)`` of the module
-    are called, where they have it. ``window`` has ``loss``, ``weight``, ``micro_batches``, ``loader_batches``, ``gradient_norm``
-    and ``has_stepped``.
+    are called, if defined. ``window`` has ``loss``, ``weight``, ``micro_batches``, ``loader_batches``, ``gradient_norm`` and
+    ``has_stepped``.
 
     Args:
-        window: loader batches in a window, on every rank. An int; a mapping ``{epoch: n}`` from the epoch (from 0) in which n
-            begins to hold; a function ``f(optimizer steps so far) -> n``; None for the Trainer's ``accumulate_grad_batches``. Or
-            :class:`Tokens`: a window ends with the loader batch in which the weights of all ranks reach that many. A window keeps
-            the size that it began with.
+        window: loader batches in a window, on every rank. An int; a mapping ``{epoch: n}`` from the first epoch (from 0) of n; a
+            function ``f(optimizer steps so far) -> n``; None for the Trainer's ``accumulate_grad_batches``. Or :class:`Tokens`: a
+            window ends with the loader batch in which the weights of all ranks reach this count. A window keeps its initial size.
         micro_batch: the size of the micro-batches that each loader batch is split into: a number of samples (fewer if their lengths
-            differ so much that this saves half of what an average micro-batch computes); :class:`Tokens`, padding included;
+            differ so much that a further split saves half of an average micro-batch); :class:`Tokens`, padding included;
             ``"auto"``, as large as memory allows, found by trial; None for the loader's batch as it is. ``training_step`` runs once
-            for each micro-batch, and what it logs and returns is combined into what the batch would have logged and returned. Or
-            ``"offload"``: the loader's batch runs as it is, while what autograd saves for its backward waits in host memory.
-            Nothing is split, so it is exact for any module (BatchNorm, manual optimization) and any loss; a step takes longer by
-            the copies that computation does not hide. A CPU has no second memory.
+            for each micro-batch, and its logs and outputs are combined into those of the whole batch. Or ``"offload"``: the
+            loader's batch runs whole, and tensors that autograd saves for the backward wait in host memory. Nothing is split, so it
+            is exact for any module (BatchNorm, manual optimization) and any loss; a step is slower if computation does not hide the
+            copies. A CPU has no second memory.
         row_wise: the name of a submodule of the module (``"encoder"``, ``"model.vision"``), or several. ``training_step`` then runs
             once, on the loader's batch, and calls of these submodules run in micro-batches of ``micro_batch`` rows, or
             :class:`Tokens`, padding included: first without a graph, and again with one in the backward of the loss (gradient
-            caching, arXiv 2101.06983). The loss sees the outputs of the whole batch, so any loss is exact:
-            contrastive losses, losses of pairs or of batch statistics. What a submodule computes for one row must not depend on the
-            others: before the first step, the gradients of some rows are compared with and without micro-batches. Over ranks
-            ``training_step`` has to gather the outputs itself, by ``self.all_gather(..., sync_grads=True)``, if the loss is of
-            the rows of all ranks. Submodules may be sharded with ``fully_shard``, not with FSDP1. Gradient penalties are exact.
-        weight: what a micro-batch weighs: the denominator of its mean loss. ``"auto"`` reads it from the loss;
-            :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
-            is the classic mean of the micro-batches' means. For a loss of several terms that are divided by different counts, a
-            list with one of those for each term, in their order: ``[TokenCount(), SampleCount()]``. The loader batches of a window
-            are then drawn before the first of them runs, and counted on the host. What is logged uses the first.
-        tail: what the end of an epoch, or an early stop, does to an unfinished window. ``"step"``: an exact optimizer step on what
-            is there. ``"drop"``: its gradients are dropped. ``"carry"``: the window continues in the next epoch; after the last
+            caching, arXiv 2101.06983). The loss sees the outputs of the whole batch, so any loss is exact: contrastive losses,
+            losses of pairs or of batch statistics. The outputs for one row must not depend on other rows: before the first step,
+            the gradients of some rows are compared with and without micro-batches. Over ranks ``training_step`` has to gather the
+            outputs itself, by ``self.all_gather(..., sync_grads=True)``, if the loss compares the rows of all ranks. Submodules may
+            be sharded with ``fully_shard``, not with FSDP1. Gradient penalties are exact.
+        weight: the weight of a micro-batch: the denominator of its mean loss. ``"auto"`` reads it from the loss;
+            :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"`` is
+            the classic mean of the micro-batches' means. For a loss of several terms that are divided by different counts, a list
+            with one of those for each term, in their order: ``[TokenCount(), SampleCount()]``. The loader batches of a window are
+            then drawn before the first of them runs, and counted on the host. Logged values use the first weight.
+        tail: what the end of an epoch, or an early stop, does to an unfinished window. ``"step"``: an exact optimizer step on its
+            batches. ``"drop"``: its gradients are dropped. ``"carry"``: the window continues in the next epoch; after the last
             epoch it takes its step.
-        scheduler_counts: a scheduler with ``interval="step"`` steps once every ``frequency`` ``"optimizer_steps"`` that happened;
-            or once every ``frequency`` of the ``"micro_batches"`` (loader batches) that these took, for a schedule that was
-            written for training without accumulation.
-        accumulate_dtype: the type in which gradients are added up, reduced over ranks and normalised, if it is wider than that
-            of a parameter: ``torch.float32`` under ``precision="bf16-true"``. At the end of a window they are rounded once, to
-            the parameter's own type, the only one that AdamW accepts: hooks, clipping and the optimizer find them in
+        scheduler_counts: what the ``frequency`` of a scheduler with ``interval="step"`` counts: ``"optimizer_steps"`` that
+            happened, or ``"micro_batches"`` (their loader batches), for a schedule that was written for training without
+            accumulation.
+        accumulate_dtype: the type in which gradients are added up, reduced over ranks and normalised, if it is wider than the type
+            of a parameter: ``torch.float32`` under ``precision="bf16-true"``. At the end of a window they are rounded once, to the
+            parameter's own type, the only one that AdamW accepts: hooks, clipping and the optimizer find them in
             ``parameter.grad``, which is None between the micro-batches. It takes 4 bytes a parameter inside a window instead of 2.
-            FSDP2 accumulates gradients by itself, in the ``reduce_dtype`` of ``fully_shard``; this argument checks that the two
-            agree. None: the type of the parameters.
+            FSDP2 accumulates gradients in the ``reduce_dtype`` of ``fully_shard``; this argument checks that the two agree. None:
+            the type of the parameters.
         on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite. ``"propagate"``: nothing, it reaches the
-            parameters. ``"skip"``: it is as if it had never been there, on the rank that had it: no weight, no gradient, nothing
-            logged, and what it changed in the module (buffers, attributes, metrics, random state) is restored. ``"raise"``: a
-            FloatingPointError before any optimizer step, which names the batch, the rank, and the loss or the first such
-            parameter. Both wait for the device once a micro-batch and reduce gradients after the last of the window; ``"skip"``
-            holds one more copy of the gradients. With a GradScaler (``precision="16-mixed"``) only the loss is examined: gradients
-            that overflow are left to the scaler, which skips the step and lowers its scale.
+            parameters. ``"skip"``: the rank leaves it out: it has no weight, no gradient and no logs, and its changes to the module
+            (buffers, attributes, metrics, random state) are undone. ``"raise"``: a FloatingPointError before any optimizer step,
+            which names the batch, the rank, and the loss or the first such parameter. Both wait for the device once a micro-batch
+            and reduce gradients after the last of the window; ``"skip"`` holds one more copy of the gradients. With a GradScaler
+            (``precision="16-mixed"``) only the loss is examined: gradients that overflow are left to the scaler, which skips the
+            step and lowers its scale.
         trim_padding: whether to sort the rows of a split batch by length and to trim each micro-batch to its longest row.
             Lengths are read from an attention mask, or from labels of -100 at the end of rows whose inputs repeat one value; or
-            from the mask or the lengths under a key that is given here instead of True (``"lengths"`` for all whose name ends so).
-            It is tried on two rows first, without dropout, and left out if the loss depends on padding.
+            from the mask or the lengths under a key that is given instead of True (``"lengths"`` for all keys that end so). It is
+            checked on two rows first, without dropout, and not used if the loss depends on padding.
         split: a function ``split(batch, size)`` that returns the micro-batches as a list, for batches that are not nested
             containers of tensors with one entry for each sample; ``split_lists`` for lists of images and targets. Without
-            ``micro_batch`` the check alone cuts by it.
-        check: whether to try out, on up to 8 rows of the first batch, that the weighted losses of its parts, and their gradients,
-            add up to the loss and gradient of the whole. It runs ``training_step`` a few times more, with dropout off, and restores
-            everything. If they do not add up there is an error before the first step. A window that is one micro-batch on one rank
-            needs no check, and ``weight="equal"`` asks for what does not add up.
+            ``micro_batch`` only the check uses it.
+        check: whether to check, on up to 8 rows of the first batch, that the weighted losses and gradients of parts add up to those
+        of the whole. It runs ``training_step`` a few times more, with dropout off, and restores
+            everything. If they do not add up there is an error before the first step. A window of one micro-batch on one rank needs
+            no check, and ``weight="equal"`` is not checked.
         log: whether to log the metrics above, and to show the loss and the number of steps in the progress bar (``w_loss``,
             ``w_steps``).
         validate_every: validate after every so many optimizer steps of ``trainer.global_step``, counted over all epochs, and at no
             other time. The Trainer's ``val_check_interval`` and ``check_val_every_n_epoch`` count loader batches and epochs, and
-            are left as they are by default; callbacks that monitor validation look after each. None: the Trainer's two arguments
-            decide.
+            are the default; callbacks that monitor validation run after each. None: the Trainer's two arguments decide.
 
     Raises:
         MisconfigurationException: an argument is out of its range; or, before training starts, the Trainer's strategy is not one of
-            this package, its ``accumulate_grad_batches`` contradicts ``window``, or it says when to validate, as ``validate_every``
-            does.
+            this package, its ``accumulate_grad_batches`` contradicts ``window``, or the Trainer, too, says when to validate.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -158,7 +154,7 @@ class GradientAccumulation(pl.Callback):
                 )
             )
             refuse(Asked(self.policy))
-        self._strategy: Engine | None = None  # while there are windows
+        self._strategy: Engine | None = None  # during a fit with windows
         self._state: dict[str, Any] = {}
         self._may_gather = False
 
@@ -167,7 +163,7 @@ class GradientAccumulation(pl.Callback):
         if stage != "fit":
             return
         check_package(trainer)
-        self._strategy, self._state = None, {}  # of an earlier fit, or of a checkpoint that was validated
+        self._strategy, self._state = None, {}  # from an earlier fit, or a checkpoint that was validated
         if not isinstance(trainer.strategy, Engine):
             raise MisconfiguredError(
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
@@ -185,10 +181,10 @@ class GradientAccumulation(pl.Callback):
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and "
                 f"GradientAccumulation({self.policy.window!r}) both set the window. Use only one of them."
             )
-        trainer.accumulate_grad_batches = size  # where tuners, monitors and Lightning itself look for it; until the fit ends
+        trainer.accumulate_grad_batches = size  # for tuners, monitors and Lightning itself, until the fit ends
 
     def connect(self, strategy: Engine) -> None:
-        """Take hold of the strategy's windows, and give them what a checkpoint said. Called by the strategy."""
+        """Connect to the strategy's windows, and restore them from a checkpoint. Called by the strategy."""
         self._strategy, self._may_gather = strategy, True
         self.load_state_dict(self._state)
         self._state = {}
@@ -209,19 +205,19 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if differing := seams.changed():  # whatever it says, that may be why; printed from Python 3.11 on
+        if differing := seams.changed():  # the difference may be the cause; notes are printed from Python 3.11 on
             exception.__notes__ = [*getattr(exception, "__notes__", []), seams.in_words(differing)]
         # other callbacks may take a checkpoint now, on this rank alone unless all got SIGTERM
         self._may_gather = trainer.world_size == 1 or isinstance(exception, pl.utilities.exceptions.SIGTERMException)
 
     def disconnect(self) -> None:
-        """A fit has ended, or failed: keep its state for a checkpoint, and nothing else of it. Called by the strategy."""
+        """End a fit, or a failed one: keep only its state for a checkpoint. Called by the strategy."""
         with suppress(RuntimeError):  # a device that has failed
             self._state = self._counts()
         self._strategy = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is in no fit."""
+        """The state of a copy, which is in no fit."""
         return {**vars(self), "_strategy": None, "_state": self._counts()}
 
     @override
@@ -230,7 +226,7 @@ class GradientAccumulation(pl.Callback):
         return self._counts() if partial is None else {**self._counts(), "window": partial.state_dict()}
 
     def _counts(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on, but for the gradients of an unfinished window."""
+        """The state for a checkpoint, without the gradients of an unfinished window."""
         return self._state if self._windows is None else self._windows.state_dict()
 
     @override
@@ -242,7 +238,7 @@ class GradientAccumulation(pl.Callback):
 
 
 def _what_to_use_instead_of(strategy: Strategy) -> str:
-    """Which strategy of this package to use in place of another one, in words."""
+    """The strategy of this package to use instead, in words."""
     sharded = 'Trainer(strategy="accum_fsdp") or "accum_model_parallel" (FSDP2, fully_shard)'
     if isinstance(strategy, pl.strategies.DeepSpeedStrategy):
         return (

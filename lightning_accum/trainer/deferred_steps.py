@@ -1,4 +1,4 @@
-"""Steps of optimizers and schedulers that a module calls itself, put off until its window ends."""
+"""Defers the optimizer and scheduler steps of manual optimization to the end of a window."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DeferredSteps:
     def find_held(self) -> None:
         """Defer schedulers, too, that the module keeps for itself, of such optimizers; and optimizers, where the Trainer has none.
 
-        Other optimizers, as of an inner loop, are the module's own business.
+        Other optimizers, such as of an inner loop, are not changed.
         """
         optimizers = [optimizer for optimizer in self._trained.optimizers if optimizer.param_groups]
         held = [value for owner in (self._trained.module, *optimizers) for value in vars(owner).values()]
@@ -54,12 +54,12 @@ class DeferredSteps:
         self._defer(optimizers, [one for one in schedulers if any(one.optimizer is optimizer for optimizer in optimizers)])
 
     def end(self) -> None:
-        """Leave optimizers and schedulers as they were."""
+        """Restore the optimizers and schedulers."""
         self._undo.close()
 
     def on_step(self, optimizer: Optimizer, run: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """The step of an optimizer is called, which ``run`` makes, with a closure or without."""
-        if self._is_stepping:  # Lightning's step calls the optimizer's own
+        if self._is_stepping:  # Lightning's step calls the optimizer's step
             return run(closure)
         result = None
         if closure is not None:
@@ -80,28 +80,28 @@ class DeferredSteps:
         return name if len(optimizers) == 1 else f"optimizer {optimizers.index(optimizer)} ({name})"
 
     def _intercepted(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """In here ``optimizer.step`` calls :meth:`on_step`."""
-        original = optimizer.step  # a scheduler has put its own there, to count
+        """Inside, ``optimizer.step`` calls :meth:`on_step`."""
+        original = optimizer.step  # a scheduler may have replaced it with a counter
 
-        @wraps(original)  # with the mark that a scheduler looks for
+        @wraps(original)  # keeps the attribute that a scheduler checks
         def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             def run(closure: Callable[[], Any] | None = None) -> Any:
                 return original(**kwargs) if closure is None else original(closure, **kwargs)
 
             return self.on_step(optimizer, run, closure)
 
-        return replacing(optimizer, step=MethodType(step, optimizer))  # a scheduler made later wants a method
+        return replacing(optimizer, step=MethodType(step, optimizer))  # a later scheduler needs a method
 
     @contextmanager
     def _scheduler_deferred(self, scheduler: Any) -> Iterator[None]:
-        """In here ``scheduler.step`` does nothing while steps are put off."""
+        """Inside, ``scheduler.step`` does nothing while steps are deferred."""
         original, are_deferred = type(scheduler), self._are_deferred
 
         def step(self: Any, *args: Any, **kwargs: Any) -> None:
             if not are_deferred():
                 original.step(self, *args, **kwargs)
 
-        # by its class, since all attributes of a scheduler go into checkpoints
+        # through its class, since a scheduler's attributes go into checkpoints
         names = {"step": step, "__module__": original.__module__, "__doc__": original.__doc__}
         scheduler.__class__ = type(original.__name__, (original,), names)
         yield

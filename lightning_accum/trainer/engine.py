@@ -1,4 +1,4 @@
-"""A strategy of this package, as loops, callbacks and sessions see it: what an engine does otherwise than another, and Lightning's
+"""The interface of this package's strategies for loops, callbacks and sessions: the differences between engines, and Lightning's
 hooks of a micro-batch and of an optimizer step.
 """
 
@@ -38,7 +38,7 @@ _MOVES = ("on_after_batch_transfer", "transfer_batch_to_device")  # hooks that a
 
 
 class Engine(Strategy, Trained):
-    """What all strategies of this package are; the methods that do nothing here are for engines with several ranks."""
+    """The base class of this package's strategies. Engines with several ranks override the methods that do nothing here."""
 
     accumulation: Accumulation | None = None  # the state of the running ``fit``; None outside of one, and in manual optimization
     policy: Policy = Policy()
@@ -47,19 +47,19 @@ class Engine(Strategy, Trained):
     global_rank: int
     ranks: Ranks = Ranks(torch.device("cpu"))  # those of the training; one alone before there are any
     reduces_every_backward_by_itself = False
-    """Where the module optimizes by itself, the engine averages gradients over the ranks in every backward."""
+    """Whether, in manual optimization, the engine averages gradients over the ranks in every backward."""
     manual: ManualWindows | None = None
-    """The windows of a module that optimizes by itself; None for any other, and where a window is one micro-batch on one rank."""
+    """The windows of manual optimization; None for automatic optimization, and if a window is one micro-batch on one rank."""
     watch: Watch  # checks that Lightning calls what replaces its own; there in a fit
     module: pl.LightningModule = Strategy.lightning_module  # type: ignore[assignment]  # a property
     row_wise: RowWise | None = None
-    """Runs submodules in micro-batches, in steps that see the whole batch; None where nothing was asked to."""
-    offload: Offload | None = None  # moves what autograd saves; None where it stays
+    """Runs submodules in micro-batches, in steps that see the whole batch; None without ``row_wise=``."""
+    offload: Offload | None = None  # moves tensors that autograd saves; None without offloading
     session: Session  # runs loader batches; there with :attr:`accumulation`
 
     @property
     def windows(self) -> Windows | None:
-        """Those of the running ``fit``; None outside of one, and where a window is one micro-batch of manual optimization."""
+        """The windows of the running ``fit``; None outside of one, and if a window is one micro-batch of manual optimization."""
         return self.accumulation if self.manual is None else self.manual
 
     def partial_window(self) -> PartialWindow | None:
@@ -67,18 +67,18 @@ class Engine(Strategy, Trained):
         return None if self.windows is None else self.windows.partial_window(self, self.trainer().accumulate_grad_batches)
 
     def begin_epoch(self) -> None:
-        """An epoch begins, or goes on after a checkpoint."""
+        """Begin an epoch, or resume it."""
         if self.windows is not None:
             self.windows.begin_epoch(self.trainer().current_epoch)
         self.set_size()
 
     @property
     def rows(self) -> WindowRows:
-        """What shows windows that have ended."""
+        """The object that logs windows that have ended."""
         return cast("WindowRows", self.trainer()._logger_connector)
 
     def set_size(self) -> None:
-        """A window is about to begin: have its size where tuners, monitors and Lightning look for it."""
+        """Publish the size of the next window for tuners, monitors and Lightning."""
         if self.policy.has_varying_windows and self.windows is not None:
             trainer = self.trainer()
             size = self.policy.size_at(trainer.current_epoch, self.windows.clock.optimizer_steps)
@@ -86,25 +86,25 @@ class Engine(Strategy, Trained):
             trainer.accumulate_grad_batches = size
 
     def end_window(self) -> None:
-        """A window has ended, and its step was made: show it, and set the size of the next."""
+        """Log a window after its step, and publish the size of the next."""
         self.set_size()
         if self.windows is not None and self.policy.log:
             self.rows.show_window(self.windows)
 
     def _ranks(self) -> Ranks:
-        """Those whose gradients are averaged."""
+        """The ranks whose gradients are averaged."""
         return Ranks(self.root_device, self.world_size, None, self.world_size, self.global_rank, getattr(self, "_timeout", None))
 
     def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step as the engine wants it."""
+        """Run a step inside the engine's own preparation."""
         return step(*args, **kwargs)
 
     def _make_sync(self) -> GradientSync:
-        """When gradients are reduced, in a fit that begins. May refuse what the engine cannot do."""
+        """The gradient reduction of a fit that begins. Raises an error if the engine does not support it."""
         return GradientSync()
 
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
-        """Clip the gradients of ``parameters`` to a norm. Returns the norm that they had."""
+        """Clip the gradients of ``parameters`` to a norm. Returns their norm before."""
         return torch.nn.utils.clip_grad_norm_(parameters, largest)
 
     def trainer(self) -> pl.Trainer:
@@ -112,11 +112,11 @@ class Engine(Strategy, Trained):
         return self.module.trainer
 
     def running_row_wise(self, batch: Any) -> AbstractContextManager[None]:
-        """In here, a step and its backward, the submodules that were named run in micro-batches."""
+        """The context of a step and its backward, in which the named submodules run in micro-batches."""
         return nullcontext() if self.row_wise is None else self.row_wise.step(count_samples(batch))
 
     def around_loader_batch(self, batch: Any) -> AbstractContextManager[None]:
-        """What a loader batch runs in, whole or in micro-batches."""
+        """The context in which a loader batch runs, whole or in micro-batches."""
         if self.offload is None:
             return nullcontext()
         return self.offload.engaged((*self.module.parameters(), *self.module.buffers(), *tree_leaves(batch)))
@@ -140,11 +140,11 @@ class Engine(Strategy, Trained):
 
     @property
     def has_lightnings_precision(self) -> bool:
-        """What the precision plugin does with a loss, and whether it may leave out a step, is known."""
+        """Whether the precision plugin is Lightning's, whose treatment of losses and skipped steps is known."""
         return type(self.precision_plugin).__module__.startswith(("lightning.", "pytorch_lightning."))
 
     def samples_of_loader(self) -> frozenset[int]:
-        """How many samples the loaders put into a batch; empty where one of them does not say so."""
+        """The batch sizes of the loaders; empty if one of them is unknown."""
         combined, sizes = self.trainer().fit_loop._combined_loader, set[Any]()
         for loader in [] if combined is None else combined.flattened:
             sampler = getattr(loader, "batch_sampler", None)
@@ -153,7 +153,7 @@ class Engine(Strategy, Trained):
         return frozenset() if None in sizes else frozenset(sizes)
 
     def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
-        """Say in one line what was understood."""
+        """Print the start line."""
         accumulation, trainer = self.accumulation, self.trainer()
         assert accumulation is not None
         batch = micro_batch.batch if accumulation.plan is None else accumulation.plan.batch

@@ -1,6 +1,6 @@
 """The strategies of one device, of DistributedDataParallel and of FullyShardedDataParallel (FSDP1).
 
-That of ``fully_shard`` is in ``model_parallel.py``.
+The strategy of ``fully_shard`` is in ``model_parallel.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loops over epochs and over their batches: when a window ends, and what is due then; epochs end on all ranks together."""
+"""The loops over epochs and batches: they end windows, run what is due then, and end epochs on all ranks together."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from lightning_accum.user_warnings import rank_zero_warn
 
 
 class AccumulatingEpochLoop(ValidatingEpochLoop):
-    """Windows end where the boundary says; schedulers step when their clock says."""
+    """Ends windows at the boundary, and steps schedulers by their clock."""
 
     strategy: Engine
     begins_anew: bool = False  # the epoch of the checkpoint is over
     begun: int = 0  # the loader batch that began last, counted from 1 over all epochs
-    _advanced: int = 0  # that which :meth:`advance` was called for
+    _advanced: int = 0  # the loader batch that :meth:`advance` was last called for
     _inspected: Any = None
     _arguments: tuple[str, ...] = ()
 
@@ -62,7 +62,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 
     @property
     def _is_in_counted_window(self) -> bool:
-        """Its terms are divided by what all of it has, so training does not stop inside."""
+        """Whether a window is open whose terms are divided by totals over all of it, so that training must not stop inside."""
         fetcher = self.trainer.fit_loop._data_fetcher
         return isinstance(fetcher, WindowFetcher) and fetcher.is_ahead
 
@@ -93,15 +93,15 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 
     @property
     def _boundary(self) -> Boundary | None:
-        """Decides where windows end; None where Lightning does."""
+        """Decides when windows end; None if Lightning decides."""
         return None if self.strategy.windows is None else self.strategy.windows.boundary
 
     def window_size(self) -> float:
-        """Loader batches in a window that begins now; inf for tokens, which are counted after it."""
+        """Loader batches in a window that begins now; inf for a window of tokens."""
         return math.inf if isinstance(self.strategy.policy.window, Tokens) else self.trainer.accumulate_grad_batches
 
     def begin_loader_batch(self, boundary: Boundary, runs: str) -> bool:
-        """A loader batch begins, and a window with it, unless one is under way. Returns whether the window ends with it."""
+        """Begin a loader batch, and a window with it, if none is open. Returns whether the window ends with it."""
         seen = self.batch_progress.total.ready
         if seen == self.begun or seen != self._advanced:
             raise seams.broken(f"{runs}.run was called twice for a loader batch, or not by _TrainingEpochLoop.advance.")
@@ -113,7 +113,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         return seen >= boundary.ends_at
 
     def _is_cut_by_the_end(self, boundary: Boundary) -> bool:
-        """The data end with this loader batch, and so does the window."""
+        """End the window with this loader batch, the last of the data."""
         if not self._num_ready_batches_reached():
             return False
         fit_loop = self.trainer.fit_loop
@@ -147,7 +147,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         return OrderedDict(zip(self._arguments, (batch, batch_idx), strict=False))
 
     def end_loader_batch(self, accumulation: Accumulation, seen: int) -> None:
-        """A loader batch has ended: so does the window, if it is one of tokens and has come to them."""
+        """End a loader batch, and with it a window of tokens that is full."""
         accumulation.end_loader_batch(seen)
         if accumulation.boundary.size != math.inf or accumulation.boundary.position(seen) <= 0:
             return
@@ -156,7 +156,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             self.optimization.step_without_batch()
 
     def finish_window(self) -> None:
-        """An unfinished window meets the end of its epoch, or of the training."""
+        """Handle an unfinished window at the end of its epoch or of training."""
         strategy, windows, seen = self.strategy, self.strategy.windows, self.batch_progress.total.ready
         if windows is None or windows.boundary.position(seen) <= 0:
             return
@@ -167,7 +167,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
                     f"GradientAccumulation(tail='{windows.policy.tail}'): the gradients of {lost} loader batches at the end of"
                     f" epoch {self.trainer.current_epoch} are dropped."
                 )
-            else:  # only the module's own training_step steps, and no loader batch is left for it to do so
+            else:  # only training_step itself can step, and no loader batch is left for it
                 rank_zero_warn(
                     f"Training ended inside a window of manual optimization: the gradients of the last {lost} loader batches are "
                     "dropped."
@@ -179,7 +179,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         windows.boundary.cut_short(seen)
         steps = self.global_step
         self.optimization.step_without_batch()
-        # and what Lightning does at the end of a loader batch that ends a window
+        # Lightning's actions at the end of a loader batch that ends a window
         has_stepped = self.global_step > steps
         if has_stepped:
             self._call_batch_end(pl.callbacks.WeightAveraging, strategy.accumulation)
@@ -191,7 +191,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             self._call_batch_end(pl.callbacks.ModelCheckpoint, strategy.accumulation)
 
     def _call_batch_end(self, kind: type[pl.Callback], accumulation: Accumulation) -> None:
-        """Have callbacks of a kind see an optimizer step that no end of a loader batch comes after."""
+        """Report an optimizer step to callbacks of a kind, if no loader batch ends after it."""
         trainer: Any = self.trainer
         outputs = {"loss": None if accumulation.closed is None else accumulation.closed.loss}
         for callback in trainer.callbacks:
@@ -239,7 +239,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if interval != "step" or strategy.accumulation is None:
             super()._update_learning_rates(interval, update_plateau_schedulers)
             return
-        # Lightning counts loader batches of the epoch; what is due is decided here, and stepped by Lightning
+        # Lightning would count loader batches of the epoch: here the clock decides which schedulers are due, and Lightning steps
+        # them
         clock, configs = strategy.accumulation.clock, strategy.lr_scheduler_configs
         if not configs:
             return
@@ -257,7 +258,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 
 
 class AccumulatingFitLoop(_FitLoop):
-    """The last window ends with the training, and an epoch is as long as that of the rank that has the most."""
+    """Ends the last window with the training, and gives an epoch the length of the longest loader over the ranks."""
 
     seams: ExitStack  # ends with the fit
 
@@ -277,13 +278,13 @@ class AccumulatingFitLoop(_FitLoop):
 
     @override
     def setup_data(self) -> None:
-        """Have all ranks end an epoch together, and draw the batches of a window before it runs where weights are counted ahead."""
+        """Have all ranks end an epoch together, and draw the batches of a window before it runs if weights are counted ahead."""
         before, strategy = self._data_fetcher, cast("Engine", self.trainer.strategy)
         strategy.watch.called.add("_FitLoop.setup_data")
         super().setup_data()
         if (fetcher := self._data_fetcher) is before:
             return
-        self.seams.close()  # what holds the fetcher of loaders that were reloaded
+        self.seams.close()  # the changes to the fetcher of reloaded loaders
         if not strategy.module.automatic_optimization:
             return
         lengths, policy = self._lengths(strategy.ranks), strategy.policy
@@ -294,17 +295,17 @@ class AccumulatingFitLoop(_FitLoop):
             self.seams.enter_context(specialised(fetcher, WindowFetcher, **own, **lengths))
 
     def _lengths(self, ranks: Ranks) -> dict[str, Any]:
-        """Have an epoch end on all ranks with that of the rank that has the most. Returns what is known of their lengths."""
+        """Give the epoch the length of the longest loader on all ranks. Returns the known lengths."""
         trainer: Any = self.trainer
         own, inf = float(self.max_batches), float("inf")
         longest, negated_shortest = ranks.largest(own, -own)
-        if longest != own:  # what Lightning derives from the loader of this rank is derived from that of the longest
+        if longest != own:  # numbers that Lightning derives from this rank's length now use the longest
             self.max_batches = longest if longest == inf else int(longest)
             self._last_train_dl_reload_epoch = trainer.current_epoch
             interval: Any = None if trainer._val_check_time_interval is not None else trainer.val_check_interval
             is_count = interval is None or isinstance(interval, int)
             trainer.val_check_batch = interval if is_count else longest if longest == inf else max(1, int(longest * interval))
-        # beside tensor parallelism the weights of a window do not go to all ranks, and a SIGTERM neither
+        # with tensor parallelism, neither the weights of a window nor a SIGTERM reach all ranks
         known = int(longest) if longest != inf and ranks.size == ranks.world_size else None
         return {"longest": known, "is_one_empty": not negated_shortest}
 

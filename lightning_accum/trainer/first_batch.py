@@ -1,4 +1,4 @@
-"""What is tried out on the first batches of a fit: ``training_step`` on other batches, of which nothing is logged."""
+"""The checks of the first batches of a fit: runs ``training_step`` on other batches, without logs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from lightning_accum.whole.row_proof import prove_row_wise
 
 
 def unlogged_step(trainer: pl.Trainer, others: Sequence[Any]) -> Callable[[Any], Any]:
-    """``training_step`` on some batch and the ``others`` of its arguments, of which nothing is logged.
+    """Run ``training_step`` on a batch and the ``others`` of its arguments, without logs.
 
-    It runs in full precision, where rounding is the least; a module's loss hardly changes by that.
+    It runs in full precision, which minimises rounding and hardly changes the loss.
     """
     strategy, precision = cast("Engine", trainer.strategy), trainer.precision_plugin
 
@@ -50,7 +50,7 @@ def unlogged_step(trainer: pl.Trainer, others: Sequence[Any]) -> Callable[[Any],
 
 
 def loss_unlogged(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> Tensor | None:
-    """The loss of a batch that is not trained on, in the place of the loader batch so many after the one under way."""
+    """The loss of a batch without training, as the loader batch ``ahead`` of the current one."""
     epoch_loop = trainer.fit_loop.epoch_loop
     kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, epoch_loop.batch_idx + ahead)
     with torch.enable_grad(), logging_nothing(trainer):
@@ -58,7 +58,7 @@ def loss_unlogged(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> Tensor | N
 
 
 def result_of(output: Any) -> ClosureResult:
-    """What training_step returned, with the loss as it is."""
+    """The output of training_step, with the loss unchanged."""
     if isinstance(output, Tensor):
         return ClosureResult(output)
     result = ClosureResult.from_training_step_output(output)
@@ -68,7 +68,7 @@ def result_of(output: Any) -> ClosureResult:
 
 
 class DatasetRows(FewRows):
-    """Samples of the dataset, of which the loader's ``collate_fn`` makes batches: where the rows of a batch cannot be told apart.
+    """Batches of samples from the dataset, built by the loader's ``collate_fn``, if the rows of a batch cannot be told apart.
 
     They are drawn from a copy of the dataset, and what ``collate_fn`` changes is put back. If there are none, a CannotCheckError
     says why.
@@ -95,7 +95,7 @@ class DatasetRows(FewRows):
 
     @override
     def take(self, rows: Sequence[int]) -> Any:
-        with self._undo.take(watches_parameters=False):  # batches that are trained on are as if there had been none of these
+        with self._undo.take(watches_parameters=False):  # these draws must not affect the batches of training
             self._drawn.restore()
             try:
                 batch = transferred(self._trainer, self._collate([deepcopy(self._samples[row % self.number]) for row in rows]))
@@ -103,7 +103,7 @@ class DatasetRows(FewRows):
                 raise CannotCheckError(f"collate_fn raises {type(error).__name__} on other samples: {error}") from error
             if self._drawn.random_state.torch_has_drawn() or self._drawn.random_state.others_have_drawn():
                 raise CannotCheckError("a batch of the loader is made with random numbers")
-            self._drawn = self._undo.take(watches_parameters=False)  # what it draws by itself is seen as other losses
+            self._drawn = self._undo.take(watches_parameters=False)  # its own random draws would show as different losses
         return batch
 
     @override
@@ -115,7 +115,7 @@ _MOST_SAMPLES, _SECONDS = 256, 5.0
 
 
 class _Copied(dict[int, Any]):
-    """The copied parts of a dataset, by their place in memory: no more than take a moment."""
+    """The copied parts of a dataset, by id, up to a limit of time."""
 
     def __init__(self, size: int) -> None:
         self._size = 0
@@ -133,17 +133,17 @@ class _Copied(dict[int, Any]):
 
 
 _MOST_BYTES, _BYTES_OF_OBJECT = 2**30, 1000
-"""An object takes as long to copy as so many bytes."""
+"""Copying an object takes as long as copying this many bytes."""
 
 
 def _bytes_of(dataset: Any) -> int:
-    """Of the tensors and arrays in its attributes, and in datasets inside of it."""
+    """The bytes of tensors and arrays in its attributes, and in nested datasets."""
     leaves = tree_leaves({**vars(dataset)}) if hasattr(dataset, "__dict__") else []
     return sum(_bytes_of(leaf) if isinstance(leaf, Dataset) else int(getattr(leaf, "nbytes", 0)) for leaf in leaves)
 
 
 def _samples_of(dataset: Any, number: int) -> list[Any]:
-    """So many from all over the dataset, fewer if they take long."""
+    """Samples spread over the dataset, fewer if they take long."""
     number, end, samples = min(number, len(dataset)), monotonic() + _SECONDS, list[Any]()
     for place in sorted(range(number), key=lambda place: place % (number // MOST_ROWS or 1)):  # the first are from all over
         if len(samples) < MOST_ROWS or monotonic() < end:
@@ -159,7 +159,7 @@ def transferred(trainer: pl.Trainer, batch: Any) -> Any:
 
 
 def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) -> None:
-    """Check the loader batch in ``kwargs``, those of ``training_step``, and submodules in micro-batches on it, while that is due.
+    """Check the loader batch in ``kwargs`` (the arguments of ``training_step``) and row-wise submodules, while this is due.
 
     Called on all ranks at each loader batch; ``kwargs`` are empty where this rank has no batch.
     """
@@ -174,7 +174,7 @@ def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) ->
     if not accumulation.checks_left:
         return
     is_long = accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
-    # draws of training_step itself cannot be put back
+    # batches that training_step draws cannot be put back
     may_draw = not is_long or accumulation.rest_of_window is not None
     may_count = may_draw and not strategy.snapshotter.iterators() and strategy.policy.may_count_first(is_long)
     after = unlogged_step(trainer, [others[0] + 1]) if "batch_idx" in kwargs else None
@@ -185,7 +185,7 @@ def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) ->
 
 
 def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) -> None:
-    """As :func:`try_out`, where the module optimizes by itself: the loss of each ``manual_backward`` alone. Nothing steps."""
+    """:func:`try_out` for manual optimization: checks the loss of each ``manual_backward``. Nothing steps."""
     windows = strategy.manual
     assert windows is not None
     if (not kwargs and strategy.world_size == 1) or not windows.takes_check():
@@ -203,11 +203,11 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[st
         with windows.trying_out(moves) as losses:
             run(batch)
         found = torch.stack([loss.detach().reshape(()) for loss in losses])
-        places = torch.arange(1.0, len(found) + 1, device=found.device)  # none makes up for another
-        return torch.where((found == 0).any(), torch.nan, (places * found).sum())  # one that is 0 shows nothing
+        places = torch.arange(1.0, len(found) + 1, device=found.device)  # so that losses cannot cancel
+        return torch.where((found == 0).any(), torch.nan, (places * found).sum())  # a loss of 0 proves nothing
 
     how: dict[str, Any] = {"is_manual": True, "of_dataset": partial(DatasetRows, trainer)}
-    samples, inform = strategy.samples_of_loader(), lambda _: None  # the line at the start says it for each call
+    samples, inform = strategy.samples_of_loader(), lambda _: None  # the start line reports each call
     while number < windows.ranks.largest(windows.most_tried)[0]:
         accumulation, step = windows.call(number), partial(loss_of_call, number=number)
         checked = Checked(strategy, step, accumulation, samples, is_long, inform, **how)

@@ -1,4 +1,4 @@
-"""What this package takes from Lightning: the one place where it is imported, from the package that ``package.py`` decides on."""
+"""All imports from Lightning, from the package that ``package.py`` selects."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ Strategy = pl.strategies.Strategy
 
 
 class MisconfiguredError(AccumulationError, MisconfigurationException):
-    """Arguments, a module, data or a Trainer are wrong: Lightning's error for that, and this package's."""
+    """Wrong arguments, module, data or Trainer: both Lightning's error and this package's."""
 
 
 @contextmanager
 def misconfigured() -> Iterator[None]:
-    """An ArgumentError in here is raised as the error that Lightning has for wrong arguments."""
+    """Inside, an ArgumentError is raised as Lightning's error for wrong arguments."""
     try:
         yield
     except ArgumentError as error:
@@ -55,7 +55,7 @@ def misconfigured() -> Iterator[None]:
 
 
 def is_lightnings(owner: object, hook: str, kind: type = pl.LightningModule) -> bool:
-    """Whether a module, or another ``kind`` of object, leaves ``hook`` to Lightning, of whatever release."""
+    """Whether a module, or another ``kind`` of object, does not override Lightning's ``hook``."""
     return getattr(type(owner), hook) is getattr(kind, hook) and hook not in vars(owner)
 
 
@@ -67,8 +67,8 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 @contextmanager
 def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
-    """In here an object has these attributes. ``_current_fx_name`` of a module is the hook that ``module.log`` is called in."""
-    own = vars(owner)  # of a Module, setting one takes microseconds
+    """Inside, an object has these attributes. ``_current_fx_name`` of a module is the hook that ``module.log`` is called in."""
+    own = vars(owner)  # setting an attribute of a Module takes microseconds
     before = {name: own[name] for name in attributes if name in own}
     own.update(attributes)
     try:

@@ -1,4 +1,4 @@
-"""The places where Lightning's training loop decides about accumulation, handed over to the strategy for one fit.
+"""Hands the decisions of Lightning's training loop about accumulation to the strategy, for one fit.
 
 The loops of a Trainer keep their identity and their progress, since checkpoints, tuners and callbacks hold on to them: each
 gets a subclass of its own class instead of a successor, for as long as a fit takes.
@@ -49,7 +49,7 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
         cast("AccumulatingFitLoop", fit_loop).seams,
     ):
         yield
-        epoch_loop.manual_optimization.on_run_end()  # a step that raised left the optimizers' hooks in place
+        epoch_loop.manual_optimization.on_run_end()  # a step that raised leaves the optimizers' hooks in place
         is_over = trainer.state.status == "running"
         is_unanswered = cast("DeferredSigterm", signals).is_waiting and not signals.received_sigterm
     if is_unanswered and is_over:
@@ -57,14 +57,14 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
 
 
 class NotingPrecision(pl.plugins.Precision):
-    """Clips as the strategy does, and keeps the norm, which Lightning throws away."""
+    """Clips through the strategy, and keeps the norm, which Lightning drops."""
 
     clips_as: Engine  # a plugin of the user's may have a `strategy` of its own
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         strategy, accumulation = self.clips_as, self.clips_as.accumulation
-        if accumulation is None:  # the module clips by itself
+        if accumulation is None:  # manual optimization clips itself
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
             norm, closed = strategy.clip_by_norm(self.main_params(optimizer), clip_val), accumulation.closed
@@ -75,10 +75,10 @@ class NotingPrecision(pl.plugins.Precision):
 
 
 def naming_launcher(strategy: Engine) -> Any:
-    """The launcher of a strategy; it runs fits so that all ranks raise what the first of them failed with, before training too."""
+    """The launcher of a strategy; with it, all ranks of a fit raise the first rank's error, also before training."""
     launcher, environment = strategy._launcher, getattr(strategy, "cluster_environment", None)
     if launcher is None and environment is not None and environment.creates_processes_externally:
-        # sharding strategies have none, under torchrun for example, where DDP's launcher starts no process either
+        # sharding strategies may have no launcher, for example under torchrun, where DDP's launcher starts no process either
         launcher = strategy._launcher = _SubprocessScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)  # type: ignore[attr-defined]
     if launcher is not None and "launch" not in vars(launcher):
         # an attribute and not a class, since a launcher is pickled where it spawns processes
@@ -87,7 +87,7 @@ def naming_launcher(strategy: Engine) -> Any:
 
 
 def forks_or_spawns(launcher: Any) -> bool:
-    """Whether the process starts the others from itself, as functions."""
+    """Whether the process starts the other ranks as functions."""
     return isinstance(launcher, _MultiProcessingLauncher)
 
 
@@ -113,5 +113,5 @@ def _fit_on_rank(is_forked: bool, function: Callable[..., Any], *args: Any, **kw
             return function(*args, **kwargs)
     except SIGTERMException as error:
         if is_forked:
-            error.code = 128 + signal.SIGTERM  # with status 0 the process that forked this one waits for its result
+            error.code = 128 + signal.SIGTERM  # else the parent process waits for its result
         raise

@@ -1,10 +1,9 @@
-"""Manual optimization, ``automatic_optimization = False``: windows of a module that calls backward and steps by itself.
+"""Manual optimization, ``automatic_optimization = False``: windows of a module that calls backward and step itself.
 
-Each call of ``manual_backward`` in ``training_step`` has a loss of its own: the first calls of all micro-batches of a window belong
-together, the second calls, and so on. What a call adds to the gradients is added up outside of ``.grad``. At the boundary each call
-leaves in ``.grad`` what it would have left there after one batch of all the window's micro-batches, and the module's own code goes
-on with that: clipping, ``step``, ``zero_grad``, in its order. Before the boundary, steps of optimizers and schedulers are put off.
-``zero_grad`` need not be: nothing that is accumulated is in ``.grad``.
+Each call of ``manual_backward`` in ``training_step`` has its own loss: the first calls of all micro-batches of a window form one
+loss, the second calls another, and so on. The gradients of each call are summed outside of ``.grad``. At the boundary each call
+leaves the gradient of the full batch in ``.grad``, and the module's own code uses it: clipping, ``step``, ``zero_grad``. Before the
+boundary, steps of optimizers and schedulers are deferred, but not ``zero_grad``, since ``.grad`` holds no sums.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from lightning_accum.windows import Windows
 
 
 class Call(Accumulation):
-    """One of the backward calls in a ``training_step``: its windows, each with one loss, and what the check finds of that."""
+    """One of the backward calls in a ``training_step``: its windows, and the check of its loss."""
 
     def __init__(self, windows: ManualWindows, weight_scale: float | None) -> None:
-        self.given = GradientSums()  # what it has given to the gradients in this window
-        self.line = ""  # of the user's code, which makes it
+        self.given = GradientSums()  # its gradients in this window
+        self.line = ""  # the line of the user's code that calls it
         super().__init__(windows.policy, windows.ranks, windows.warn_once, None, self.given, windows.row_wise, weight_scale)
         self.boundary, self.checks_left = windows.boundary, max(0, windows.checks)
 
 
 class ManualWindows(Windows):
-    """The windows of a fit whose module optimizes by itself.
+    """The windows of a fit with manual optimization.
 
     Args:
-        reduces_by_itself: every backward leaves gradients that are averaged over the ranks, as in sharded modules.
+        reduces_by_itself: the engine averages gradients over the ranks in every backward, as in sharded modules.
         checks: at how many loader batches the losses may be checked.
     """
 
@@ -66,13 +65,13 @@ class ManualWindows(Windows):
     ) -> None:
         super().__init__(policy, trained.ranks, warn, "where trainer.global_step has grown")
         self.calls: list[Call] = []
-        self.current = ManualMicroBatch()  # None of the data, between loader batches
+        self.current = ManualMicroBatch()  # without a batch between loader batches
         self.closed: list[ClosedWindow] = []  # the window of each call, at the last boundary
         self.row_wise, self.checks = row_wise, checks
-        self.tried: list[Tensor] | None = None  # the losses of a ``training_step`` that is tried out
-        self.most_tried = 1  # of these, in any ``training_step`` that was tried out
+        self.tried: list[Tensor] | None = None  # the losses of a ``training_step`` in a trial
+        self.most_tried = 1  # the largest number of losses in a trial
         self.is_free_of_steps: bool | None = None
-        """No loss depends on a step that ``training_step`` makes before it; None where that was not tried out."""
+        """Whether no loss depends on an earlier step of the same ``training_step``; None if not checked."""
         self._module = cast("pl.LightningModule", trained.module)
         self._named = dict(trained.module.named_parameters())
         self._parameters, self._loss_scale, self._reduces_by_itself = trained.parameters, trained.loss_scale, reduces_by_itself
@@ -82,21 +81,21 @@ class ManualWindows(Windows):
         """What the first micro-batch of the window stepped, and how many backward calls it made."""
         self._is_announced = False
         counts_steps = policy.scheduler_counts == "optimizer_steps"
-        # in what is tried out no scheduler steps, whatever it counts
+        # in a trial no scheduler steps, whatever it counts
         are_deferred = lambda: self.tried is not None or (counts_steps and self.current.defers_steps)  # noqa: E731
         self.steps = DeferredSteps(trained, schedulers, self.may_step, are_deferred)
 
     def begin_loader_batch(self) -> None:
-        """Hooks before training_step are next. A window has one that may step, that of its first loader batch."""
+        """Begin the hooks before training_step. In a window, only those of its first loader batch may step."""
         self.current = ManualMicroBatch(defers_steps=self.micro_batches_begun > 0)
 
     def takes_check(self) -> bool:
-        """Whether the loader batch that is next is checked: on all ranks or on none."""
+        """Whether the next loader batch is checked, on all ranks or on none."""
         self.checks -= 1
         return self.checks >= 0
 
     def check_batch(self, has_batch: bool, is_boundary: bool) -> None:
-        """A loader batch is next: see :func:`check_batches`. Called on all ranks."""
+        """Begin a loader batch; see :func:`check_batches`. Called on all ranks."""
         if self.ranks.size > 1 and (is_boundary or self._reduces_by_itself):
             check_batches(self.ranks, has_batch)
 
@@ -136,7 +135,7 @@ class ManualWindows(Windows):
         contribution, reading = call.weigher(loss, current.batch)
         if reading.function is not None:
             reading.function.leave_out(loss)
-        del reading  # before the backward: its terms may be as large as the losses
+        del reading  # free its terms before the backward, which may be as large as the losses
         if call.verdict is not None:  # else it is not checked
             call.window.note_doubt(contribution.is_new + contribution.doubt)
         factor = as_number(call.window.add(loss.detach().to(call.window.dtype), contribution))
@@ -145,7 +144,7 @@ class ManualWindows(Windows):
             current.before = dict(before)
         for parameter in before:
             parameter.grad = None
-        if self._reduces_by_itself:  # a mean over ranks, each of which has its own factor
+        if self._reduces_by_itself:  # a mean over ranks with different factors
             loss, factor = (loss * factor).to(loss.dtype), 1.0
         is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         with gradients_of_zero(loss) if is_weightless else nullcontext():
@@ -154,7 +153,7 @@ class ManualWindows(Windows):
         return result
 
     def _look_for_changes(self) -> None:
-        """Compare the parameters that the last micro-batch of a window has run forward with to those of its first."""
+        """Compare the parameters of the first and the last forward of a window."""
         if self._reduces_by_itself:  # they are others between forward and backward
             return
         if self.changes.is_under_way and not self.current.defers_steps:
@@ -164,10 +163,10 @@ class ManualWindows(Windows):
             self.changes.begin(self._module)
 
     def _take_gradients(self, call: Call, factor: float | Tensor, before: dict[nn.Parameter, Tensor]) -> None:
-        """Add up what a call gave to the gradients, times ``factor``; and add it to what was there ``before``."""
+        """Add the gradients of a call, times ``factor``, to its sums; and to the gradients ``before``."""
         is_boundary, scale = not self.current.defers_steps, self._loss_scale()
         given = {p: p.grad.detach() for p in self._parameters() if p.grad is not None}
-        for parameter, gradient in given.items():  # a copy, since the module may clip what it sees
+        for parameter, gradient in given.items():  # a copy, since the module may clip it
             call.given.add(parameter, gradient if is_boundary else gradient.clone(), factor / scale)
         if is_boundary:
             given = self._close(call, scale)
@@ -248,7 +247,7 @@ class ManualWindows(Windows):
             self.discard(seen)
 
     def leave_loader_batch(self) -> None:
-        """Hooks after training_step have run: ``.grad`` is what it was before, unless a window has ended."""
+        """End the hooks after training_step: restore ``.grad``, unless a window has ended."""
         current, self.current = self.current, ManualMicroBatch()
         if current.defers_steps and current.before is not None:
             for parameter in self._parameters():
@@ -271,7 +270,7 @@ class ManualWindows(Windows):
         return self.calls[index]
 
     def announce(self, batch: Any, loader_batches: int, samples: frozenset[int]) -> None:
-        """Say in one line what was understood, once a ``training_step`` has called backward."""
+        """Print the start line, once a ``training_step`` has called backward."""
         if self._is_announced or not self.calls:
             return
         self._is_announced = True
@@ -307,7 +306,7 @@ class ManualWindows(Windows):
         return 1.0  # the sums are without it
 
     def may_step(self, name: str, optimizer: Optimizer) -> bool:
-        """Whether an optimizer of this name, whose step is called, makes it now rather than at the boundary."""
+        """Whether the optimizer of this name steps now, or at the boundary."""
         self.current.stepped.append(name)
         if self.current.moves:
             own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

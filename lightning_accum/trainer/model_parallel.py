@@ -35,15 +35,15 @@ SAME_LOSS = "tensor_parallel"
 class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParallelStrategy):
     """Exact gradient accumulation over ``fully_shard`` (FSDP2), ``Trainer(strategy="accum_model_parallel")``.
 
-    Also together with tensor parallelism: weights and gradients are summed over the data-parallel ranks only. The module applies
-    ``fully_shard`` in its ``configure_model``, as with Lightning's own strategy.
+    With tensor parallelism, weights and gradients are summed over the data-parallel ranks only. The module applies ``fully_shard``
+    in its ``configure_model``, as with Lightning's own strategy.
 
     Args:
         args: see :class:`lightning.pytorch.strategies.ModelParallelStrategy`; so are the keyword arguments.
         mesh: in place of ``data_parallel_size`` and ``tensor_parallel_size``, the sizes of the dimensions of ``self.device_mesh``,
-            by names that say what its ranks have: ``"data_parallel"``, ``"replicate"`` and ``"shard"`` rows of their own,
-            ``"context_parallel"`` and ``"sequence_parallel"`` each a part of the same rows and the loss of that,
-            ``"tensor_parallel"``, the last, the same loss. ``fully_shard`` is applied over all but the last.
+            by name. Ranks along ``"data_parallel"``, ``"replicate"`` and ``"shard"`` have their own rows; along
+            ``"context_parallel"`` and ``"sequence_parallel"`` a part of the same rows and its loss; along ``"tensor_parallel"``,
+            the last, the same loss. ``fully_shard`` is applied over all but the last.
         sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"``. Once a window sends less, but
             holds whole gradients on every rank until the window ends; the other holds shards. ``"shard"`` is for ``fully_shard``
             over a mesh of two dimensions, replicas of shards: it reduces within the shards at every micro-batch and over the
@@ -51,10 +51,9 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         kwargs: see above.
 
     Raises:
-        MisconfigurationException: ``sync`` is none of the three; ``mesh`` names what is not known, has tensor parallelism elsewhere
-            than last, or stands beside other sizes; or, before training starts, ``fully_shard`` was not applied
-            though there are several data-parallel ranks, or to other ranks than these, or a module divides its gradients by a
-            number of its own, or there are no replicas for ``sync="shard"``.
+        MisconfigurationException: ``sync`` is none of the three; ``mesh`` has an unknown name, does not end with tensor
+            parallelism, or is combined with other sizes; or, before training starts: ``fully_shard`` was not applied over the
+            data-parallel ranks, a module divides its gradients by its own number, or there are no replicas for ``sync="shard"``.
 
     Example:
         >>> strategy = ModelParallelAccumulationStrategy(data_parallel_size=2, tensor_parallel_size=1)
@@ -113,7 +112,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Replicas are the ranks that have rows of their own, in the order of the dimensions of the mesh."""
+        """The replicas, which are the ranks with their own rows, in the order of the mesh."""
         if not self._sizes:
             return super().distributed_sampler_kwargs
         coordinate = self.device_mesh.get_coordinate()
@@ -150,7 +149,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         return norm
 
     def _check_accumulate_dtype(self, sync: FSDP2Sync, dtype: torch.dtype) -> None:
-        """Whether ``fully_shard`` adds up gradients in ``dtype``; else an error that says how to have it."""
+        """Whether ``fully_shard`` adds up gradients in ``dtype``; else raises an error that names the fix."""
         sharded = sync.parameters()
         narrow = [parameter for parameter in self.parameters() if is_narrower(parameter.dtype, dtype)]
         found = sync.sums_narrower_than(dtype) or next((p.dtype for p in narrow if p not in sharded), None)

@@ -1,4 +1,4 @@
-"""GradientNoiseScale: how large a window is worth having, estimated from the gradients of micro-batches and windows."""
+"""GradientNoiseScale: estimates the useful size of a window from the gradients of micro-batches and windows."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from lightning_accum.weighing.terms import tensor_of as as_tensor
 from lightning_accum.window_totals import tensor_of
 
 _SUMMED = ("1", "S", "G", "SS", "GG", "weight", "samples", "1 ww", "windows")
-"""What is summed over the windows, each with a weight w that decays: G is |G|^2, "1 ww" sums w^2, "windows" counts all alike."""
+"""Sums over the windows, each with a decaying weight w: G is |G|^2, "1 ww" sums w^2, "windows" counts all equally."""
 
 
 class NoiseScale(NamedTuple):
-    """An estimate of the gradient noise scale, and so of the batch size that is worth having.
+    """An estimate of the gradient noise scale, which is the largest useful batch size.
 
     ``weight`` is the noise scale in units of weight (tokens, for a language model), inf if noise hides the gradient. Its interval
     of two standard errors is 0 to inf as long as S (``variance``) or ``|G|^2`` (``gradient``) is less than two standard errors
-    above 0. What is in samples is nan if the batches do not show how many they have. ``windows`` were measured.
+    above 0. Values in samples are nan if batch sizes are unknown. ``windows`` is the number of measured windows.
     """
 
     weight: float
@@ -54,7 +54,7 @@ class NoiseScale(NamedTuple):
 
 
 class GradientNoiseScale(pl.Callback):
-    """Estimate the gradient noise scale while training: how large a window is worth having.
+    """Estimate the gradient noise scale while training: the largest useful window.
 
     The noise scale is ``B = S / |G|^2``, the variance of the gradient of one sample over the squared norm of the mean gradient
     (McCandlish et al., arXiv 1812.06162, where it is ``B_simple``). Much smaller windows take steps that are mostly noise; much
@@ -66,15 +66,15 @@ class GradientNoiseScale(pl.Callback):
     - ``S = (sum of n_i |g_i|^2 - N |g|^2) / (K - 1)``,
     - ``|G|^2 = |g|^2 - S / N``.
 
-    Each is smoothed over the windows by itself, with one all-reduce of 56 bytes a window and no further backward. Logged are
+    Both are smoothed over the windows, with one all-reduce of 56 bytes a window and no further backward. Logged are
     ``noise_scale/samples``, ``noise_scale/weight`` (in tokens, for a language model), ``noise_scale/variance`` (``S`` for a unit of
     weight) and ``noise_scale/gradient`` (``|G|^2``). The end of ``fit`` prints the suggested batch size with an interval of two
     standard errors, which :attr:`estimate` has, too. Micro-batches are assumed to be random parts of the data: shuffle it, and do
     not sort rows by length (``trim_padding=False``).
 
     Args:
-        smoothing: how much a window counts, compared to the next: 0.99 looks back over about 200 windows, 1 counts all alike. The
-            mean lags behind a noise scale that grows or shrinks.
+        smoothing: the weight of a window relative to the next: 0.99 averages over about 200 windows, 1 weights all equally. The
+            mean lags behind a noise scale that changes.
 
     Raises:
         MisconfigurationException: ``smoothing`` is out of its range; or, before training starts: the strategy is not one of this
@@ -100,7 +100,7 @@ class GradientNoiseScale(pl.Callback):
         self._undo, self._hooks = ExitStack(), 0  # removes the hooks, of which there were so many
         self._watched: MutableMapping[Tensor, bool] = {}
         self._norms: dict[int, Tensor] | None = None
-        """Takes the norms of a backward, by the number of the parameter; None while nobody looks."""
+        """Collects the gradient norms of a backward, by parameter number; None if none are needed."""
         self._current: tuple[Tensor | float | None, float] = (None, math.nan)  # of a micro-batch: weight (None for a sum), samples
         self._micro_batches: list[Tensor] = []  # of the window so far, see end_backward
         self._sums = torch.zeros(len(_SUMMED))
@@ -125,7 +125,7 @@ class GradientNoiseScale(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             check_package(trainer)
-            # an earlier fit was of another training, unless a checkpoint brings it back
+            # drop the sums of an earlier fit, unless a checkpoint restores them
             self._sums = torch.zeros(len(_SUMMED))
 
     @override
@@ -172,9 +172,9 @@ class GradientNoiseScale(pl.Callback):
         window, (weight, samples) = self._accumulation.window, self._current
         device, dtype, is_sum = window.device, window.dtype, weight is None
         counted = as_tensor(1.0 if weight is None else weight, device, dtype)
-        n = as_tensor(samples, device, dtype) if is_sum else counted  # what a sum would be divided by, if it were a mean
+        n = as_tensor(samples, device, dtype) if is_sum else counted  # the denominator of a sum, as if it were a mean
         assert window.weight_scale is not None
-        # gradients are times the weight, but where they are added up in a wider type: there they get it later
+        # gradients include the weight, unless sums in a wider type apply it later
         factor = 1.0 if is_sum else window.weight_scale if self._accumulation.sums is None else counted
         squares = (_sum_of_squares(self._norms.values(), device, dtype) * factor**2 / n).where(n != 0, 0.0)
         self._micro_batches.append(tensor_of([squares, n, n != 0, counted, samples, float(is_sum)], device, dtype))
@@ -211,7 +211,7 @@ class GradientNoiseScale(pl.Callback):
         self._micro_batches.clear()
 
     def _measure(self, strategy: Engine, accumulation: Accumulation, optimizer: Optimizer) -> None:
-        """Estimate S and |G|^2 from the window that has just ended, and log them. On all ranks together."""
+        """Estimate S and |G|^2 from the window that has just ended, and log them. Called on all ranks."""
         if accumulation.plan is not None and accumulation.plan.order is not None:
             accumulation.warn_once(
                 "GradientNoiseScale assumes that micro-batches are random samples, but these are sorted by length: if gradients "
@@ -228,7 +228,7 @@ class GradientNoiseScale(pl.Callback):
             dist.all_reduce(over_ranks, group=ranks.group)
         squares, weight, counted, as_counted, samples, sums, gradient = over_ranks.unbind()
         squares = squares * (closed.slope / scale) ** 2  # of the gradients of means, if the loss is a function of its mean
-        if getattr(optimizer, "_step_supports_amp_scaling", False):  # it unscales by itself, when it steps
+        if getattr(optimizer, "_step_supports_amp_scaling", False):  # it unscales in its step
             gradient = gradient / scale**2
         gradient = torch.where(sums > 0, gradient / weight**2, gradient)
         s = (squares - weight * gradient) / (counted - 1)

@@ -1,6 +1,6 @@
-"""Optimization of a window: one loader batch, as it is or in micro-batches, and the optimizer step at its end.
+"""Optimization of a window: loader batches, whole or in micro-batches, and the optimizer step at its end.
 
-And manual optimization: the module's own backwards and steps, some of which are deferred.
+Manual optimization: the module's own backwards and steps, some of which are deferred.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _NOTHING_AROUND = nullcontext()
 
 
 class WindowOptimization(_AutomaticOptimization):
-    """A loader batch adds to a window instead of being a part of one; and how its micro-batches are run."""
+    """Adds a loader batch to a window, and runs its micro-batches."""
 
     strategy: Engine
-    skips_backward: bool = False  # nothing is trained: StochasticWeightAveraging passes over the data
+    skips_backward: bool = False  # no training: StochasticWeightAveraging passes over the data
     batch: Any = None  # the last loader batch of the epoch under way
-    _others: Sequence[Any] = ()  # what ``training_step`` gets beside it
-    _is_silent: bool = False  # ``training_step`` and its backward need nothing around them
+    _others: Sequence[Any] = ()  # the other arguments of ``training_step``
+    _is_silent: bool = False  # no hooks around ``training_step`` and its backward
 
     @property
     def epoch_loop(self) -> Any:
-        """The loop that this one is a part of, whose type imports this file. No attribute: loops are restored from checkpoints."""
+        """The enclosing loop, whose type imports this file. Not an attribute, since loops are restored from checkpoints."""
         return self.trainer.fit_loop.epoch_loop
 
     @override
@@ -55,13 +55,13 @@ class WindowOptimization(_AutomaticOptimization):
         return {} if outcome.loss is None else {"loss": outcome.loss.detach().clone(), **outcome.extra}
 
     def run_without_batch(self) -> None:
-        """A loader batch that ran no training_step counts in its window, with weight 0."""
+        """Count a loader batch without training_step in its window, with weight 0."""
         self._run_loader_batch({})
 
     def _run_loader_batch(self, kwargs: Mapping[str, Any]) -> Outcome:
         strategy, accumulation, epoch_loop = self.strategy, self.strategy.accumulation, self.epoch_loop
         assert accumulation is not None
-        attributes: dict[str, Any] = vars(self.trainer.lightning_module)  # of a Module, setting one takes microseconds
+        attributes: dict[str, Any] = vars(self.trainer.lightning_module)  # setting an attribute of a Module takes microseconds
         before, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"  # as Lightning, for `self.log`
         try:
             with torch.enable_grad(), _NOTHING_AROUND if strategy.offload is None else strategy.around_loader_batch(kwargs):
@@ -93,7 +93,7 @@ class WindowOptimization(_AutomaticOptimization):
             return run()
 
     def _begin(self, kwargs: Mapping[str, Any], accumulation: Accumulation) -> bool:
-        """A loader batch begins; ``kwargs`` are empty if this rank has none. Returns whether the window ends with it."""
+        """Begin a loader batch; ``kwargs`` are empty if this rank has none. Returns whether it ends its window."""
         strategy, splitting = self.strategy, accumulation.splitting
         self.skips_backward = self._skip_backward
         if self.skips_backward:
@@ -113,11 +113,11 @@ class WindowOptimization(_AutomaticOptimization):
         return ends_window
 
     def transferred(self, batch: Any) -> Any:
-        """A loader batch that was drawn ahead, as ``training_step`` gets it."""
+        """A loader batch that was drawn ahead, transferred to the device."""
         return transferred(self.trainer, batch)
 
     def plan_ahead(self, batch: Any) -> None:
-        """Plan how it is split; padding is trimmed where that is found to make no difference."""
+        """Plan how it is split; padding is trimmed if the loss does not depend on it."""
         trainer, strategy, accumulation = self.trainer, self.strategy, self.strategy.accumulation
         assert accumulation is not None
         assert accumulation.splitting is not None
@@ -127,13 +127,13 @@ class WindowOptimization(_AutomaticOptimization):
         accumulation.splitting.begin(batch, proof)
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
-        """The loss of a micro-batch of a loader batch that is so many after the one under way. Nothing is logged."""
+        """The loss of a micro-batch that is ``ahead`` loader batches after the current one. Logs nothing."""
         with self.trainer.precision_plugin.train_step_context():
             loss: Tensor | None = self.strategy.run_as_engine(partial(loss_unlogged, self.trainer, ahead=ahead), batch)
         return loss
 
     def step(self, outcome: Outcome, again: Callable[[], Outcome] | None) -> Outcome:
-        """Make the optimizer step of a window that has ended, and count it if it really happened. Returns what came of it last.
+        """Make the optimizer step of a window that has ended, and count it if it happened. Returns what came of it last.
 
         Its closure may ask to run all of it ``again``; None if its data is gone.
         """
@@ -169,7 +169,7 @@ class WindowOptimization(_AutomaticOptimization):
         self.step(Outcome(self.strategy.session.end_window(self.epoch_loop.batch_progress.total.ready, is_reduced=False)), None)
 
     def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
-        """``training_step``: the loss of a micro-batch, and what else it returned."""
+        """Run ``training_step``. Returns the loss of a micro-batch, and the other outputs."""
         strategy = self.strategy
         output: Any
         if self._is_silent:
@@ -213,11 +213,11 @@ class WindowOptimization(_AutomaticOptimization):
             call._call_strategy_hook(self.trainer, "backward", loss, strategy.optimizers[0], **kwargs)
 
     def collecting_logs(self) -> AbstractContextManager[BatchLog]:
-        """Collect what is logged in here, and log nothing yet."""
+        """Inside, collect logged values without logging them."""
         return collecting_logs(self.trainer)
 
     def show_logs(self, outputs: Sequence[Output]) -> None:
-        """Log what was collected in these micro-batches, as their batch would have."""
+        """Log the collected values of these micro-batches as one batch."""
         show_logs(self.trainer, outputs)
 
 
@@ -228,7 +228,7 @@ class WindowManualOptimization(_ManualOptimization):
 
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        """Run ``training_step`` on a loader batch, which calls the optimizers by itself."""
+        """Run ``training_step``, which calls the optimizers itself, on a loader batch."""
         strategy, manual, before = self.strategy, self.strategy.manual, self.optim_step_progress.total.completed
         batch = next(iter(kwargs.values()), None)
         with strategy.around_loader_batch(kwargs), strategy.running_row_wise(batch):
@@ -280,15 +280,15 @@ def call_window_hooks(trainer: pl.Trainer, window: ClosedWindow) -> None:
 
 # --- what nobody listens to -------------------------------------------------------------------------------------------
 
-# Lightning's calls around a step take longer than a small micro-batch. They are left out while nobody listens, which is found anew
-# at each loader batch, by comparison with the functions that Lightning shipped.
+# Lightning's calls around a step take longer than a small micro-batch. They are skipped if no hook is overridden: each loader batch
+# compares the hooks with the functions that Lightning shipped.
 _AROUND_A_STEP: dict[type, tuple[str, ...]] = {
     pl.LightningModule: (*AROUND_BACKWARD, "backward"),
     pl.Callback: AROUND_BACKWARD,
     pl.strategies.Strategy: ("training_step", "post_training_step", "pre_backward", "post_backward"),
     pl.plugins.Precision: ("train_step_context", "forward_context", "pre_backward", "backward", "post_backward"),
 }
-"""What Lightning's calls of ``training_step`` and of backward come to. ``Strategy.backward`` is this package's own."""
+"""The functions inside Lightning's calls of ``training_step`` and backward. ``Strategy.backward`` is this package's own."""
 _HOOKS_OF = {kind: attrgetter(*hooks) for kind, hooks in _AROUND_A_STEP.items()}
 _SHIPPED = {kind: hooks_of(kind) for kind, hooks_of in _HOOKS_OF.items()}
 _LIGHTNINGS_BACKWARD, _OWN_BACKWARD = pl.strategies.Strategy.backward, Engine.backward
@@ -299,7 +299,7 @@ _ARE_LIGHTNINGS = all(
 
 
 def _is_silent(trainer: Any, strategy: Engine) -> bool:
-    """``training_step`` and backward of the loader batch under way need nothing around them: nobody has a hook there."""
+    """Whether no hooks run around ``training_step`` and backward of the current loader batch."""
     is_theirs = getattr(super(Engine, strategy).backward, "__func__", None) is _LIGHTNINGS_BACKWARD
     is_ours = type(strategy).backward is _OWN_BACKWARD and "backward" not in vars(strategy)
     is_plain = strategy.watch.is_read and strategy.gradient_reads is None and strategy.model is trainer.lightning_module

@@ -1,7 +1,7 @@
-"""Which of Lightning's two packages this process uses, ``lightning.pytorch`` or ``pytorch_lightning``: it is decided once.
+"""Which of Lightning's two packages this process uses, ``lightning.pytorch`` or ``pytorch_lightning``: decided once.
 
-Each of them has its own class for everything, and a Trainer takes only the classes of its own package. Names of the strategies are
-registered with both, since nothing is loaded before it is used.
+Each has its own classes, and a Trainer accepts only the classes of its package. Names of strategies are registered with both, since
+packages are loaded lazily.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _taken: str | None = None
 
 
 def take(wanted: str | None = None) -> str:
-    """The package of this process: what is wanted, or else imported, or else installed, when this is first called."""
+    """The package of this process: the requested one, else the imported one, else the installed one, at the first call."""
     global _taken
     if _taken is None:
         found = [name for name in PACKAGES if sys.modules.get(name) is not None]
@@ -77,7 +77,7 @@ class _Finder(MetaPathFinder):
 
 
 def register() -> None:
-    """Have both packages find the strategies by their names."""
+    """Register the names of the strategies with both packages."""
     sys.meta_path.insert(0, _Finder())
     for name in _REGISTRIES:
         if hasattr(sys.modules.get(name), "StrategyRegistry"):

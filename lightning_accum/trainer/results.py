@@ -1,4 +1,4 @@
-"""What is logged: once for the micro-batches of a batch, and the metrics of a window, in one row with the module's own."""
+"""Logging: joins the logs of micro-batches, and adds the metrics of a window to the row of the module's metrics."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from lightning_accum.windows import Windows
 
 
 class BatchResults(_ResultCollection):
-    """Counts what a shadow batch logs without weight, and stores how the batches of this fit are logged."""
+    """Gives the logs of a shadow batch no weight, and stores how the batches of this fit are logged."""
 
     strategy: Any = None  # the Engine of the fit, whose file imports this one
     batch_log: BatchLog | None = None  # takes what is logged, while a split batch runs
-    is_left_out: bool = False  # what is logged is of a batch that is as if it had never been there
+    is_left_out: bool = False  # the current batch is left out of the logs
     replaced: dict[int, tuple[Any, dict[str, Any]]]
-    """The module and its metrics, and what replaces their methods while a split batch runs: the same functions for all batches,
-    since a compiled training_step is compiled anew for others."""
+    """The module and its metrics, and the replacements of their methods while a split batch runs: the same functions for all
+    batches, since new ones would recompile training_step."""
     looked_in: int | None = None  # the epoch in which these metrics were looked for
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        """Take in a logged value; that of a batch that does not count is replaced by one that changes nothing."""
+        """Add a logged value; for a batch that does not count, a neutral value."""
         metric, accumulation = self[key], None if self.strategy is None else self.strategy.accumulation
         is_shadow = accumulation is not None and accumulation.is_shadow_batch
         if is_shadow and metric.is_tensor and not metric.meta.sync.should:
@@ -53,7 +53,7 @@ class BatchResults(_ResultCollection):
 
 
 def _neutral(metric: _ResultMetric, value: Tensor) -> Tensor:
-    """What changes nothing when it is reduced with what other ranks log; in the mean of a step, about what was logged last."""
+    """A neutral value for the reduction over ranks; for the mean of a step, about the last logged value."""
     last = metric._forward_cache
     if metric.meta.is_mean_reduction and isinstance(last, Tensor):
         return last.clone()
@@ -63,7 +63,7 @@ def _neutral(metric: _ResultMetric, value: Tensor) -> Tensor:
 
 @contextmanager
 def collecting_logs(trainer: pl.Trainer) -> Iterator[BatchLog]:
-    """Collect what the module logs, and log nothing yet."""
+    """Inside, collect the module's logged values without logging them."""
     module, results = trainer.lightning_module, cast("BatchResults", trainer.fit_loop.epoch_loop._results)
     if results.looked_in != trainer.current_epoch:
         results.looked_in = trainer.current_epoch
@@ -95,7 +95,7 @@ def _collecting(results: BatchResults, module: pl.LightningModule) -> Callable[.
         if isinstance(value, Number):
             value = torch.tensor(value, device=module.device, dtype=torch.get_default_dtype())  # as Lightning does
         if not isinstance(value, (Tensor, Metric)):
-            return type(module).log(module, name, value, *args, **kwargs)  # raises what is wrong with it
+            return type(module).log(module, name, value, *args, **kwargs)  # raises Lightning's error
         arguments = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
         results.batch_log.collect(module._current_fx_name or "", name, value, arguments)
 
@@ -106,10 +106,10 @@ _ARGUMENTS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]  # 
 
 
 def show_logs(trainer: pl.Trainer, outputs: Sequence[Output]) -> None:
-    """Log what was collected, as the batch of these micro-batches would have.
+    """Log the collected values as the batch of these micro-batches.
 
-    If all of them are left out, only what ranks reduce together is logged, without weight. That comes last and sorted: which was
-    logged first differs by rank where it depends on the micro-batch, and ranks pair their reductions by order.
+    If all are left out, only values that ranks reduce together are logged, without weight. These come last and sorted, since ranks
+    pair their reductions by order, and the order of logging may differ between ranks.
     """
     module, results = trainer.lightning_module, cast("BatchResults", trainer.fit_loop.epoch_loop._results)
     kept = [output for output in outputs if not output.is_left_out]
@@ -117,11 +117,11 @@ def show_logs(trainer: pl.Trainer, outputs: Sequence[Output]) -> None:
     for log in joined_logs(kept or outputs[-1:], results.strategy.accumulation.warn_once):
         is_metric = isinstance(log.value, Metric)
         is_synced = trainer.world_size > 1 and (is_metric or bool(log.arguments.get("sync_dist")))
-        if kept or (is_synced and not (is_metric and log.key in results)):  # a metric holds what it held before the batch
+        if kept or (is_synced and not (is_metric and log.key in results)):  # a metric keeps its state from before the batch
             (synced if is_synced else alone).append(log)
     with replacing(results, is_left_out=not kept):
         for log in [*alone, *sorted(synced, key=attrgetter("key"))]:
-            if log.hook in hooks:  # else Lightning forgets, in a first batch, what the hook has logged
+            if log.hook in hooks:  # else Lightning drops the hook's values in a first batch
                 trainer._logger_connector._current_fx = log.hook
             hooks.add(log.hook)
             with replacing(module, _current_fx_name=log.hook):
@@ -130,9 +130,9 @@ def show_logs(trainer: pl.Trainer, outputs: Sequence[Output]) -> None:
 
 @contextmanager
 def logging_nothing(trainer: pl.Trainer) -> Iterator[None]:
-    """Nothing that the module logs is shown, and what it sends to loggers by itself is sent to none.
+    """Inside, the module's logs are dropped, and its own calls of loggers do nothing.
 
-    Their kind and their folders are as they are.
+    The loggers keep their types and folders.
     """
     with replacing(trainer, _loggers=[_silent(logger) for logger in trainer.loggers]), collecting_logs(trainer):
         yield
@@ -148,7 +148,7 @@ def _silent(logger: Any) -> Any:
 
 
 def _metrics_in(module: pl.LightningModule) -> list[Metric]:
-    """The metrics of a module, but for those that a wrapper works with in ways of its own."""
+    """The metrics of a module, without metrics inside wrappers."""
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
     passing_on = (ClasswiseWrapper, MultitaskWrapper)
     wrappers = (m for m in metrics if isinstance(m, WrapperMetric) and not isinstance(m, passing_on))
@@ -160,14 +160,14 @@ def _metrics_in(module: pl.LightningModule) -> list[Metric]:
 
 
 class WindowRows(_LoggerConnector):
-    """Shows each window once, in one row with what the module logs at its step.
+    """Logs each window once, in one row with the module's metrics of its step.
 
-    The numbers come from the all-reduce that the window made anyway, and are the same on all ranks. They go to the loggers by
-    the Trainer's ``log_every_n_steps``, and to ``trainer.callback_metrics`` and the progress bar at every window. The module's own
-    ``log`` would do all of that at a hundred times the cost.
+    The numbers come from the window's own all-reduce, and are the same on all ranks. They go to the loggers by the Trainer's
+    ``log_every_n_steps``, and to ``trainer.callback_metrics`` and the progress bar at every window. The module's own ``log`` would
+    cost a hundred times as much.
     """
 
-    pending: dict[str, Tensor]  # of a window that has ended, and whose loader batch has not
+    pending: dict[str, Tensor]  # metrics of a window that has ended inside the current loader batch
     in_bar: dict[str, Any]  # what the progress bar shows of the last window
     last_end: float | None = None  # when the last window ended
 
@@ -175,18 +175,18 @@ class WindowRows(_LoggerConnector):
     @override
     def progress_bar_metrics(self) -> Any:
         shown = {name: value.item() if isinstance(value, Tensor) else value for name, value in self.in_bar.items()}
-        return {**shown, **super().progress_bar_metrics}  # a metric of the module's may have such a name
+        return {**shown, **super().progress_bar_metrics}  # metrics of the module take precedence
 
     @override
     def on_batch_end(self) -> None:
         results = self.trainer.fit_loop.epoch_loop._results
         if results:
             super().on_batch_end()
-        else:  # nothing was logged, which takes Lightning long to find
+        else:  # nothing was logged; skip Lightning's slow search
             results.batch = results.batch_size = None
 
     def show(self, metrics: Mapping[str, Tensor | float], is_finite: bool = False) -> None:
-        """Have metrics among the Trainer's, and in the next row, if loggers get one at this step: all, or those that are finite."""
+        """Add metrics to the Trainer's, and to the next row of the loggers, if one is due: all, or only finite ones."""
         shown = {name: v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for name, v in metrics.items()}
         self._callback_metrics.update(shown)
         self._logged_metrics.update(shown)
@@ -194,7 +194,7 @@ class WindowRows(_LoggerConnector):
             self.pending.update({name: value for name, value in shown.items() if not is_finite or value.isfinite()})
 
     def flush(self) -> None:
-        """A loader batch has ended, or a window without one: no row of the module's own comes at this step."""
+        """Log pending metrics at the end of a loader batch or window, if the module has no row at this step."""
         if self.pending:
             self.log_metrics({})
 
@@ -205,7 +205,7 @@ class WindowRows(_LoggerConnector):
         super().log_metrics(metrics, step)
 
     def show_window(self, windows: Windows) -> None:
-        """Show the window that ended last: one for each call of ``manual_backward``, if the module optimizes by itself."""
+        """Log the last window; in manual optimization, one for each call of ``manual_backward``."""
         others: dict[str, Tensor | float] = {}
         if isinstance(windows, ManualWindows) and windows.closed:
             closed, *more = windows.closed
@@ -239,7 +239,7 @@ class WindowRows(_LoggerConnector):
         return windows.epoch_loss.add(closed.loss, closed.weight)
 
     def show_epoch(self, windows: Windows) -> None:
-        """Log the epoch's loss: the mean of its windows, each with its weight."""
+        """Log the epoch's loss, the weighted mean of its windows."""
         if (mean := windows.epoch_loss.take_mean()) is not None and not self.trainer.barebones:
             value = torch.tensor(mean, dtype=torch.float64)
             self.trainer.lightning_module.log("window/loss_epoch", value, batch_size=1, sync_dist=True)

@@ -1,7 +1,7 @@
-"""Where Lightning is held: the methods that are replaced, and whether they are as they were read.
+"""The seams with Lightning: the methods that are replaced, and whether they match the versions read.
 
-What is missing is an error when a strategy is made. A method that differs from those that were read is named before training, no
-call of Lightning's is then left out to save time, and ``trainer/watch.py`` looks at every step.
+A missing method is an error when a strategy is constructed. A method that differs from the versions read is named before training;
+then no call of Lightning is skipped to save time, and ``trainer/watch.py`` checks every step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ READ = "Lightning 2.6.0 to 2.6.6"  # the versions that fingerprints are of
 
 
 class Seam(NamedTuple):
-    """A method of another library's."""
+    """A method of another library."""
 
     owner: str  # the class or module that has it, by its whole name
     name: str
@@ -34,18 +34,18 @@ class Seam(NamedTuple):
         return f"{self.owner.rpartition('.')[2]}.{self.name}"
 
     def holder(self) -> Any:
-        """The class or module that has it; None where there is none of that name."""
+        """The class or module that has it; None if it does not exist."""
         try:
             return resolve_name(self.owner)
         except (ImportError, AttributeError):
             return None
 
     def is_missing(self) -> bool:
-        """There is nothing of that name."""
+        """Whether the name does not exist."""
         return not hasattr(self.holder(), self.name) if not self.read else self.name not in getattr(self.holder(), "__dict__", ())
 
     def is_read(self) -> bool:
-        """Whether it is one of those that were read."""
+        """Whether it matches a version read."""
         return not self.is_missing() and (not self.read or fingerprint(vars(self.holder())[self.name]) in self.read.split())
 
 
@@ -63,7 +63,7 @@ def check_nothing_is_missing(table: Iterable[Seam] | None = None) -> None:
 
 
 def broken(seen: str) -> SeamError:
-    """The error, with what differs from what was read, and where to report it."""
+    """The error, with the differing seams and where to report it."""
     return SeamError(
         f"{seen} Windows would not be exact, so training stops. {in_words(changed())} {READ} were read: install one of these, and "
         "report it."
@@ -114,7 +114,7 @@ def _subclass(mixin: type, base: Any, is_users_first: bool) -> type:
     own = own_attributes(mixin)
 
     def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
-        """A copy is what the object is otherwise."""
+        """A copy has the original class."""
         function, arguments, *state = base.__reduce_ex__(self, protocol)
         arguments = tuple(base if argument is type(self) else argument for argument in arguments)
         kept = [{n: part[n] for n in part if n not in own} if isinstance(part, dict) else part for part in state]
@@ -129,9 +129,9 @@ def _subclass(mixin: type, base: Any, is_users_first: bool) -> type:
 
 
 def fingerprint(function: Any) -> str:
-    """Eight hexadecimal digits that change with what a function does, and not with its comments, annotations or line breaks.
+    """Eight hexadecimal digits that depend on a function's code, but not on its comments, annotations or line breaks.
 
-    Empty where there is no source. The same in all versions of Python.
+    Empty without source code. The same in all versions of Python.
     """
     function = getattr(function, "fget", function)  # a property
     return _of_source(inspect.unwrap(getattr(function, "__func__", function)))
@@ -164,7 +164,7 @@ def _in_words(value: Any) -> str:
 
 
 def _table(below: str, rows: str) -> Iterator[Seam]:
-    """Seams, from lines of an owner and, indented, of what is held there: names | why | fingerprints."""
+    """Parse seams: lines of an owner and, indented, of its methods: names | why | fingerprints."""
     owner = ""
     for line in rows.strip().splitlines():
         if not line.startswith(" "):
@@ -254,7 +254,7 @@ plugins.precision.precision.Precision
 """,
     )
 )
-"""What every training needs."""
+"""The seams of every training."""
 FSDP2 = tuple(
     _table(
         "torch.distributed.fsdp._fully_shard.",

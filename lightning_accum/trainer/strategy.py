@@ -41,7 +41,7 @@ _log = logging.getLogger(f"{pl.__name__}.accumulation")
 
 
 class AccumulationMixin(Engine):
-    """To be put in front of a strategy of Lightning's."""
+    """A mixin in front of a strategy of Lightning."""
 
     _hiding: ExitStack
     _fit: ExitStack | None = None  # undoes what a fit does to the Trainer, its optimizers and callbacks, and to this strategy
@@ -60,10 +60,10 @@ class AccumulationMixin(Engine):
         trainer = model._trainer
         if trainer is None or trainer.state.fn != "fit":
             return
-        self._end_fit()  # one that could not be torn down
+        self._end_fit()  # of a fit whose teardown failed
         callbacks = callbacks_of(trainer)
         if classes := [callback for callback in callbacks if isinstance(callback, type)]:
-            callbacks[:] = [callback for callback in callbacks if callback not in classes]  # a class cannot be told of the error
+            callbacks[:] = [callback for callback in callbacks if callback not in classes]  # a class has no hooks for the error
             name = classes[0].__name__
             raise MisconfiguredError(f"callbacks=[{name}] is a class: pass an instance of it, {name}(...)")
         self._from_before, self._fit, self._hiding = frozenset(vars(self)), ExitStack(), ExitStack()
@@ -79,7 +79,7 @@ class AccumulationMixin(Engine):
             self._fit.enter_context(_inserted(GradientAccumulation(), trainer))  # the strategy alone: default policy
 
     def _of_this_fit(self) -> set[str]:
-        """The attributes that this package has stored in the strategy since the fit began."""
+        """The names of attributes that this package has set on the strategy since the fit began."""
         return seams.own_attributes(type(self)) - self._from_before
 
     def _forget_fit(self) -> None:
@@ -88,7 +88,8 @@ class AccumulationMixin(Engine):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is in no fit. Spawned loader processes get one with the data module, which holds its Trainer."""
+        """The state of a copy, which is in no fit. Spawned loader processes get one with the data module, which holds its
+        Trainer."""
         state, left_out = super().__getstate__(), set() if self._fit is None else self._of_this_fit()
         return {name: value for name, value in state.items() if name not in left_out}
 
@@ -100,7 +101,7 @@ class AccumulationMixin(Engine):
     @property
     @override
     def launcher(self) -> Any:
-        """Lightning's, whose ranks all raise what the first of them failed with."""
+        """Lightning's launcher, extended so that all ranks raise the first rank's error."""
         return naming_launcher(self)
 
     @override
@@ -171,7 +172,7 @@ class AccumulationMixin(Engine):
             warn_of_hooks(module, rank_zero_warn)
         self.gradient_reads = None if is_one_backward else gradient_reads(trainer, rank_zero_warn)
         sums, dtype = None, policy.accumulate_dtype
-        is_engines = self.reduces_every_backward_by_itself  # it has the whole gradients, and so their sum
+        is_engines = self.reduces_every_backward_by_itself  # the engine holds the whole gradients, and so their sum
         if dtype is not None and not is_engines and (sums := main_gradients(dtype, self.parameters)) is None:
             rank_zero_info(
                 f"GradientAccumulation(accumulate_dtype={dtype}): no parameter has a narrower type, so it changes nothing."
@@ -194,11 +195,11 @@ class AccumulationMixin(Engine):
         return f"Batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch} on rank {self.global_rank}"
 
     def _engine(self) -> dict[str, Any]:
-        """What is peculiar to the engine, as fields of :class:`lightning_accum.exclusions.Asked`."""
+        """The engine's fields of :class:`lightning_accum.exclusions.Asked`."""
         return {}
 
     def _why_unchecked(self) -> str | None:
-        """Why training_step cannot be tried out on a few rows; None where it can."""
+        """Why training_step cannot run on a few rows; None if it can."""
         if self.policy.weight == "equal":
             return 'weight="equal"'
         if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
@@ -217,7 +218,7 @@ class AccumulationMixin(Engine):
         policy = self.policy
         if policy.micro_batch is None:
             return None
-        # whether trimming is exact is tried with two rows, where this rank would be alone in a forward
+        # the check of trimming would run two rows in a forward on this rank alone
         trim = False if self.reduces_every_backward_by_itself else policy.trim_padding
         sizes = MicroBatchSizes(self.snapshotter, self.root_device, _log.info) if policy.micro_batch == "auto" else None
         return Splitting(policy.micro_batch, trim, policy.split, rank_zero_warn, self.samples_of_loader, sizes)
@@ -265,7 +266,7 @@ class AccumulationMixin(Engine):
 def _inserted(callback: GradientAccumulation, trainer: pl.Trainer) -> Iterator[None]:
     callbacks_of(trainer).insert(0, callback)
     yield
-    callbacks = callbacks_of(trainer)  # Lightning and its tuners exchange the list
+    callbacks = callbacks_of(trainer)  # Lightning and its tuners replace the list
     callbacks[:] = [other for other in callbacks if other is not callback]
 
 

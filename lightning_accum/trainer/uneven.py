@@ -1,4 +1,4 @@
-"""Ranks whose loaders yield different numbers of batches end together, and together stop."""
+"""Ends epochs and training on all ranks together, if their loaders have different lengths."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lightning_accum.trainer.from_lightning import _DataConnector, _DataFetcher,
 
 
 class WindowFetcher(_PrefetchDataFetcher):
-    """Yields as many batches as that of the rank that has the most, and draws the rest of a window when it is asked for.
+    """Yields as many batches as the longest loader over the ranks, and can draw the rest of a window ahead.
 
-    A rank that has none runs a shadow batch, see :func:`lightning_accum.ranks.of_all_ranks`. So it takes part in all that the
-    other ranks wait for, in the module, in callbacks and in Lightning.
+    A rank without a batch runs a shadow batch, see :func:`lightning_accum.ranks.of_all_ranks`, and so takes part in all collectives
+    of the module, callbacks and Lightning.
     """
 
     strategy: Engine
     longest: int | None  # batches in an epoch of the rank that has the most; None where some length is not known
     is_one_empty: bool  # the loader of a rank has no batch
     states: deque[list[dict[str, Any]]]
-    """Of the loaders that have one: after the batch that was yielded last, and after each that was drawn ahead."""
+    """States of the loaders that have one: after the last batch yielded, and after each batch drawn ahead."""
     _batches: LoaderBatches | None = None
 
     @override
@@ -40,7 +40,7 @@ class WindowFetcher(_PrefetchDataFetcher):
 
     @property
     def is_ahead(self) -> bool:
-        """Batches were drawn that have not been yielded."""
+        """Whether batches were drawn that have not been yielded."""
         return self._batches is not None and bool(self._batches.drawn)
 
     def _own_batches(self) -> Iterator[Any]:
@@ -57,10 +57,10 @@ class WindowFetcher(_PrefetchDataFetcher):
             window, ranks, longest = accumulation.window, accumulation.ranks, self.longest
             if longest is not None and ranks.world_size == 1 and self.length is not None:
                 longest = min(longest, self.length)  # an epoch may be shorter than the first
-            left = None if longest is None else longest - self.fetched  # Lightning adds what was before a checkpoint
+            left = None if longest is None else longest - self.fetched  # Lightning adds the batches before a checkpoint
             of_all = of_all_ranks(self._own_batches(), left, ranks, self.is_one_empty, lambda: window.is_last)
             self._batches, loop = LoaderBatches(of_all), cast("Any", self.strategy.trainer().fit_loop)
-            accumulation.rest_of_window = lambda: loop._data_fetcher.rest_of_window()  # which may be another after a reload
+            accumulation.rest_of_window = lambda: loop._data_fetcher.rest_of_window()  # a reload may replace it
         if self.is_ahead:
             self.states.popleft()
         drawn = next(self._batches)
@@ -91,12 +91,12 @@ class WindowFetcher(_PrefetchDataFetcher):
 
 
 def is_agreeing(trainer: pl.Trainer) -> bool:
-    """Whether this package keeps several ranks together; not where training_step draws its batches by itself."""
+    """Whether this package keeps several ranks together; False if training_step draws its own batches."""
     return isinstance(trainer.fit_loop._data_fetcher, WindowFetcher)
 
 
 class NonPaddingSampling(_DataConnector):
-    """Every sample counts once an epoch: the sampler that Lightning puts into a loader repeats none to even out the ranks."""
+    """Makes every sample count once an epoch: Lightning's sampler repeats no samples to make the ranks even."""
 
     @override
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: Any) -> object:
@@ -120,16 +120,16 @@ class NonPaddingSampling(_DataConnector):
     @override
     def _resolve_sampler(self, dataloader: DataLoader[Any], shuffle: bool, mode: Any = None) -> Sampler[Any] | Iterable[Any]:
         sampler = super()._resolve_sampler(dataloader, shuffle, mode)
-        # the user's own stays as it is
+        # the user's own sampler is not changed
         if mode == "train" and sampler is not dataloader.sampler and isinstance(sampler, DistributedSampler):
             leave_out_repeats(sampler)
         return sampler
 
 
 class DeferredSigterm(_SignalConnector):
-    """In a fit over ranks, SIGTERM waits until all ranks know of it: at the end of this window, or, in validation, of the next.
+    """Defers SIGTERM in a fit over ranks until all ranks know of it, at the end of this window, or in validation of the next.
 
-    Lightning broadcasts from inside of the handler, between whatever collectives the ranks are in, and stops a rank by itself.
+    Lightning would broadcast inside the handler, in the middle of other collectives, and stop one rank alone.
     """
 
     is_waiting: bool = False  # SIGTERM has come in this fit

@@ -1,4 +1,4 @@
-"""Numbers of a Trainer that count windows: the optimizer steps that a training will have, and those between two validations."""
+"""Counts of optimizer steps in a Trainer: the total of a training, and between validations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_accum.trainer.from_lightning import MisconfiguredError, _DataFetc
 
 
 def validating_every(steps: int, trainer: pl.Trainer) -> AbstractContextManager[None]:
-    """In here EarlyStopping and ModelCheckpoint, who ask the Trainer, look after a validation and not after an epoch."""
+    """Inside, EarlyStopping and ModelCheckpoint run after a validation, not after an epoch."""
     own = {name: getattr(trainer, name) for name in ("val_check_interval", "check_val_every_n_epoch")}
     if vars(trainer)["_val_check_time_interval"] is not None:
         own["val_check_interval"] = "a time"
@@ -57,15 +57,15 @@ class AccumulatingTrainer(pl.Trainer):
 
 
 class ValidatingEpochLoop(_TrainingEpochLoop):
-    """Validates after loader batches in which a multiple of ``validate_every`` was reached, where that was asked for."""
+    """Validates after loader batches in which a multiple of ``validate_every`` was reached, if it is set."""
 
-    validation: ValidationClock | None = None  # when validation is due; None where Lightning decides, or there is none
+    validation: ValidationClock | None = None  # None if Lightning decides, or there is no validation
     _validated: Sequence[int] | None = None
-    """In the checkpoint that training goes on from: the steps of that clock, and after which loader batch."""
+    """The steps and loader batch of the clock in the checkpoint that training resumes from."""
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
-        """Start the clock of ``validate_every``; validate first where a checkpoint was taken before a validation had ended."""
+        """Start the clock of ``validate_every``; validate first if the checkpoint was taken before a validation had ended."""
         super().on_run_start(data_fetcher)
         trainer: Any = self.trainer
         every = trainer.strategy.policy.validate_every
@@ -81,7 +81,7 @@ class ValidatingEpochLoop(_TrainingEpochLoop):
         return self.validation.after == self.batch_progress.total.ready
 
     def validate_if_due(self) -> None:
-        """Validate where no end of a loader batch comes after the optimizer step that it is due at."""
+        """Validate after an optimizer step, if no loader batch ends after it."""
         validation, seen = self.validation, self.batch_progress.total.ready
         if validation is None or not (validation.is_due(self.global_step) or self._is_validation_broken_off(validation)):
             return

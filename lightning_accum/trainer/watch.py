@@ -1,6 +1,6 @@
 """Whether Lightning calls what stands in for its own, once and in the order that was read, and divides nothing on the way.
 
-And hooks of the user's that see gradients inside of a window.
+It also warns of user hooks that see gradients inside a window.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Watch:
             self._hooks = [after(self._after_optimizer), before(self._before_optimizer)]
 
     def forget_optimizer(self) -> None:
-        """See no steps any more."""
+        """Stop watching steps."""
         for hook in self._hooks:
             hook.remove()
         self._optimizer, self._hooks = None, []
