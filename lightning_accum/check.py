@@ -1,4 +1,4 @@
-"""The check of the first batches: before the first step, whether what a window does adds up on the user's own module."""
+"""The check of the first batches: whether weighted parts add up on the user's own module, before the first step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, U
 from lightning_accum.weighing import advice
 from lightning_accum.whole.row_proof import perturbed
 
-MOST_BATCHES = 8  # loader batches that are looked at until there were enough rows
+MOST_BATCHES = 8  # loader batches that are checked at most, until there were enough rows
 
 
 def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
@@ -42,12 +42,13 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         batches: the loader batch; empty if this rank has none.
 
     Raises:
-        DoesNotAddUpError: the weighted parts do not sum to the batch; or a loss takes rows of all ranks in a long window.
+        DoesNotAddUpError: the weighted parts do not add up to the batch; or a loss gathers the rows of all ranks in a window of
+            several loader batches.
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
     accumulation.may_count_first = checked.may_count_first
     if checked.sync.is_waited_for_in_forward and accumulation.position:
-        return  # the engine keeps gradients of its own until the window ends
+        return  # the engine holds its own gradients until the window ends
     if checked.sync.is_waited_for_in_forward and before is not None and before.looked_at > 1:
         return _end(checked)  # later batches may have no loss on one rank, and the others would wait for it
     accumulation.checks_left -= 1
@@ -57,11 +58,11 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         known = before is not None and before.deviation is not None
         is_one = checked.is_one_micro_batch and accumulation.world_size > 1
         if accumulation.policy.weight == "auto" and is_one and accumulation.window.counted is None:
-            accumulation.count_first()  # it costs nothing if a window is one micro-batch of each rank
+            accumulation.count_first()  # free if a window is one micro-batch on each rank
         accumulation.verdict = before if known else Verdict.unknown(reason)
         if not known and not (accumulation.checks_left and checked.on_any(isinstance(reason, UnsuitableRowsError))):
             accumulation.checks_left = 0
-            if not isinstance(reason, GathersError):  # a loss of all rows of its window, which it sees
+            if not isinstance(reason, GathersError):  # such a loss sees all rows of its window
                 accumulation.warn_once(advice.of_unchecked(Verdict.unknown(reason), checked.is_manual))
             can_count = accumulation.policy.weight == "auto" and accumulation.window.counted is None and checked.may_count_first
             if can_count and has_several_terms(checked, batches):
@@ -69,7 +70,8 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
 
 
 def _check(checked: Checked, batches: Sequence[Any]) -> None:
-    """Check a loader batch. A part that breaks as rows is tried as shared; a step that fails, with rows of the dataset."""
+    """Check a loader batch. If a part fails as rows, it is checked as shared; if the step fails, rows of the dataset are
+    checked."""
     rows, splitting = agree_on_rows(checked, batches), checked.accumulation.splitting
     try:
         Check(checked, rows).run()
@@ -86,14 +88,14 @@ def _check(checked: Checked, batches: Sequence[Any]) -> None:
 
 
 def _end(checked: Checked) -> None:
-    """Enough rows were checked. Say what became known after training began."""
+    """End the check after enough rows, and report results found after training began."""
     if checked.accumulation.checks_left < MOST_BATCHES - 1:
         checked.inform(f"loss of the first loader batches: {checked.accumulation.verdict}")
     checked.accumulation.checks_left = 0
 
 
 class Check:
-    """Checks one loader batch, on all ranks together. It leaves the module as it was (``Trial.held``)."""
+    """Checks one loader batch, on all ranks together, and restores the module (``Trial.held``)."""
 
     def __init__(self, checked: Checked, rows: Rows, is_later: bool = False) -> None:
         self._checked, self._accumulation, self._rows, self._is_later = checked, checked.accumulation, rows, is_later
@@ -105,12 +107,12 @@ class Check:
         """Find the weights with which the parts add up, and have windows use them.
 
         Raises:
-            CannotCheckError: it could not be checked. On all ranks.
+            CannotCheckError: the rows could not be checked. Raised on all ranks.
             DoesNotAddUpError: the parts do not add up on some rank.
         """
         checked, accumulation, rows, before = self._checked, self._accumulation, self._rows, self._before
         if accumulation.row_wise is not None and before is None and takes_rows_of_other_ranks(checked, self._trial, rows):
-            return  # parts of a batch say nothing
+            return  # parts of a batch prove nothing
         found = self._find(rows)
         if found.adds_up and before is None and (found.are_alike or has_layers_of_zeros(checked)):
             with suppress(CannotCheckError), perturbed(checked.module):  # outputs or statistics of 0 may hide a dependence
@@ -123,7 +125,7 @@ class Check:
             return
         is_first = isinstance(rows.found, FewRows) and not self._is_later
         if not found.adds_up and is_first and checked.on_any(rows.number > rows.found.of_batch):
-            # batches of different tasks may add up only by themselves
+            # batches of different tasks may add up only separately
             alone = rows._replace(found=rows.found.alone(), number=int(checked.largest(rows.found.of_batch)))
             joined, found = found, self._find(alone)
             if found.adds_up:
@@ -137,7 +139,7 @@ class Check:
         known, own = accumulation.weigher.known, found.known
         begun = {key: term.default_mode for key, term in found.terms.items() if accumulation.window.has_weight}
         now = known.joined(own, begun)
-        now = now.telling_heads(checked.module.parameters()) if own.places else now  # a wider trial has other parameters
+        now = now.telling_heads(checked.module.parameters()) if own.places else now  # a wider trial has its own parameters
         accumulation.weigher.learn(now)
         is_one, before_this = not own.counts_first and len(found.terms) == 1, accumulation.window.constant
         accumulation.window.constant = next(iter(found.constants.values()), before_this) if is_one else None  # not all rows show it
@@ -148,7 +150,7 @@ class Check:
                 accumulation.count_first([*own.modes])
         if accumulation.window.counted is not None:
             accumulation.window.counted.constants |= found.constants
-        counted = accumulation.window.counted_keys  # empty if only their weights showed that they are several
+        counted = accumulation.window.counted_keys  # empty if only the weights show that there are several terms
         accumulation.stops_counting = not own.counts_first and bool(counted) and counted <= own.modes.keys()
         is_open = checked.on_any(found.verdict.deviation is None)
         looked_at = MOST_ROWS if accumulation.policy.split is not None else min(rows.fewest, MOST_ROWS)

@@ -1,4 +1,4 @@
-"""How each term of a loss is weighed: the first way in which the parts of some rows add up to their whole, on all ranks."""
+"""Chooses the weight of each term of a loss: the first mode in which parts add up to the whole on all ranks."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from lightning_accum.weighing.weight import words_of
 
 
 class Found(NamedTuple):
-    """What was found in some rows, on all ranks.
+    """The result for some rows, on all ranks.
 
     Attributes:
         verdict: of this rank.
         adds_up: the parts sum to the whole on all ranks.
-        known: of the terms, if it adds up.
+        known: the modes of the terms, if they add up.
         constants: by term, the constant in each of its weights that does not add up.
         mend: an argument with which the parts add up, if one was found.
         are_alike: all single rows have the same loss.
-        leaves_something: a step changed the module, or the next step has another loss for the same rows.
+        leaves_something: a step changed the module, or the next step has a different loss for the same rows.
     """
 
     verdict: Verdict
@@ -84,7 +84,7 @@ class Deciding:
         return names._replace(looped=joined, aliases=renamed)
 
     def decide(self, looks: Sequence[Look], names: Known, trial: Trial) -> Found:
-        """How each term is weighed; the same on all ranks."""
+        """The mode of each term; the same on all ranks."""
         eps, checked, weight = trial.eps, self.checked, self.weight
         known = self._named(looks, names)
         terms: dict[int, Term] = {}
@@ -94,10 +94,10 @@ class Deciding:
         if weight == "auto":
             chosen = {key: self._fit(looks, key, modes_to_try(term), eps) for key, term in terms.items()}
             failed = {key >> 8 for key, fit in chosen.items() if fit.mode is None and not fit.is_open}
-            if failed & {key >> 8 for key in terms if key & 255} - known.looped:  # take them as one
+            if failed & {key >> 8 for key in terms if key & 255} - known.looped:  # treat them as one term
                 return self.decide(looks, known._replace(looped=known.looped | failed), trial)
             for key, fit in chosen.items():
-                if fit.mode is None and not fit.is_open:  # a sum that is the same in each part depends on no rows
+                if fit.mode is None and not fit.is_open:  # a sum that is equal in all parts does not depend on rows
                     once = self._fit(looks, key, (ONCE,), eps)
                     is_read = terms[key].is_bent or (once.mode is not None and terms[key].words)
                     adopted_fit = None if is_read else self._adopted(looks, key, eps)
@@ -155,7 +155,7 @@ class Deciding:
         return {fit.mode: 1.0} if fit.mode not in known else {fit.mode: known[fit.mode], **known}
 
     def _fit(self, looks: Sequence[Look], key: int, modes: Iterable[Mode], eps: float) -> Fit:
-        """The first way in which a term adds up on all ranks."""
+        """The first mode in which a term adds up on all ranks."""
         checked, found = self.checked, list[tuple[Mode, Fit, float]]()
         for mode in modes:
             own = fit_of(looks, key, mode, eps)
@@ -186,7 +186,7 @@ class Deciding:
         if not right:
             return None
         first, *others = right
-        for fit in others:  # if all rows have the same gradient, counts fit that are not in proportion
+        for fit in others:  # if all rows have the same gradient, counts fit that are not proportional
             least, most = ratios(looks, (key, first.mode), (key, fit.mode))  # type: ignore[arg-type]
             if self.checked.on_any(not most - least <= 1e-9 * most):
                 return None
@@ -195,7 +195,8 @@ class Deciding:
         return first._replace(mode=counts[0], modes=counts) if counts else None
 
     def _combined(self, looks: Sequence[Look], known: Known, terms: dict[int, Term]) -> tuple[Known, tuple[str, str] | None]:
-        """Use one weight for all terms if they are in proportion, else count them first. Returns a mend, too, if neither works."""
+        """Use one weight for all terms if their weights are proportional, else count them first. Also returns a fix if neither
+        works."""
         checked, ratio_of = self.checked, dict[int, float]()
         modes = {key: mode for key, mode in known.modes.items() if mode != ONCE}
         if len(modes) < 2 and (len(known.modes) < 2 or SUM not in modes.values()):
@@ -212,7 +213,7 @@ class Deciding:
                 ratio_of[key] = most
             is_one &= least < math.inf and math.isfinite(most) and most - least <= 1e-9 * most
             is_few = self.rows.number < MOST_ROWS and self.checked.accumulation.policy.split is None
-            is_one &= is_function or not is_few or not checked.may_count_terms  # in few rows by chance
+            is_one &= is_function or not is_few or not checked.may_count_terms  # with few rows this may be chance
         known = known._replace(ratios=ratio_of)
         if is_one:
             return known, None

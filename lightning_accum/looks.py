@@ -1,4 +1,4 @@
-"""What the check looks at: some rows of the first loader batches, together and in parts."""
+"""The rows that the check runs: some rows of the first loader batches, together and in parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checked:
-    """What is checked.
+    """The module and step to check.
 
     Attributes:
         trained: the module, its snapshots and its gradients.
@@ -45,7 +45,7 @@ class Checked:
         may_count_first: the terms of a window can be counted before it runs.
         is_manual: the module uses manual optimization; the loss belongs to one backward call.
         next_step: runs a batch with the batch_idx of the next loader batch.
-        of_dataset: draws rows from the dataset, if a loader batch does not show its rows.
+        of_dataset: draws rows from the dataset, if the rows of a loader batch cannot be told apart.
     """
 
     trained: Trained
@@ -71,7 +71,7 @@ class Checked:
 
     @property
     def is_one_micro_batch(self) -> bool:
-        """A window is one micro-batch on each rank; the ranks tell each other the weights of its terms."""
+        """Whether a window is one micro-batch on each rank, so that ranks exchange the weights of its terms."""
         return not (self.is_manual or self.is_window_long or self.accumulation.splitting is not None)
 
     @property
@@ -80,7 +80,7 @@ class Checked:
         return self.may_count_first or self.is_one_micro_batch
 
     def trial(self) -> Trial:
-        """A trial of the step, which leaves everything as it was."""
+        """A trial of the step, which restores everything."""
         take_snapshot, row_wise = partial(self.trained.snapshotter.take, watches_parameters=False), self.accumulation.row_wise
 
         def step(batch: Any) -> Any:  # calls of submodules are nodes, as in training
@@ -126,8 +126,8 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str
     Args:
         checked: what is checked.
         batches: the loader batch; empty if this rank has none.
-        shared: paths of parts that all rows share, though they have as many entries as there are rows.
-        of_dataset: whether to draw rows from the dataset, whatever the batch shows.
+        shared: paths of shared parts that have one entry a row by chance.
+        of_dataset: whether to draw rows from the dataset in any case.
 
     Raises:
         CannotCheckError: a rank has no rows. On all ranks.
@@ -146,7 +146,7 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str
     of_batch, number, at_once = (0, 0, 0) if found is None else (found.of_batch, found.number, found.at_once)
     numbers = accumulation.ranks.largest(-of_batch, number, -(size or math.inf), at_once)
     fewest, number, at_once = -int(numbers[0]), int(numbers[1]), int(numbers[3])
-    # a step that was written for single rows must be one that can be undone
+    # a step on single rows is tried only if it can be undone
     if found is None or fewest < (1 if sync.can_forget_forward else 2):
         raise reason
     sync.reshard()
@@ -192,19 +192,19 @@ def _rows_of(
 
 
 def split_rows(checked: Checked, batch: Any, size: int | None = None) -> SplitRows | None:
-    """The rows of a batch as the user's ``split`` cuts it; None without such a function."""
+    """The rows of a batch from the user's ``split``; None without it."""
     split = checked.accumulation.policy.split
     return None if split is None else SplitRows(batch, split, size)
 
 
 def may_be_misread(checked: Checked, rows: Rows, error: Exception) -> bool:
-    """Whether the rows of a window's batch may be misread, since a step fails on them. Called on all ranks."""
+    """Whether the rows may be read wrongly, since a step fails on them. Called on all ranks."""
     is_read = type(error) is CannotCheckError and rows.found.kept is not None
     return checked.accumulation.splitting is None and checked.of_dataset is not None and not checked.on_any(not is_read)
 
 
 def parts_to_share(checked: Checked, rows: Rows, error: Exception) -> list[str]:
-    """Parts of a split batch that all rows, and all ranks, may share, if they did not add up as rows. Called on all ranks."""
+    """Parts of a split batch that may be shared by all rows, on all ranks, if they did not add up as rows. Called on all ranks."""
     accumulation = checked.accumulation
     is_split = accumulation.splitting is not None and not checked.is_window_long
     if not is_split or checked.on_any(isinstance(error, UnsuitableRowsError)):
@@ -227,12 +227,13 @@ def looks_at(checked: Checked, trial: Trial, rows: Rows, known: Known) -> list[L
     in_parts = _InParts(checked, trial, found, known)
     number = max(2, min(rows.number, MOST_ROWS, 2 if rows.size == 1 else max(4, rows.size)))
     looks = _as_memory_allows(checked, number, 2, partial(in_parts.few, most=min(rows.number, MOST_ROWS)))
-    of_training = int(-checked.largest(-min(found.of_batch, rows.size)))  # what few rows cannot show
+    of_training = int(-checked.largest(-min(found.of_batch, rows.size)))  # few rows may hide a dependence on the batch size
     return looks + _as_memory_allows(checked, of_training, 1, lambda size: in_parts.halves(size) if size > number else [])
 
 
 def _as_memory_allows(checked: Checked, size: int, least: int, look: Callable[[int], list[Look]]) -> list[Look]:
-    """The result of ``look`` for so many rows, or for half as many if memory runs out: ``"auto"`` begins with a whole batch."""
+    """The result of ``look`` for ``number`` rows, or for half as many if memory runs out, since ``"auto"`` starts with a whole
+    batch."""
     while True:
         try:
             return look(size)
@@ -259,16 +260,17 @@ class _InParts:
         return Look(measured, [self.run(part, total, is_part=True) for part in parts])
 
     def few(self, size: int, most: int) -> list[Look]:
-        """The first rows in many ways; then the rows up to ``most``, in groups that begin with an earlier row, one by one."""
+        """Looks at the first rows in several partitions; then at the rows up to ``most``, in groups that begin with an earlier
+        row."""
         looks = self.first(size, size)
-        if self.checked.on_any(self.trial.draws_unlike_numbers):  # not by row: have all rows draw the same
+        if self.checked.on_any(self.trial.draws_unlike_numbers):  # draws do not belong to rows: give all rows the same numbers
             looks = self.first(size)
         others = [range(begin, min(begin + size, most)) for begin in range(size - 1, most - 1, size - 1)]
         alone = {row: self.run([row], is_part=True) for row in range(size - 1, most) if others}
         return looks + [Look(self.run(rows), [alone[row] for row in rows]) for rows in others]
 
     def halves(self, size: int) -> list[Look]:
-        """A micro-batch in the size of training, and its halves."""
+        """A micro-batch of training size, and its halves."""
         looks = [self.look(range(size), [range(size // 2), range(size // 2, size)], size)]
         return [] if self.checked.on_any(self.trial.draws_unlike_numbers) else looks
 
@@ -281,7 +283,7 @@ class _InParts:
         try:
             looks = [self.look(whole, [[row] for row in base], total)]
             alone = looks[0].parts
-            if checked.on_any(any(math.isinf(one.loss) for one in alone)):  # a mean of nothing is NaN
+            if checked.on_any(any(math.isinf(one.loss) for one in alone)):  # a mean over no elements is NaN
                 raise UnsuitableRowsError("single rows have an infinite loss")
             if checked.on_any(not any(one.terms for one in alone)):
                 raise UnsuitableRowsError("single rows have no loss")
@@ -289,10 +291,10 @@ class _InParts:
             if size < 4:
                 raise
             return [self.look(whole, [base[: size // 2], base[size // 2 :]], total)]  # a step may not take a single row
-        if size > 2:  # a loss that uses a statistic of its batch is another one for small losses
+        if size > 2:  # detects losses that use a statistic of the batch
             few = sorted(sorted(base, key=lambda row: alone[row].loss)[: max(2, size // 2 - 1)])
             looks.append(self.look(whole, [few, [row for row in base if row not in few]], total))
-        times = min(size, 4)  # a loss that uses how often something is in its batch
+        times = min(size, 4)  # detects losses that use frequencies in the batch
         looks.append(Look(self.run([0] * times, total), [alone[0]] * times))
         if found.of_others:
             kinds = [[row for row in base if (row in found.of_others) == is_other] for is_other in (False, True)]
@@ -322,7 +324,7 @@ def have_one_loss(checked: Checked, other: Checked) -> bool | None:
     """Whether two steps have the same loss on rows that were checked; None if that is unknown. Called on all ranks.
 
     Raises:
-        DoesNotAddUpError: the losses differ on some rank: the other step moves parameters before its loss.
+        DoesNotAddUpError: the losses differ on some rank: the other step changes parameters before its loss.
     """
 
     def loss_of(checked: Checked) -> tuple[float, float]:
@@ -339,16 +341,16 @@ def have_one_loss(checked: Checked, other: Checked) -> bool | None:
 
 
 def has_layers_of_zeros(checked: Checked) -> bool:
-    """Whether a layer has weights of 0 only, whose outputs hide what depends on them. Called on all ranks."""
+    """Whether a layer has only zero weights, whose outputs hide dependences. Called on all ranks."""
     matrices = [parameter for parameter in checked.module.parameters() if parameter.dim() > 1 and parameter.requires_grad]
     return not checked.sync.is_waited_for_in_forward and checked.on_any(not all(bool(matrix.any()) for matrix in matrices))
 
 
 def takes_rows_of_other_ranks(checked: Checked, trial: Trial, rows: Rows) -> bool:
-    """Find out whether the loss takes the rows of all ranks together. Called on all ranks.
+    """Find out whether the loss gathers the rows of all ranks. Called on all ranks.
 
     Raises:
-        DoesNotAddUpError: it does so in a window of several loader batches.
+        DoesNotAddUpError: it gathers them in a window of several loader batches.
     """
     accumulation = checked.accumulation
     if accumulation.ranks.world_size == 1:
@@ -360,7 +362,7 @@ def takes_rows_of_other_ranks(checked: Checked, trial: Trial, rows: Rows) -> boo
         differs = [trial.differ(own, own if parity == still else other) and parity == still for still in (0, 1)]
         is_joint = checked.on_any(any(differs))
     except CannotCheckError as problem:
-        if not checked.on_any(isinstance(problem, UnsuitableRowsError)):  # other rows may show it
+        if not checked.on_any(isinstance(problem, UnsuitableRowsError)):  # other rows may give an answer
             accumulation.checks_left = 0
         raise
     if is_joint:

@@ -45,35 +45,35 @@ LossOf = Callable[[Any, Any], Tensor]  # loss_of(model, batch): the loss of a ba
 class Accumulator(Loop):
     """Accumulates gradients over windows in a hand-written loop, so that each window takes the step of one batch.
 
-    It yields the micro-batches of a loader, keeps the reduction over ranks back inside a window, knows the end of the data, and
-    divides the gradients once, by what the losses of the window were divided by. So the loop divides nothing, and counts nothing.
+    It yields the micro-batches of a loader, defers the reduction over ranks to the end of a window, and divides the gradients once,
+    by the sum of the denominators of the losses. So the loop divides nothing, and counts nothing.
 
     Args:
         fabric: a ``lightning.fabric.Fabric`` on one device, with ``"ddp"``, or with ``ModelParallelStrategy`` (FSDP2). None for
             plain torch on one device, or with a model in DistributedDataParallel.
-        model: the model as the loop calls it, after ``fabric.setup``.
+        model: the model that the loop calls, after ``fabric.setup``.
         optimizer: its optimizer, after ``fabric.setup``.
-        window: loader batches in a window, on every rank; or see :class:`~lightning_accum.GradientAccumulation`, for this and all
-            arguments below that are not explained.
-        micro_batch: the size of a micro-batch, into several of which each loader batch is split.
+        window: loader batches in a window, on every rank; see :class:`~lightning_accum.GradientAccumulation` for more forms, and
+            for the arguments below.
+        micro_batch: the size of the micro-batches that each loader batch is split into.
         row_wise: submodules that run in micro-batches of that size, while the loss sees the loader's batch.
-        weight: what a micro-batch weighs.
-        tail: what the end of the data does to an unfinished window. With ``"carry"`` it goes on in the next pass over the data, and
-            is stepped in the pass that is called with ``is_last=True``.
-        accumulate_dtype: the type that gradients are added up in.
-        on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite. ``"skip"`` leaves no trace in model and
-            window.
-        trim_padding: whether to trim the padding of split batches. Needs ``loss_of``, by which it is tried out first.
-        split: cuts loader batches that are no containers of tensors with one entry a sample.
-        loss_of: a function ``loss_of(model, batch)`` that returns the loss of a batch, by which the first batches are checked. The
-            loop may call it too, or compute its loss otherwise.
-        check: whether to look for parameters that change inside a window; and, with ``loss_of``, to try out on a few rows of the
-            first batches that micro-batches add up to them.
-        log: whether to print, on rank zero, what was understood at the first micro-batch.
+        weight: the weight of a micro-batch.
+        tail: what the end of the data does to an unfinished window. With ``"carry"`` it continues in the next pass over the data;
+            the pass with ``is_last=True`` steps it.
+        accumulate_dtype: the type in which gradients are summed.
+        on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite. ``"skip"`` leaves it out of the model and
+            the window.
+        trim_padding: whether to trim the padding of split batches. Needs ``loss_of``, for the check before.
+        split: splits loader batches that are not containers of tensors with one entry a sample.
+        loss_of: a function ``loss_of(model, batch)`` that returns the loss of a batch, for the check of the first batches. The loop
+            need not call it.
+        check: whether to find parameters that change inside a window; and, with ``loss_of``, to check on a few rows of the first
+            batches that parts add up to the whole.
+        log: whether to print the start line at the first micro-batch, on rank zero.
 
     Raises:
-        ValueError: an argument is out of its range, or two exclude each other, or the model is trained in a way that is not known.
-            In the loop, before a first step: the losses of micro-batches do not add up to the loss of their batch.
+        ValueError: an argument is out of its range, or two exclude each other, or the set-up of the model is not supported. In the
+            loop, before the first step: the losses of micro-batches do not add up to the loss of their batch.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -137,7 +137,7 @@ class Accumulator(Loop):
             where = lambda: f"Loader batch {self._seen + 1} of rank {training.ranks.rank}, counted from 1,"  # noqa: E731
             guard = Guard(training, sums or training.sync, on_nonfinite == "skip", where, _log.info, messages.warn)
         self._accumulation, self._session = accumulation, Session(training, accumulation, guard, self._announce)
-        is_long, is_split = policy.may_be_longer_than_one(1), policy.micro_batch is not None  # row-wise it is not
+        is_long, is_split = policy.may_be_longer_than_one(1), policy.micro_batch is not None  # row-wise batches are not split
         if is_long or is_split or training.ranks.size > 1:
             reason = "pass loss_of=" if loss_of is None else 'weight="equal"' if weight == "equal" else None
             if policy.check:
@@ -148,13 +148,13 @@ class Accumulator(Loop):
 
     @property
     def window_loss(self) -> float:
-        """The loss that the full batch of the last window would have had; NaN if it had no weight, and before the first."""
+        """The full-batch loss of the last window; NaN if it had no weight, and before the first."""
         closed = self._accumulation.closed
         return math.nan if closed is None else float(closed.loss)
 
     @property
     def window_weight(self) -> float:
-        """What the losses of the last window were divided by, over all ranks: tokens, samples, elements; 1 for a summed loss."""
+        """The total weight of the last window, over all ranks: tokens, samples, elements; 1 for a summed loss."""
         closed = self._accumulation.closed
         return 0.0 if closed is None else float(closed.weight)
 
@@ -170,11 +170,11 @@ class Accumulator(Loop):
 
     @property
     def skipped_micro_batches(self) -> int:
-        """Micro-batches that ``on_nonfinite="skip"`` has left out in all windows so far, over all ranks."""
+        """Micro-batches that ``on_nonfinite="skip"`` has left out so far, over all ranks."""
         return self._accumulation.total_left_out
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save beside the states of model and optimizer; inside a window also its gradients. Call it on all ranks.
+        """The state to save with the states of model and optimizer, including gradients inside a window. Call it on all ranks.
 
         Raises:
             RuntimeError: a window has ended, and ``step`` was not called yet.
@@ -188,13 +188,13 @@ class Accumulator(Loop):
         return {"passes": self.passes, "loader_batches": self.loader_batches, "accumulation": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint, after the model and the optimizer have their states. On all ranks.
+        """Resume from a checkpoint, after the model and the optimizer are restored. Call it on all ranks.
 
         The loader has to resume, too: if it yields the same batches again, ``accumulator(loader, skip=accumulator.loader_batches)``
-        passes over those that were done.
+        skips those that are done.
 
         Raises:
-            ValueError: another version of the package has written it, or the unfinished window is of another model.
+            ValueError: another version of the package has written it, or the unfinished window belongs to another model.
         """
         if self._pass is not None:
             self._pass.close()

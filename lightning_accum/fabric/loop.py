@@ -21,28 +21,29 @@ from lightning_accum.weighing.counts import count_samples
 class Loop(Passes):
     """Begins and ends the micro-batches of a loop, and refuses calls that are missing or out of order."""
 
-    _micro_batch: MicroBatch | None = None  # the one that was yielded last; None outside of the loop
+    _micro_batch: MicroBatch | None = None  # the last one yielded; None outside of the loop
     _pass: Generator[Any, None, None] | None = None
-    _around: ExitStack  # what forward and backward run in
+    _around: ExitStack  # the context of forward and backward
     _kept: KeptGradients
     _is_between_windows = _has_warned = False
     _ends_window = _is_backward_done = _is_step_done = _has_failed = False
     _may_be_divided = True
     gradient_norm: Tensor | None = None
-    """Of the last window, if ``step`` was called with ``clip_norm``; before clipping."""
+    """The norm of the last window's gradient before clipping, if ``step`` was called with ``clip_norm``."""
 
     def __call__(self, loader: Iterable[Any], *, skip: int = 0, is_last: bool = False) -> Iterator[Any]:
-        """Pass over the data once: yields its micro-batches. On all ranks; they end together, the longest loader decides.
+        """Iterate over the data once, and yield its micro-batches. Call it on all ranks: they end together, with the longest
+        loader.
 
-        A rank that runs out of data before the others gets its last batch again, without weight.
+        A rank that runs out of data first gets its last batch again, with weight 0.
 
         Args:
             loader: yields loader batches.
-            skip: how many loader batches to draw and pass over; after a checkpoint, its ``loader_batches``.
-            is_last: with ``tail="carry"``, whether this pass is the last one, whose unfinished window takes its step.
+            skip: how many loader batches to draw and skip; after a checkpoint, its ``loader_batches``.
+            is_last: with ``tail="carry"``, whether this is the last pass, whose unfinished window takes its step.
 
         Raises:
-            RuntimeError: the loop did not call ``backward``, or not ``step`` at the end of a window.
+            RuntimeError: the loop did not call ``backward``, or did not call ``step`` at the end of a window.
         """
         if self._pass is not None:
             self._pass.close()
@@ -78,7 +79,7 @@ class Loop(Passes):
         self._micro_batch, self._ends_window = micro_batch, ends_window
         self._is_backward_done = self._is_step_done = False
         if micro_batch.is_shadow_batch:
-            self._session.zero_grad(self._training)  # what it does to the model is to last
+            self._session.zero_grad(self._training)  # before a snapshot, so that its changes are kept
             self._around.enter_context(self._training.snapshotter.take(watches_parameters=False))
         if self._accumulation.row_wise is not None:
             self._around.enter_context(self._accumulation.row_wise.step(count_samples(micro_batch.batch)))
@@ -95,10 +96,10 @@ class Loop(Passes):
         """The backward of a micro-batch: in place of ``loss.backward()`` or ``fabric.backward(loss)``, once in each.
 
         Args:
-            loss: the loss of the micro-batch, not divided by anything; None if it has no loss, and then no weight.
+            loss: the loss of the micro-batch, not divided by anything; None if it has no loss, which gives it weight 0.
 
         Raises:
-            RuntimeError: it is called outside of the loop, or again; or what a window had accumulated was changed by others.
+            RuntimeError: it is called outside of the loop or twice, or other code has changed the accumulated gradients.
         """
         micro_batch = self._inside("backward")
         self._refuse_unfinished()
@@ -120,7 +121,7 @@ class Loop(Passes):
                 self._session.end_micro_batch(self._session.add(self._training, loss, micro_batch))
         except BaseException:
             self._has_failed = True
-            with suppress(Exception):  # it would hide the first one
+            with suppress(Exception):  # it would hide the first error
                 self._around.close()
             raise
         self._is_backward_done = True
@@ -140,12 +141,12 @@ class Loop(Passes):
             clip_value: the value to clip to.
 
         Returns:
-            Whether the optimizer has stepped. It has not if the window goes on, if the window had no weight at all, or if a
-            GradScaler found gradients that are not finite.
+            Whether the optimizer has stepped. It does not inside a window, for a window without weight, or if a GradScaler found
+                non-finite gradients.
 
         Raises:
             RuntimeError: it is called outside of the loop, before ``backward``, or again.
-            ValueError: the losses of the window cannot be added up, for a reason that is named.
+            ValueError: the losses of the window cannot be combined; the message names the reason.
         """
         limits = {name: limit for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)) if limit is not None}
         if len(limits) > 1:
@@ -178,7 +179,7 @@ class Loop(Passes):
         return has_stepped
 
     def discard(self) -> None:
-        """Drop what the unfinished window has accumulated. On all ranks."""
+        """Drop the gradients of the unfinished window. Call it on all ranks."""
         self._accumulation.discard(self._seen)
         self._training.sync.drop_accumulated()
         self._training.zero_grad()
@@ -187,13 +188,13 @@ class Loop(Passes):
 
     @property
     def is_shadow_batch(self) -> bool:
-        """True for a repeated batch that runs only because other ranks have more: no window counts it. Leave it out of metrics."""
+        """Whether the batch is repeated only because other ranks have more. It has weight 0: leave it out of metrics."""
         return self._micro_batch is not None and self._micro_batch.is_shadow_batch
 
     # --- what is refused --------------------------------------------------------------------------------------------
 
     def _refuse_unfinished(self) -> None:
-        """Refuse to go on after a backward that has failed, or a window that was not stepped."""
+        """Raise an error after a failed backward, or a window that was not stepped."""
         if self._has_failed:
             raise UsageError(
                 "The backward of a micro-batch of this window has failed, and a part of its gradient may have been added. Call "
@@ -213,7 +214,7 @@ class Loop(Passes):
             )
 
     def _keep_gradients(self, is_between_windows: bool = False) -> None:
-        """Keep the gradients as they are now, each with the number of its changes, to see whether others change one."""
+        """Save the gradients and their versions, to detect changes by other code."""
         if is_between_windows or not self._kept.parameters:
             are_in_grad = self._accumulation.sums is None and not self._training.sync.is_waited_for_in_forward
             self._kept = KeptGradients([("", own) for own in self._training.parameters() if own.requires_grad and are_in_grad])
@@ -221,7 +222,7 @@ class Loop(Passes):
         self._is_between_windows = is_between_windows
 
     def _refuse_changes(self) -> None:
-        """Refuse gradients that were cleared or changed inside a window; warn of others between two."""
+        """Refuse gradients that were cleared or changed inside a window; warn of new gradients between windows."""
         if not self._kept.changed():
             return
         if not self._is_between_windows:

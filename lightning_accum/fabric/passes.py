@@ -1,4 +1,4 @@
-"""The passes of a hand-written loop over its data: its micro-batches, which of them ends a window, and as many on every rank."""
+"""The passes of a hand-written loop over its data: micro-batches and ends of windows, the same number on every rank."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.user_warnings import rank_zero_warn, warn
 from lightning_accum.whole.row_proof import prove_row_wise
 
-Part = tuple[MicroBatch, bool]  # a micro-batch, and whether its window ends with it
+Part = tuple[MicroBatch, bool]  # a micro-batch, and whether it ends its window
 
 
 class Passes:
-    """Draws loader batches, splits them, and has the first of them checked."""
+    """Draws loader batches, splits them, and checks the first ones."""
 
     policy: Policy
     _training: Training
     _accumulation: Accumulation
     _session: Session
     _messages: LoopMessages
-    _loss_of: LossOfBatch | None  # the loss of a batch, by which it is checked, and its padding tried out; None if it is not known
-    _samples: frozenset[int] = frozenset()  # how many the loader puts into a batch; empty if it does not say so
+    _loss_of: LossOfBatch | None  # the loss of a batch, for the checks; None if unknown
+    _samples: frozenset[int] = frozenset()  # the batch sizes of the loader; empty if unknown
     _length = math.inf
     _seen = 0  # loader batches that are done, over all passes
     passes = 0
-    """Passes over the data that are done."""
+    """The number of passes over the data that are done."""
     loader_batches = 0
-    """Loader batches of the pass under way that are done; 0 between passes."""
+    """Loader batches of the current pass that are done; 0 between passes."""
 
     def _splitting(self) -> Splitting | None:
         """How loader batches are split; None if each is a micro-batch."""
@@ -66,7 +66,7 @@ class Passes:
         return Splitting(policy.micro_batch, trim, policy.split, warn, lambda: self._samples)
 
     def _micro_batches(self, loader: Iterable[Any], skip: int, is_last: bool) -> Iterator[Part]:
-        """One pass: ``skip`` loader batches are drawn and passed over. If it ``is_last``, ``tail="carry"`` ends the window too."""
+        """One pass, without its first ``skip`` loader batches. If it ``is_last``, ``tail="carry"`` also ends the window."""
         accumulation, boundary = self._accumulation, self._accumulation.boundary
         size = getattr(loader, "batch_size", None)
         self._samples = frozenset((size,)) if isinstance(size, int) else frozenset()
@@ -136,7 +136,7 @@ class Passes:
         splitting.begin(batch, proof)
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
-        """The loss of a micro-batch of a loader batch that is so many after the one under way."""
+        """The loss of a micro-batch that is ``ahead`` loader batches after the current one."""
         assert self._loss_of is not None
         return self._loss_of(batch)
 
@@ -145,7 +145,7 @@ class Passes:
         return self.policy.size_at(self._accumulation.epoch, self._accumulation.clock.optimizer_steps) or of_tokens
 
     def _announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
-        """Print what was understood of the first loss."""
+        """Print the start line."""
         accumulation = self._accumulation
         batch = micro_batch.batch if accumulation.plan is None else accumulation.plan.batch
         self._say(start_line(accumulation, micro_batch, weighed, samples_of(batch, self._samples), int(self._size(1))))
@@ -158,14 +158,14 @@ class Passes:
 
 def _length_of(loader: Iterable[Any]) -> float:
     """Number of batches of a loader, or inf if unknown. The length of a stream is not relied on."""
-    with suppress(TypeError, RuntimeError):  # as some loaders raise that have no length
+    with suppress(TypeError, RuntimeError):  # raised by some loaders without a length
         if not isinstance(getattr(loader, "dataset", None), IterableDataset):
             return len(loader)  # type: ignore[arg-type]
     return math.inf
 
 
 _AROUND = "torch.autograd.graph.save_on_cpu() around forward and backward"
-_NAMES = {  # the first that fits is taken
+_NAMES = {  # the first match is used
     'GradientAccumulation(1, micro_batch="offload")': _AROUND,
     'GradientAccumulation(micro_batch="offload")': _AROUND,
     'micro_batch="offload"': _AROUND,
@@ -179,7 +179,7 @@ _NAMES = {  # the first that fits is taken
 
 
 class LoopMessages:
-    """Puts the names of a hand-written loop into messages that are written for fits. As a context, into errors raised in it."""
+    """Adapts messages written for fits to hand-written loops. As a context, adapts errors raised inside."""
 
     def __init__(self, name_of_loss: str) -> None:
         self._names = {**_NAMES, "training_step": name_of_loss}
@@ -200,5 +200,5 @@ class LoopMessages:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, AccumulationError):  # errors of the user's code stay as they are
+        if isinstance(error, AccumulationError):  # errors of the user's code are not changed
             error.args = tuple(self(word) if isinstance(word, str) else word for word in error.args)

@@ -1,4 +1,4 @@
-"""What a hand-written loop trains: a model and its optimizer, as Fabric or plain torch has set them up, and its reduction."""
+"""The model, optimizer and gradient reduction of a hand-written loop, set up by Fabric or plain torch."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from lightning_accum.undo import Undo
 
 Fabric: TypeAlias = Any  # a lightning.fabric.Fabric
 
-LossOfBatch: TypeAlias = Callable[[Any], Tensor]  # loss_of= of an Accumulator, of its model without a wrapper
+LossOfBatch: TypeAlias = Callable[[Any], Tensor]  # loss_of= of an Accumulator, bound to its unwrapped model
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
-"""Of Fabric's, those that leave the backward and the gradients where torch has them."""
+"""Fabric's classes that do not change torch's backward and gradients."""
 
 _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()  # of Accumulators, on the steps of their optimizers
 
 
 class Training(Trained):
-    """A model, its optimizer, and the ranks that train it: what a session and a checkpoint ask of a loop."""
+    """A model, its optimizer and its ranks, as sessions and checkpoints see a loop."""
 
     skips_backward = False
 
@@ -65,9 +65,9 @@ class Training(Trained):
         self.ranks = Ranks(device, size, None, size, rank)
         self.snapshotter = Undo(self.module, self.ranks.device)
         self._is_stepping, self._refuse_step = False, refuse_step
-        if self.raw_optimizer in _hooks:  # of an Accumulator that this one takes the place of
+        if self.raw_optimizer in _hooks:  # of an Accumulator that this one replaces
             _hooks.pop(self.raw_optimizer).remove()
-        with suppress(AttributeError):  # some that wrap another optimizer leave out Optimizer.__init__
+        with suppress(AttributeError):  # some wrappers of optimizers skip Optimizer.__init__
             _hooks[self.raw_optimizer] = self.raw_optimizer.register_step_pre_hook(self._before_step)
 
     @property
@@ -77,7 +77,7 @@ class Training(Trained):
         return self.model if wrapper is None else wrapper.module  # type: ignore[return-value]
 
     def _why_refused(self) -> str | None:
-        """Why this cannot be trained: the message of an error."""
+        """The error message if this set-up is not supported."""
         fabric, model, ddp = self.fabric, self.model, self.ddp
         if isinstance(self.raw_optimizer, LBFGS):
             return "LBFGS runs its closure several times in a step, and accumulator.step() has none. Use another optimizer."
@@ -118,7 +118,7 @@ class Training(Trained):
         return None
 
     def asked(self, policy: Policy) -> Asked:
-        """What this training is asked for."""
+        """The arguments of this training."""
         engine: dict[str, Any] = {}
         if self.ddp is not None:
             is_static, has_hook = bool(self.ddp.static_graph), bool(self.ddp._comm_hooks)
@@ -129,7 +129,7 @@ class Training(Trained):
         return Asked(policy, module=self.module, optimizers=self.optimizers, parameters=parameters, ranks=size, **engine)
 
     def make_sync(self, policy: Policy, loss_of: LossOfBatch | None) -> MainGradients | None:
-        """Decide when gradients are reduced over the ranks. Returns where they are added up, if in a wider type than their own."""
+        """Set up the reduction over ranks. Returns the sums of gradients, if their type is wider."""
         dtype, self._loss_of = policy.accumulate_dtype, loss_of
         sums = None if dtype is None else main_gradients(dtype, self.parameters)
         if self.ddp is not None and sums is not None:
@@ -146,7 +146,7 @@ class Training(Trained):
         return sums
 
     def loss_without_wrapper(self, loss_of: Callable[[Any, Any], Tensor]) -> LossOfBatch:
-        """The loss of a batch outside of any window, for which no rank waits; in full precision, if the model has it."""
+        """Compute the loss of a batch outside of windows, without other ranks, in full precision if possible."""
         precision: Any = self.precision_plugin
 
         def loss(batch: Any) -> Tensor:
@@ -158,7 +158,7 @@ class Training(Trained):
         return loss
 
     def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step as it is."""
+        """Run a step unchanged."""
         return step(*args, **kwargs)
 
     def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
@@ -197,7 +197,7 @@ class Training(Trained):
         return None
 
     def step(self) -> bool:
-        """Step the optimizer. Returns whether it did: a GradScaler may have left it out, and then lowers its scale."""
+        """Step the optimizer. Returns whether it stepped: a GradScaler may skip the step, and lowers its scale."""
         scale, self._is_stepping = self.loss_scale(), True
         try:
             self.optimizer.step()
@@ -211,16 +211,16 @@ class Training(Trained):
 
 
 def _is_wrapper(value: object, name: str) -> bool:
-    """Whether it is a wrapper of Fabric's, which has what it wraps as a property."""
+    """Whether it is a wrapper of Fabric, which has the wrapped object as a property."""
     return isinstance(getattr(type(value), name, None), property)
 
 
 class LoopFSDP2Sync(FSDP2Sync):
-    """As its base, but the loop itself has called the model."""
+    """Like its base class, but the loop itself calls the model."""
 
     @override
     def forward_without_batch(self) -> None:
-        if self._outputs:  # the forward has run, and has no loss
+        if self._outputs:  # the forward has run without a loss
             self._stand_in = self._loss_without_batch()
         else:
             super().forward_without_batch()

@@ -1,1 +1,1 @@
-"""When gradients are reduced over the ranks: one small object an engine."""
+"""When gradients are reduced over the ranks: one small object for each engine."""

@@ -1,4 +1,4 @@
-"""What every engine's reduction of gradients has in common."""
+"""The base of every engine's reduction of gradients."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ ShardedSyncPolicy: TypeAlias = Literal["window", "micro_batch", "shard"]
 
 
 class GradientSync:
-    """When gradients are reduced over the ranks, and how this one takes part in that. This one is for one rank: never."""
+    """Controls when gradients are reduced over the ranks. This base class is for one rank, and reduces nothing."""
 
     is_waited_for_in_forward = False
-    """The forward and backward of a micro-batch wait for those of the other ranks, whether gradients are reduced or not."""
-    can_forget_forward = True  # a forward may fail half-way, and others follow
+    """Whether the forward and backward of a micro-batch always wait for the other ranks."""
+    can_forget_forward = True  # whether a forward may fail half-way
     is_reduced_inside = False  # the gradients of an unfinished window are averaged over the ranks already
 
     @property
     def is_recording_graph(self) -> bool:
-        """The next forward and backward are reduced, wherever they are in a window."""
+        """Reduce in the next forward and backward."""
         return False
 
     def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
-        """A micro-batch that is not the last of its window: no reduction in its forward and backward."""
+        """The context of a micro-batch that is not the last of its window, without reduction."""
         return nullcontext()
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``step``, a forward with a loss, where the engine prepares its reduction."""
+        """Run ``step``, a forward with a loss, inside the engine's preparation of the reduction."""
         return step(*args, **kwargs)
 
     def forward_without_batch(self) -> None:
@@ -46,36 +46,36 @@ class GradientSync:
         """Take part in the other ranks' backward, adding nothing."""
 
     def begin_backward(self, micro_batch: MicroBatch, loss: Tensor) -> None:
-        """A micro-batch has a loss, and its backward is next."""
+        """Called before the backward of a micro-batch."""
 
     def complete_reduction(self, micro_batch: MicroBatch) -> None:
-        """A backward is done, maybe the last of a window."""
+        """Called after a backward, perhaps the last of a window."""
 
     def reduce_accumulated(self) -> None:
-        """Reduce what was accumulated without reduction. On all ranks together."""
+        """Reduce the gradients accumulated without reduction. Called on all ranks."""
 
     def without_weight(self, loss: Tensor, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """The backward of a loss without weight."""
+        """The context of the backward of a loss without weight."""
         return gradients_of_zero(loss)
 
     def drop_accumulated(self) -> None:
-        """What was accumulated is about to be dropped. On all ranks together."""
+        """Prepare to drop the accumulated gradients. Called on all ranks."""
 
     def reduce_for_checkpoint(self) -> None:
-        """Have the gradients where a checkpoint finds them. On all ranks together."""
+        """Move the gradients to where a checkpoint finds them. Called on all ranks."""
 
     def note_gradients(self) -> None:
-        """The gradients of an unfinished window were put back."""
+        """Called after the gradients of an unfinished window were restored."""
 
     def end_window(self) -> None:
-        """The gradients of a window are reduced."""
+        """Called after the gradients of a window were reduced."""
 
     def accumulated(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """The gradients of these parameters that are not reduced yet."""
         return {own: own.grad for own in parameters if own.requires_grad and own.grad is not None}
 
     def restore_accumulated(self, parameters: Iterable[nn.Parameter], kept: Mapping[nn.Parameter, Tensor]) -> None:
-        """Have the gradients be ``kept``, copies of what :meth:`accumulated` gave before a backward."""
+        """Restore the gradients from ``kept``, copies of :meth:`accumulated` before a backward."""
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.grad = kept.get(parameter)
@@ -83,27 +83,27 @@ class GradientSync:
     def gradients_of(
         self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
     ) -> Sequence[Tensor | None]:
-        """The gradients of ``share`` times a loss that is in no window; None for a share of 0. They are added to nothing.
+        """The gradients of ``share`` times a loss that is in no window; None for a share of 0. They are not added to ``.grad``.
 
-        A sharded module gives out this rank's parts of their mean over the ranks, and is called on all of them.
+        For a sharded module, returns this rank's shards of the mean over the ranks; called on all ranks.
         """
         found = torch.autograd.grad(loss, parameters, torch.full_like(loss, share), retain_graph=keeps_graph, allow_unused=True)
         return found if share else [None] * len(found)  # NaN * 0 is NaN
 
     def reshard(self) -> None:
-        """Have the module's parameters be those of the optimizer, if others are in their place between steps."""
+        """Restore the optimizer's parameters in the module, if an engine replaces them between steps."""
 
     def forget_forward(self) -> None:
-        """There will be no backward for what ran forward."""
+        """Forget a forward that will have no backward."""
 
 
 class WrappedSync(GradientSync):
-    """An engine that prepares its reduction in a forward of its own, which all ranks run.
+    """An engine that prepares its reduction in its own forward, which all ranks must run.
 
-    Where this rank has no loss, another stands in for it, and waits for :meth:`backward_without_loss`.
+    If this rank has no loss, a replacement waits for :meth:`backward_without_loss`.
     """
 
-    _stand_in: Tensor | None = None  # the loss in the place of one that is missing, as the engine returned it
+    _stand_in: Tensor | None = None  # the replacement of a missing loss, as returned by the engine
 
     @abstractmethod
     def _run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -111,11 +111,11 @@ class WrappedSync(GradientSync):
 
     @abstractmethod
     def _loss_without_batch(self) -> Tensor | None:
-        """A loss that stands in for a missing one; None if no rank waits for its backward."""
+        """The replacement of a missing loss; None if no rank waits for its backward."""
 
     def _forward_or_stand_in(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def or_stand_in(*args: Any, **kwargs: Any) -> Any:
-            """The loss of the step, or what stands in for it."""
+            """The loss of the step, or its replacement."""
             output = step(*args, **kwargs)
             if output is None:
                 output = self._stand_in = self._loss_without_batch()
@@ -136,9 +136,9 @@ class WrappedSync(GradientSync):
 def gradients_in_place(
     loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
 ) -> Sequence[Tensor | None]:
-    """What the backward of ``share`` times a loss leaves in the gradients of these parameters, which are as before after it.
+    """The gradients of ``share`` times a loss for these parameters, computed by a backward; ``.grad`` is restored.
 
-    Hooks after the accumulation of a gradient do not run: they step, or add it to the sums of a window.
+    Post-accumulate hooks do not run, since they would step or add to the sums of a window.
     """
     hooks = [own for parameter in parameters if (own := getattr(parameter, "_post_accumulate_grad_hooks", None))]
     kept = [dict(own) for own in hooks]
@@ -155,7 +155,7 @@ def gradients_in_place(
 
 @contextmanager
 def gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, no parameter has a gradient at first, so a step that makes or clears gradients does not touch the window's."""
+    """Inside, parameters start without gradients, so a step cannot change the window's."""
     kept = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in kept:
         parameter.grad = None

@@ -26,9 +26,9 @@ from lightning_accum.weighing.safeguards import gradients_of_zero, zero_loss_of
 class DDPSync(WrappedSync):
     """Reduces once a window, or at every micro-batch (in split batches at the last of each loader batch).
 
-    Reducing more often than once a window is exact too: an averaged gradient stays what it is under another average. If it
-    ``finishes_after_backward``, what was accumulated is reduced after the last backward of a window. Until then a micro-batch may
-    fail on this rank alone, so it runs outside of the wrapper, whose forward the other ranks may wait for.
+    Reducing more than once a window is exact, too, since averaging an average changes nothing. With ``finishes_after_backward``,
+    gradients are reduced after the last backward of a window. A micro-batch may then fail on this rank alone, so it runs outside of
+    the wrapper, whose forward other ranks would wait for.
     """
 
     def __init__(self, ddp: DistributedDataParallel, policy: SyncPolicy = "window", finishes_after_backward: bool = False) -> None:
@@ -44,7 +44,7 @@ class DDPSync(WrappedSync):
 
     @override
     def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
-        # the ranks have the same number of loader batches, but not of micro-batches in each
+        # ranks have equally many loader batches, but not equally many micro-batches in each
         if self._policy == "micro_batch" and micro_batch.ends_loader_batch:
             return nullcontext()
         # A static graph is recorded at the first backward and reduced with it: torch raises "SystemError" or an internal assert
@@ -56,7 +56,7 @@ class DDPSync(WrappedSync):
     @property
     @override
     def is_recording_graph(self) -> bool:
-        """A static graph is recorded in the next forward and backward, and both have to be the module's own."""
+        """Whether the next forward and backward record a static graph, and must be the module's own."""
         return bool(self._ddp.static_graph and not self._ddp._static_graph_delay_allreduce_enqueued)
 
     @override
@@ -75,7 +75,7 @@ class DDPSync(WrappedSync):
         if not self._ddp.require_backward_grad_sync:
             return None
         parameters = self._trainable
-        if self._ddp.static_graph:  # it is an error to reach others than were recorded
+        if self._ddp.static_graph:  # reaching other parameters than recorded is an error
             parameters = [parameter for parameter in self._trainable if parameter.grad is not None] or self._used or parameters
         return zero_loss_of(parameters, self._sparse)
 
@@ -91,10 +91,10 @@ class DDPSync(WrappedSync):
 
     @override
     def complete_reduction(self, micro_batch: MicroBatch) -> None:
-        """Reduce what earlier micro-batches gave gradients to, and the last one did not reach.
+        """Reduce parameters that have gradients from earlier micro-batches, but that the last one did not reach.
 
-        DistributedDataParallel waits for every parameter in the backward of the last, and would leave all unreduced. Its own
-        RuntimeError is for a parameter that no micro-batch of this rank has used.
+        DistributedDataParallel waits for every parameter in the last backward, and would reduce none. Its own RuntimeError remains
+        for a parameter that no micro-batch of this rank has used.
         """
         node, self._last_node = self._last_node, None
         if node is None or self._ddp.find_unused_parameters or self._ddp.static_graph:
@@ -104,7 +104,7 @@ class DDPSync(WrappedSync):
         except RuntimeError:
             reached = {below.variable for below in nodes_below(node) if below.name().endswith("AccumulateGrad")}
             left = [parameter for parameter in self._trainable if parameter not in reached]
-            if not micro_batch.is_shadow_batch:  # what this rank's own batches use is not what the other ranks' do
+            if not micro_batch.is_shadow_batch:  # a shadow batch may use other parameters than this rank's own batches
                 left = [parameter for parameter in left if parameter.grad is not None]
             if not left:
                 raise
@@ -119,11 +119,11 @@ class DDPSync(WrappedSync):
 
     @override
     def reduce_accumulated(self) -> None:
-        """Reduce, in a backward of its own, what was accumulated without reduction.
+        """Reduce the gradients accumulated without reduction, in a separate backward.
 
-        It leaves zeros if no rank has a gradient: there the None comes back, since weight decay would move the parameter.
+        If no rank has a gradient for a parameter, it leaves zeros; this restores None, since weight decay would move the parameter.
         """
-        self._forget_used()  # also by a micro-batch that was skipped
+        self._forget_used()  # including those of a skipped micro-batch
         self._forward_or_stand_in(lambda: None)
         if self._stand_in is None:
             return
@@ -147,14 +147,14 @@ class DDPSync(WrappedSync):
 
     @override
     def note_gradients(self) -> None:
-        """The gradients of an unfinished window were put back: torch has to know that these parameters were used."""
+        """Tell torch that the parameters with restored gradients of an unfinished window were used."""
         if self._ddp.find_unused_parameters:
             with self._ddp.no_sync():
                 _backward_without_gradients(zero_loss_of(self._trainable, self._sparse))
 
     @override
     def end_window(self) -> None:
-        """Refuse gradients that nobody reduces, and remember which parameters a static graph uses."""
+        """Refuse gradients that are never reduced, and remember which parameters a static graph uses."""
         self._refuse_unreduced()
         if not self._used and self._ddp.static_graph:
             self._used = [parameter for parameter in self._trainable if parameter.grad is not None]
@@ -182,8 +182,7 @@ class DDPSync(WrappedSync):
 class WideDDPSync(GradientSync):
     """One reduction at the end of a window, of sums in a wider type: DistributedDataParallel would reduce in the parameters' type.
 
-    It reduces nothing then, so its forward is left out, and ``find_unused_parameters`` and ``static_graph``, which prepare its
-    reduction, change nothing.
+    It then reduces nothing, so its forward is skipped, and ``find_unused_parameters`` and ``static_graph`` have no effect.
     """
 
     def __init__(self, ddp: DistributedDataParallel, sums: MainGradients, ranks: Ranks) -> None:
@@ -195,18 +194,18 @@ class WideDDPSync(GradientSync):
     @override
     def end_window(self) -> None:
         self._sums.reduce(self._ranks, self._parameters)
-        # which DistributedDataParallel does in the forward after a reduction
+        # DistributedDataParallel does this in the forward after a reduction
         self._ddp.require_forward_param_sync = True
         sync_buffers(self._ddp)
 
 
 def sync_buffers(ddp: DistributedDataParallel) -> None:
-    """Have the buffers of the first rank on all, as DistributedDataParallel does in the forward after a reduction."""
+    """Broadcast the buffers of the first rank, as DistributedDataParallel does in the forward after a reduction."""
     if ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
         ddp._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 def _backward_without_gradients(loss: Tensor) -> None:
-    """DistributedDataParallel sees that each parameter below ``loss`` is done; hooks on gradients see zeros, and none is kept."""
+    """Mark each parameter below ``loss`` as done for DistributedDataParallel: hooks see zero gradients, which are dropped."""
     with gradients_of_zero(loss, leaves_none=True):
         torch.autograd.backward(loss)

@@ -21,13 +21,12 @@ from lightning_accum.sync.sharded import CANNOT_FORGET_FORWARD, ShardedEngine, S
 
 
 class FSDP2Sync(ShardedSync):
-    """Reduce-scatter of modules that :func:`torch.distributed.fsdp.fully_shard` was applied to, also beside tensor parallelism.
+    """Reduce-scatter of modules with :func:`torch.distributed.fsdp.fully_shard`, also with tensor parallelism.
 
-    ``fully_shard`` reduces a group of parameters as one flat tensor, of those that have a gradient on this rank. If another rank
-    has a gradient of others that are as large, these are added up with them; if they are of another size, it hangs or dies. So
-    all parameters of a group get one, of zeros if they have none. Those that no rank has reached have None again after a window.
-    With the policy ``"shard"``, replicas of shards are reduced within the shards at every micro-batch, and over the replicas once a
-    window.
+    ``fully_shard`` reduces a group as one flat tensor of the parameters with a gradient on this rank. If another rank has gradients
+    for different parameters, they are mixed up, or the ranks hang. So all parameters of a group get a gradient, of zeros if needed.
+    Parameters that no rank has reached get None again after a window. With the policy ``"shard"``, replicas of shards are reduced
+    within the shards at every micro-batch, and over the replicas once a window.
     """
 
     def __init__(self, module: nn.Module, policy: ShardedSyncPolicy, engine: ShardedEngine, ranks: Ranks) -> None:
@@ -35,10 +34,10 @@ class FSDP2Sync(ShardedSync):
         self._groups = [group for unit in self.units for group in groups_of(unit)]
         self._trained, self._ranks = [sharded for group in self._groups for sharded in _trained_of(group)], ranks
         self._reached: set[Any] = set()
-        """Parameters that had a gradient when this window began, or that one of its micro-batches has given one to."""
+        """Parameters with a gradient from this window, or from before it."""
         self._is_begun = False  # this window has run a backward
-        self._is_of_window = False  # the backward under way is that of a micro-batch of the window, and none that only takes part
-        self._is_called = False  # fully_shard reduces gradients where it is expected to
+        self._is_of_window = False  # the current backward belongs to a micro-batch of the window
+        self._is_called = False  # whether torch has called the replaced method
         for group in self._groups:
             group.post_backward = partial(self._reduce, group, group.post_backward)
         self.can_forget_forward = hasattr(FSDPModule, "reset_iter_state")  # not in torch 2.9
@@ -46,8 +45,8 @@ class FSDP2Sync(ShardedSync):
     @override
     @contextmanager
     def blocked(self, micro_batch: MicroBatch) -> Iterator[None]:
-        # What stays gathered between forward and backward does so until the window ends, as torch advises: it costs no memory at
-        # the peak. In its first forward a root finds out that it is one, and stays gathered.
+        # Modules that stay gathered between forward and backward do so until the window ends, as torch advises, which does not
+        # raise the peak memory. A root learns in its first forward that it is one, and stays gathered.
         is_known = self.policy == "window" and not self._unused_roots
         kept = [unit for unit in self.units if _stays_gathered(unit)] if is_known else []
         self._set_blocked(True, kept)
@@ -73,7 +72,7 @@ class FSDP2Sync(ShardedSync):
     @override
     def begin_backward(self, micro_batch: MicroBatch, loss: Tensor) -> None:
         super().begin_backward(micro_batch, loss)
-        self._set_reduced(micro_batch.is_boundary)  # a hand-written loop may have switched it
+        self._set_reduced(micro_batch.is_boundary)  # a hand-written loop may have changed it
         self._begin(is_of_window=not micro_batch.is_shadow_batch)
 
     @override
@@ -82,12 +81,12 @@ class FSDP2Sync(ShardedSync):
         super().backward_without_loss()
 
     def _begin(self, is_of_window: bool) -> None:
-        if not self._is_begun:  # a checkpoint inside the window has left gradients, or a zero_grad zeros
+        if not self._is_begun:  # gradients from a checkpoint inside the window, or zeros from zero_grad
             self._reached = {sharded for sharded in self._trained if sharded.sharded_param.grad is not None}
         self._is_of_window, self._is_begun = is_of_window, True
 
     def _reduce(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
-        """In place of ``post_backward`` of a group."""
+        """Replaces ``post_backward`` of a group."""
         self._is_called = True
         trained = _trained_of(group)
         lacking = [sharded for sharded in trained if _whole_gradient(sharded) is None]
@@ -96,13 +95,13 @@ class FSDP2Sync(ShardedSync):
         holds_sum = group.all_reduce_grads and _has_partial_sum(group)
         if lacking and group.reduce_grads and (holds_sum or len(lacking) < len(trained)):
             for sharded in lacking:
-                if (whole := _whole_parameter(sharded)) is not None:  # else torch passes over it
+                if (whole := _whole_parameter(sharded)) is not None:  # else torch skips it
                     whole.grad = torch.zeros_like(whole)
         post_backward(*args)
 
     @override
     def complete_reduction(self, micro_batch: MicroBatch) -> None:
-        """Reduce what was accumulated in modules that the last backward has not reached."""
+        """Reduce the gradients of modules that the last backward has not reached."""
         have_gradients = (own.sharded_param.grad is not None or _whole_gradient(own) is not None for own in self._trained)
         if self._is_of_window and not self._is_called and any(have_gradients):
             raise SeamError(f"torch {torch.__version__} does not call FSDPParamGroup.post_backward to reduce gradients.")
@@ -111,7 +110,7 @@ class FSDP2Sync(ShardedSync):
             self.reduce_accumulated()
 
     def _are_any_left(self) -> bool:
-        """Something was accumulated, and not reduced over all ranks."""
+        """Whether accumulated gradients are not reduced over all ranks yet."""
         return any(map(_has_partial_sum, self._groups)) or any(_whole_gradient(sharded) is not None for sharded in self._trained)
 
     @override
@@ -140,7 +139,7 @@ class FSDP2Sync(ShardedSync):
         self._is_begun = False
 
     def _leave_out_others(self) -> None:
-        """Have no gradient of what no rank has reached so far. Called on all ranks."""
+        """Set the gradients of parameters that no rank has reached to None. Called on all ranks."""
         if not self._trained:
             return
         is_reached = self._ranks.largest(*(float(sharded in self._reached) for sharded in self._trained))
@@ -163,7 +162,7 @@ class FSDP2Sync(ShardedSync):
     def forget_forward(self) -> None:
         self._outputs.clear()
         for root in self._roots:
-            if root._get_fsdp_state()._is_root is None:  # it has never run
+            if root._get_fsdp_state()._is_root is None:  # it has not run yet
                 continue
             if not self.can_forget_forward:
                 raise UsageError(CANNOT_FORGET_FORWARD)
@@ -176,7 +175,7 @@ class FSDP2Sync(ShardedSync):
         return {sharded.sharded_param for group in self._groups for sharded in group.fsdp_params}
 
     def _sharding_of(self) -> dict[nn.Parameter, Any]:
-        """What ``fully_shard`` has of a parameter, whole as between forward and backward, or a shard."""
+        """The accumulated gradient of a parameter, whole or as a shard."""
         sharded = [sharded for group in self._groups for sharded in group.fsdp_params]
         return {own: one for one in sharded for own in (one.sharded_param, _whole_parameter(one)) if own is not None}
 
@@ -198,16 +197,16 @@ class FSDP2Sync(ShardedSync):
                 gradient.zero_()
 
     def sums_narrower_than(self, dtype: torch.dtype) -> torch.dtype | None:
-        """A type that gradients are added up in without reduction, if it is narrower; None for no such."""
+        """A narrower type in which unreduced gradients are summed; None if there is none."""
         types = (_type_of_sum(group, sharded) for group in self._groups for sharded in _trained_of(group))
         return next((summed for summed in types if is_narrower(summed, dtype)), None)
 
     def averaged_ranks(self) -> list[set[int]]:
-        """The ranks that gradients are averaged over, those of each group of parameters."""
+        """For each group of parameters, the ranks over which its gradients are averaged."""
         return [set(group.mesh_info.mesh.mesh.flatten().tolist()) for group in self._groups]
 
     def divide_factors(self) -> set[float]:
-        """What gradients are divided by, if somebody has set it."""
+        """The divisors of gradients that were set explicitly."""
         factors = {getattr(group, "gradient_divide_factor", None) for group in self._groups}
         return {factor for factor in factors if factor is not None}
 
@@ -216,7 +215,7 @@ class FSDP2Sync(ShardedSync):
 
 
 def groups_of(unit: Any) -> list[Any]:
-    """The parameter groups of a module that fully_shard was applied to."""
+    """The parameter groups of a ``fully_shard`` module."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
@@ -232,18 +231,18 @@ def _trained_of(group: Any) -> list[Any]:
 
 
 def _has_partial_sum(group: Any) -> bool:
-    """Something was scattered, and not all-reduced over replicas yet."""
+    """Whether scattered gradients are not all-reduced over replicas yet."""
     return getattr(group, "_partial_reduce_output", None) is not None
 
 
 def _whole_parameter(sharded: Any) -> nn.Parameter | None:
-    """What a module computes with; None before its first forward."""
+    """The compute type of a module; None before its first forward."""
     whole: nn.Parameter | None = getattr(sharded, "_unsharded_param", None)
     return whole
 
 
 def _whole_gradient(sharded: Any) -> Tensor | None:
-    """What was accumulated and not reduced, in one of the two places where ``fully_shard`` may have it."""
+    """The accumulated, unreduced gradient, from one of the two attributes of ``fully_shard``."""
     whole = _whole_parameter(sharded)
     gradient: Tensor | None = sharded.unsharded_accumulated_grad
     return whole.grad if gradient is None and whole is not None else gradient
@@ -266,13 +265,13 @@ def _stays_gathered(unit: nn.Module) -> bool:
 
 
 def _reduce_accumulated(roots: Iterable[Any]) -> bool:
-    """Have these modules reduce what no backward has, as they do at the end of each. Returns whether torch has what it takes."""
+    """Have these modules reduce their remaining gradients, as at the end of a backward. Returns whether torch supports it."""
     queue_ends = [getattr(root._get_fsdp_state(), "_register_root_post_backward_final_callback", None) for root in roots]
-    if None in queue_ends or torch.__version__ < "2.9":  # 2.6 leaves out modules that are not gathered
+    if None in queue_ends or torch.__version__ < "2.9":  # 2.6 skips modules that are not gathered
         return False
 
     def end_of_backward(gradient: Tensor) -> None:
-        """What each root does at the end of a backward."""
+        """The actions of each root at the end of a backward."""
         for queue_end in queue_ends:
             queue_end()  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""Reduction of the gradients of sharded modules: what FSDP1 and FSDP2 have in common, and FSDP1."""
+"""Reduction of the gradients of sharded modules: the common base of FSDP1 and FSDP2, and FSDP1."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ CANNOT_FORGET_FORWARD = (
 
 
 class ShardedEngine(Protocol):
-    """What the reduction of sharded modules asks of their engine."""
+    """The engine's interface for the reduction of sharded modules."""
 
     snapshotter: Undo
 
     def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step as the engine wants it."""
+        """Run a step inside the engine's own preparation."""
 
     def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
-        """The loss of a batch that had one before, of which nothing is logged."""
+        """The loss of an earlier batch with a loss, without logs."""
 
 
 class SharedRows:
     """Whether ranks with parts of the same rows, as in context parallelism, had a loss in the same micro-batches of a window.
 
-    In the place of a rank without a loss another batch would run, whose keys and values the others would attend to. ``number`` is
-    the same on ranks with parts of the same rows.
+    A rank without a loss would run another batch, whose keys and values the others would attend to. ``number`` is the same on ranks
+    with parts of the same rows.
     """
 
     def __init__(self, ranks: Ranks, number: int) -> None:
@@ -57,7 +57,7 @@ class SharedRows:
         self._seen = 1
 
     def end_window(self) -> None:
-        """Raise, on all ranks, if some that have parts of the same rows had a loss, and others had none."""
+        """Raise, on all ranks, if some ranks with parts of the same rows had a loss, and others had none."""
         found = set(self._ranks.gather((self._number, self._seen)))
         self.forget()
         if len(found) > len({number for number, _ in found}):
@@ -69,14 +69,14 @@ class SharedRows:
 
 
 class ShardedSync(WrappedSync):
-    """What FSDP1 and FSDP2 have in common: each forward and backward gathers parameters, and waits for the other ranks.
+    """The base of FSDP1 and FSDP2: each forward and backward gathers parameters, and waits for the other ranks.
 
     Without reduction, gradients of all parameters are held whole on every rank until the window ends. ``"micro_batch"`` reduces,
     and holds shards only. Both are exact: a sum of averages is the average of sums.
 
-    Where this rank has no loss, it takes part in the forward and backward of the others: with what its sharded modules have given
-    before training_step returned None, or else with the last micro-batch that had a loss, again. Its gradients are zeros, nothing
-    that it logs is taken, and what it changed in the module is put back. ``units`` are the modules that were sharded.
+    If this rank has no loss, it still takes part in the forward and backward of the others: with the outputs of its sharded modules
+    before training_step returned None, or by repeating the last micro-batch with a loss. Its gradients are zeros, its logs are
+    dropped, and its changes to the module are undone. ``units`` are the sharded modules.
     """
 
     is_waited_for_in_forward = True
@@ -85,15 +85,15 @@ class ShardedSync(WrappedSync):
     def __init__(self, units: list[Any], policy: ShardedSyncPolicy, engine: ShardedEngine) -> None:
         self.units = units
         self.policy = policy
-        self.batch_on_host: Any = None  # the loader batch that was drawn last, as it was before it was moved to the device
+        self.batch_on_host: Any = None  # the last loader batch drawn, before its transfer to the device
         self._engine = engine
         self._last: tuple[Any, bool] | None = None
-        """The batch that had a loss last, or the last part of one, and whether it is on the device."""
+        """The last batch with a loss, or the last part of one, and whether it is on the device."""
         self._snapshot: Snapshot | None = None
         below = {child for unit in units for child in unit.modules() if child is not unit}
         self._roots = [unit for unit in units if unit not in below]
         self._unused_roots = set(self._roots)
-        self.may_lack_loss = True  # if this rank has no loss, it can take part all the same
+        self.may_lack_loss = True  # whether this rank can take part without a loss
         self.shared_rows: SharedRows | None = None  # if ranks have parts of the same rows
         self._outputs: list[Tensor] = []
         self._handles = [unit.register_forward_hook(self._note_output) for unit in units]
@@ -115,7 +115,7 @@ class ShardedSync(WrappedSync):
 
     @override
     def _loss_without_batch(self) -> Tensor:
-        """A loss that depends on all that the other ranks' losses do."""
+        """A loss that depends on the same modules as the losses of other ranks."""
         if not self.may_lack_loss:
             raise UsageError(
                 f"Rank {dist.get_rank()} has a loader batch without a loss, or fewer loader batches than others, so it cannot take "
@@ -148,7 +148,7 @@ class ShardedSync(WrappedSync):
 
     @override
     def begin_backward(self, micro_batch: MicroBatch, loss: Tensor) -> None:
-        self._outputs.clear()  # logits are large, and a backward does not need them
+        self._outputs.clear()  # outputs may be large, and a backward does not need them
         self._note(has_loss=not micro_batch.is_shadow_batch)
         if self._last is None or not micro_batch.is_shadow_batch:
             # a part of a batch is on the device, a whole one stays on the host, if there is one
@@ -169,7 +169,7 @@ class ShardedSync(WrappedSync):
     def without_weight(self, loss: Tensor, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         if self.shared_rows is None or micro_batch.is_shadow_batch:
             return super().without_weight(loss, micro_batch)
-        return nullcontext()  # other parts of the rows attend to this one, and have losses of their own
+        return nullcontext()  # other parts of the rows attend to this one, and have their own losses
 
     @override
     def drop_accumulated(self) -> None:
@@ -193,7 +193,7 @@ class ShardedSync(WrappedSync):
             self._outputs.clear()
 
     def close(self) -> None:
-        """Let go of the modules."""
+        """Release the modules."""
         self._outputs.clear()
         for handle in self._handles:
             handle.remove()
@@ -209,7 +209,7 @@ class FSDP1Sync(ShardedSync):
 
     @override
     def forget_forward(self) -> None:
-        states = [getattr(unit, "training_state", None) for unit in self.units]  # a forward that stopped half-way refuses the next
+        states = [getattr(unit, "training_state", None) for unit in self.units]  # a failed forward blocks the next one
         if any(getattr(state, "name", None) != "IDLE" for state in states):
             raise UsageError(CANNOT_FORGET_FORWARD)
 

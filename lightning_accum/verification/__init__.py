@@ -1,1 +1,1 @@
-"""Whether the promise holds for a module: :func:`verify` and its :class:`Report`."""
+"""Verifies a module: :func:`verify` and its :class:`Report`."""

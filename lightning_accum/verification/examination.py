@@ -1,4 +1,4 @@
-"""Whether a window equals its full batch, and what breaks that: one thing after the other is taken out and measured."""
+"""Compares a window with its full batch, and finds the causes of a difference by removing them one by one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_accum.trainer.from_lightning import MisconfiguredError
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.step import Change, Step, StepRunner, Tensors
 
-_SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6  # running averages may be kept in float32 whatever the precision
+_SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6  # running averages may be in float32 in any precision
 _SMALLEST_SHARE = 1e-2
-"""Of the gradient's typical size: a parameter whose own gradient is smaller is measured by this.
+"""Of the gradient's typical size: smaller gradients are compared with this size.
 
-The gradient of a key's bias in attention is 0 but for rounding, and would be a hundred percent off."""
+The gradient of a key's bias in attention is 0 up to rounding, so its relative error would be 1."""
 
 _DOES_NOT_ADD_UP = "losses that do not add up"
 _MENDS = {
@@ -41,13 +41,14 @@ _MENDS = {
     " batches.",
     "buffers": "No argument helps. Update them once a step, in on_train_batch_start or on_before_zero_grad.",
 }
-"""By the name of a break, what mends it."""
+"""The fix for each break, by name."""
 
 
 class Break(NamedTuple):
-    """Something that breaks equality, and the argument, or the change to the module, that mends it.
+    """A cause of a difference, and the argument or change to the module that fixes it.
 
-    The relative error of the gradients is ``difference`` with it, and ``without`` it; None if it could not be taken out.
+    ``difference`` is the relative error of the gradients with it, ``without`` the error without it; None if it could not be
+    removed.
     """
 
     name: str
@@ -58,9 +59,9 @@ class Break(NamedTuple):
 
 
 class Comparison:
-    """The full batch, and the loader batches of the window that stands for it.
+    """The full batch, and the loader batches of the same window.
 
-    ``padding`` says how these were padded to be joined; ``layout`` is None if the full batch does not show its rows.
+    ``padding`` says how they were padded to be joined; ``layout`` is None if the rows of the full batch are unknown.
     """
 
     def __init__(self, full: Any, batches: Sequence[Any], padding: str = "") -> None:
@@ -71,11 +72,11 @@ class Comparison:
         self.rows = None if self.layout is None else self.layout.size
 
     def reversed(self) -> Any:
-        """The full batch with its rows in the other order: the same mean, added up differently."""
+        """The full batch in reverse order, which has the same mean up to rounding."""
         return self.full if self.layout is None else self.layout.take([*range(self.layout.size)][::-1])
 
     def padded(self) -> list[Any]:
-        """The loader batches with the padding that they have in the full batch; none if there is no such padding."""
+        """The loader batches padded as in the full batch; empty without padding."""
         if self.layout is None or not self.padding:
             return []
         ends = [0, *accumulate(Layout(batch, self.layout.kinds).size for batch in self.batches)]
@@ -83,11 +84,11 @@ class Comparison:
 
 
 class Diagnosis:
-    """Runs the full batch and its window, and whatever else shows how they differ."""
+    """Runs the full batch and its window, and further steps that show why they differ."""
 
     def __init__(self, runner: StepRunner, comparison: Comparison) -> None:
         self._runner, self._comparison = runner, comparison
-        self.change = Change()  # what was taken out of the module in all steps, so that they can be compared
+        self.change = Change()  # removed in all steps, so that they can be compared
         self.breaks: list[Break] = []
         self.notes: list[str] = []
         self.full = runner.full(comparison.full)
@@ -102,7 +103,7 @@ class Diagnosis:
         refusal: Exception | None = None
         try:
             self.window = runner.accumulated(comparison.batches, self.change, self.full.gradients)
-        except DoesNotAddUpError as error:  # the check refuses it: run without, it is measured
+        except DoesNotAddUpError as error:  # the check refuses it: run without the check, to measure it
             refusal = error
             self._runner = replace(runner, policy={**runner.policy, "check": False})
             self.window = self._runner.accumulated(comparison.batches, self.change, self.full.gradients)
@@ -110,14 +111,14 @@ class Diagnosis:
         if self.gradient.largest <= self.tolerance:
             self._check_step()
         if not self.breaks and (refusal is not None or self.gradient.largest > self.tolerance):
-            self._find_breaks(refusal)  # beside random numbers nothing else can be found out
+            self._find_breaks(refusal)  # with random numbers, no other cause can be found
         self._check_buffers()
 
     def _add(self, name: str, found: str, size: float, without: float | None = None, mend: str | None = None) -> None:
         self.breaks.append(Break(name, found, size, without, mend or _MENDS[name]))
 
     def _measure_noise(self) -> float:
-        """How far the full batch is from itself. What is more than rounding is looked into."""
+        """The difference between two runs of the full batch. If it exceeds rounding, the cause is examined."""
         most, noise = most_noise(self.full.dtype), self._from_itself(self._comparison.reversed())
         if noise > most:
             self.change = Change(evens_noise=True)
@@ -136,13 +137,13 @@ class Diagnosis:
         return of_itself
 
     def _from_itself(self, batch: Any) -> float:
-        """How far the batch is from the full batch, with another seed."""
+        """The difference between the batch, with another seed, and the full batch."""
         return _difference(self._runner.full(batch, self.change, seed=1), self.full)
 
     # --- what breaks equality -----------------------------------------------------------------------------------------
 
     def _find_breaks(self, refusal: Exception | None) -> None:
-        """Take out one thing after the other, until the rest is equal."""
+        """Remove possible causes one by one, until the steps are equal."""
         full, batches, left = self.full, self._comparison.batches, self.gradient.largest
         for name, found, new_change, new_batches in self._suspects(batches):
             if left <= self.tolerance:
@@ -159,7 +160,7 @@ class Diagnosis:
             self._look_into_the_rest(full, batches, left)
 
     def _suspects(self, batches: Sequence[Any]) -> Iterator[tuple[str, str, Change, Sequence[Any]]]:
-        """What can be taken out: its name, what was seen of it, the change of the module, the loader batches."""
+        """Causes that can be removed: name, message, change of the module, loader batches."""
         if layers := self.full.batch_norm:
             found = f"Each micro-batch is normalised by its own statistics, in {listed(layers)}."
             yield "BatchNorm", found, Change(freezes_batch_norm=True), batches
@@ -171,8 +172,8 @@ class Diagnosis:
             yield "padding", f"{found} other gradients.", Change(), padded
 
     def _look_into_the_rest(self, full: Step, batches: Sequence[Any], left: float) -> None:
-        """What cannot be taken out, and the check has not seen."""
-        # the mean of the same batch twice is the batch's own: what differs was carried from one to the other
+        """Find causes that cannot be removed, and that the check has not seen."""
+        # the mean of the same batch twice equals the batch, unless the first run changes the second
         twice = self._runner.full(self._comparison.full, self.change._replace(fixes_batch_idx=True), times=2)
         if (carried := _difference(twice, full)) > self.tolerance:
             found = "The same batch has a different gradient the second time: the module keeps state for the next training_step"
@@ -196,7 +197,7 @@ class Diagnosis:
             self.notes.append("The step changed no parameter (its learning rate may be 0), so gradients were compared instead.")
 
     def _check_buffers(self) -> None:
-        """What the steps after this one go by."""
+        """Compare the buffers, which later steps use."""
         if any(found.name in ("BatchNorm", "state", "random numbers") for found in self.breaks):
             return
         most = max(self.tolerance, _SMALLEST_DIFFERENCE_OF_BUFFERS)
@@ -215,7 +216,7 @@ def _difference(step: Step, full: Step) -> float:
 
 
 class Difference(NamedTuple):
-    """How much two sets of tensors differ, relative to the second: all together, and each by name."""
+    """The difference of two sets of tensors relative to the second: in total, and by name."""
 
     overall: float
     by_name: Mapping[str, float]
@@ -227,7 +228,7 @@ class Difference(NamedTuple):
 
     @classmethod
     def between(cls, found: Mapping[str, Tensor | None], expected: Tensors) -> Difference:
-        """Measure. A missing tensor, or one of another shape, differs infinitely; a tiny one is measured by the typical size."""
+        """Measure. A missing tensor, or one of another shape, differs infinitely; a tiny one is compared with the typical size."""
         distances = {name: _distance(found.get(name), tensor) for name, tensor in expected.items()}
         sizes = {name: _norm(tensor) for name, tensor in expected.items()}
         size, elements = math.hypot(*sizes.values()), sum(tensor.numel() for tensor in expected.values())
@@ -243,10 +244,10 @@ def differing(found: Tensors, expected: Tensors, most: float) -> dict[str, float
 
 
 def moved_differently(step: Step, full: Step) -> list[str]:
-    """The parameters that the same gradient has not moved to the same values, up to the optimizer's rounding."""
+    """The parameters that differ after the same gradient, beyond the optimizer's rounding."""
 
     def rounding(name: str, tensor: Tensor) -> float:
-        """Of a step, and of the parameter itself."""
+        """Rounding errors of the step, and of the parameter itself."""
         eps = torch.finfo(tensor.dtype).eps
         return 1024 * eps * _distance(tensor, full.before[name]) + 4 * eps * _norm(tensor)
 
@@ -255,13 +256,13 @@ def moved_differently(step: Step, full: Step) -> list[str]:
 
 
 def tolerance(dtype: torch.dtype, noise: float) -> float:
-    """How much the gradients of equal steps may differ: sixteen roundings, or four times what the order of rows changes."""
+    """The allowed difference of equal gradients: sixteen rounding errors, or four times the effect of reversing the rows."""
     least = 1e-12 if dtype == torch.float64 else 16 * torch.finfo(dtype).eps
     return max(least, min(4 * noise, most_noise(dtype)))
 
 
 def most_noise(dtype: torch.dtype) -> float:
-    """A larger difference between two runs of one batch is no rounding."""
+    """A larger difference between two runs of one batch is not rounding."""
     return min((2**16 if dtype == torch.float64 else 2**12) * torch.finfo(dtype).eps, 0.25)
 
 

@@ -1,4 +1,4 @@
-"""A window over real ranks, in processes of their own, against the full batch in one: which rank is off, and by what factor."""
+"""Compares a window over real ranks with the full batch in one process: which rank differs, and by what factor."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OTHER_STEPS = (
 
 
 class OverRanks:
-    """Runs a window over ranks, and compares it with the full batch, whose step it takes in one process (``alone``)."""
+    """Runs a window over ranks, and compares it with the full batch in one process (``alone``)."""
 
     def __init__(self, runner: StepRunner, comparison: Comparison, alone: Diagnosis, ranks: int, strategy: str | Strategy) -> None:
         self.ranks = ranks
@@ -55,13 +55,13 @@ class OverRanks:
             self.breaks = self._of_step()
         else:
             parts = [runner.accumulated(share, alone.change) for share in shares]
-            self.breaks = self._of_losses(parts) or [self._of_gradients(parts)]  # what comes later follows from the first
+            self.breaks = self._of_losses(parts) or [self._of_gradients(parts)]  # later differences follow from the first
 
     def _break(self, name: str, found: str, mend: str) -> Break:
         return Break(name, found, self.gradient.largest, None, mend)
 
     def _of_losses(self, parts: Sequence[Step]) -> list[Break]:
-        """Losses of ranks that are others than those of the same rows in one process."""
+        """Losses of ranks that differ from the losses of the same rows in one process."""
         breaks = []
         for rank, (step, part) in enumerate(zip(self._steps, parts, strict=True)):
             own, alone = (torch.tensor(one.losses, dtype=torch.float64) for one in (step, part))
@@ -80,7 +80,7 @@ class OverRanks:
         return breaks
 
     def _of_gradients(self, parts: Sequence[Step]) -> Break:
-        """The losses are right, so what becomes of their gradients is not: by what multiples of the ranks' own is it seen?"""
+        """The losses are right, so the reduction is wrong: find the factor of each rank's gradients."""
         off = [name for name, size in self.gradient.by_name.items() if not size <= self._tolerance]
         found = f"The losses are right, but on rank {self._worst} the reduced gradients of {listed(off)} differ from the full batch"
         steps = (self._full, self._steps[self._worst], *parts)
@@ -93,7 +93,7 @@ class OverRanks:
         return self._break("gradients of the ranks", f"{found}.", _OTHER_GRADIENTS)
 
     def _of_step(self) -> list[Break]:
-        """Steps of ranks that do not end where the full batch's did, from the same gradients."""
+        """Steps of ranks that differ from the full batch's, though the gradients are equal."""
         moved = {rank: off for rank, step in enumerate(self._steps) if (off := moved_differently(step, self._full))}
         found = "Rank {} has the gradient of the full batch, but its step moves {} differently."
         return [
@@ -105,13 +105,13 @@ class OverRanks:
 def _steps(
     runner: StepRunner, shares: Sequence[Sequence[Any]], strategy: str | Strategy, change: Change, gradients: Sequence[Tensors]
 ) -> list[Step]:
-    """The step of a window over ranks, of whose loader batches these are the ``shares``, as each rank saw it."""
+    """The step of a window over ranks, as recorded by each. ``shares`` are the loader batches of each rank."""
     runner_there = replace(runner, state=None)  # type: ignore[arg-type]  # nothing is restored there
     parts = (runner_there, shares, strategy, change, gradients, torch.get_default_dtype())
     with runner.state.restored_afterwards():
         try:
             sent = pickle.dumps(parts)
-        except Exception as error:  # whatever a class of the user's raises
+        except Exception as error:  # classes of the user may raise anything
             raise RanksFailedError(
                 f"verify(devices={len(shares)}) sends the module, its batches and the strategy to fresh processes, but they cannot "
                 f"be pickled: {error}. Define classes and functions at the top level of a file, and create objects that cannot be "
@@ -129,7 +129,7 @@ def _run_rank(sent: bytes) -> Step:
     if strategy == "accum_model_parallel":
         strategy = ModelParallelAccumulationStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     is_sharded = isinstance(strategy, pl.strategies.ModelParallelStrategy)
-    if is_sharded and runner.trainer["precision"] == "64-true":  # Lightning has it in no other
+    if is_sharded and runner.trainer["precision"] == "64-true":  # Lightning supports only this precision
         torch.set_default_dtype(torch.float64)
         runner.module.double()
         trainer["precision"] = "32-true"
@@ -147,16 +147,16 @@ MOST_SECONDS = 300.0  # the ranks of a step may take this long, all together
 
 
 class RanksFailedError(MisconfiguredError):
-    """There is nothing to compare: a rank could not start, failed before its optimizer step, or the ranks wait for each other."""
+    """A rank could not start, failed before its optimizer step, or the ranks wait for each other."""
 
 
 def run_on_ranks(job: Callable[[], Any], devices: int, seconds: float = MOST_SECONDS) -> list[Any]:
-    """The results of a job, which can be pickled, on all ranks, or a RanksFailedError after so many seconds.
+    """The results of a picklable job on all ranks, or a RanksFailedError after ``seconds``.
 
-    Each is in a fresh process: one that was forked after torch has used its threads can hang.
+    Each runs in a fresh process, since a fork after torch has used its threads can hang.
     """
     method = "spawn"
-    if sys.platform != "win32":  # what takes seconds to import is imported once, by a server that the ranks are forked from
+    if sys.platform != "win32":  # a server imports the slow modules once, and the ranks are forked from it
         method = "forkserver"
         multiprocessing.set_forkserver_preload([pl.__name__, __name__, "lightning_accum.names"])
     port = fabric.plugins.environments.lightning.find_free_network_port()
@@ -184,4 +184,4 @@ def _run(index: int, job: Callable[[], Any], environment: dict[str, str], paths:
     torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
 
     paths[index].write_bytes(pickle.dumps(job()))
-    os._exit(0)  # gloo's threads now and then abort an interpreter that ends
+    os._exit(0)  # gloo's threads sometimes abort an interpreter at exit

@@ -30,7 +30,7 @@ from lightning_accum.verification.examination import Break, Comparison, Diagnosi
 from lightning_accum.verification.over_ranks import OverRanks
 from lightning_accum.verification.step import ModuleState, StepRunner, uncompiled
 
-Join = Callable[[Sequence[Any]], Any]  # makes one batch of several
+Join = Callable[[Sequence[Any]], Any]  # joins several batches to one
 
 SHOWN = 10  # parameters in the table of a report
 
@@ -40,16 +40,16 @@ class Report:
     """The result of :func:`~lightning_accum.verify`. It is true if the two steps are equal.
 
     Attributes:
-        compared: what was compared with what, in words.
+        compared: the two steps in words.
         gradient: the norm of the difference of the two gradients, divided by the norm of the full batch's gradient.
         losses: the loss of the full batch, and the loss of the window.
         tolerance: the largest relative difference at which the steps count as equal.
         parameters: the relative difference of each parameter's gradient by its name, the largest first. A tiny gradient is compared
             with a hundredth of the typical size.
-        weight: what each micro-batch weighs, in words.
-        breaks: what breaks equality; if nothing does, the window takes the step of the full batch.
-        notes: what else there is to know: dropout that was switched off, padding, warnings of the run.
-        ranks: how many ranks took the window; 1 if it was compared in one process, or already differed there.
+        weight: the weight of each micro-batch, in words.
+        breaks: the causes of a difference; if empty, the window takes the step of the full batch.
+        notes: further information: dropout that was switched off, padding, warnings of the run.
+        ranks: the number of ranks; 1 if the window ran in one process, or already differed there.
     """
 
     module: str
@@ -65,7 +65,7 @@ class Report:
     ranks: int = 1
 
     def __bool__(self) -> bool:
-        """Whether equality holds."""
+        """Whether the steps are equal."""
         return not self.breaks
 
     @property
@@ -115,41 +115,41 @@ def verify(
     strategy: str | Strategy = "accum_ddp",
     **policy: Any,
 ) -> Report:
-    """Take one optimizer step as a full batch and one accumulated, and compare them.
+    """Take one optimizer step on a full batch and one accumulated, and compare them.
 
     The full batch runs through a plain Lightning Trainer, the window through ``Trainer(strategy="accum")`` with
-    ``GradientAccumulation``, which checks the first batch as it does in training. Both train the module itself, with dropout
-    switched off; afterwards everything that can be reached from it is restored. What hooks write elsewhere (files, experiment
-    trackers) stays written. The full batch runs twice, with other random numbers and its rows in reverse order, which shows what is
-    rounding; if it differs by more, random numbers are made the same for every row. If the two steps differ, possible causes are
-    removed one by one. The full batch has to fit into memory, beside some copies of the parameters in this precision.
+    ``GradientAccumulation``, which checks the first batch as in training. Both train the module itself, with dropout off;
+    afterwards all state reachable from it is restored, but not files and experiment trackers. The full batch runs twice, with
+    different random numbers and its rows in reverse order, which measures rounding; if it differs by more, random numbers are made
+    the same for every row. If the two steps differ, possible causes are removed one by one. The full batch and some copies of the
+    parameters in this precision must fit into memory.
 
     Args:
         module: a LightningModule with automatic optimization, before a fit or after it.
-        data: a batch (a tensor, mapping, tuple or dataclass; a list that holds tensors); what gives batches (a loader, an iterator,
-            a list of batches); a LightningDataModule, which is prepared and set up; None for the module's own ``train_dataloader``.
-        window: loader batches in a window. The first batches of the data are its micro-batches, and the full batch is all of them
-            together, padded where masks or labels show how. A single batch is cut into so many.
+        data: a batch (a tensor, mapping, tuple or dataclass; a list that holds tensors); an iterable of batches (a loader, an
+            iterator, a list); a LightningDataModule, which is prepared and set up; None for the module's own ``train_dataloader``.
+        window: loader batches in a window. The first batches of the data are its micro-batches, and the full batch joins them,
+            padded if masks or labels show how. A single batch is split into this many.
         micro_batch: the size of the micro-batches that each batch is split into, in samples or :class:`Tokens`.
-        precision: the Trainer's. The default shows differences of 1e-12; a loss that computes in float32 inside, as Hugging Face's
-            causal models do, is held to what float32 can show.
+        precision: the Trainer's. The default shows differences of 1e-12; a loss that computes in float32, as in Hugging Face's
+            causal models, is compared with float32's tolerance.
         accelerator: the Trainer's; ``"gpu"`` for modules whose kernels need one.
         gradient_clip_val: the Trainer's.
         gradient_clip_algorithm: the Trainer's.
-        join: a function ``join(batches)`` that returns one batch, for batches that are no nested containers of tensors.
-        devices: ranks of a window: fresh processes on the CPU, to which the batches go in turn, ``window`` to each. What is sent
-            to them has to be picklable, and a script calls ``verify`` below ``if __name__ == "__main__":``. The report names the
-            rank, the parameter and the factor.
-        strategy: what trains over these ranks: the name of a strategy of this package, or an object of one.
+        join: a function ``join(batches)`` that returns one batch, for batches that are not nested containers of tensors.
+        devices: ranks of a window: fresh processes on the CPU, which get the batches in turn, ``window`` each. Module and batches
+            must be picklable, and a script must call ``verify`` below ``if __name__ == "__main__":``. The report names the rank,
+            the parameter and the factor.
+        strategy: the strategy for these ranks: a name or an object of this package.
         policy: further arguments of :class:`GradientAccumulation`: ``weight``, ``split``, ``trim_padding``, ...
 
     Returns:
         A report that is true if the two steps are equal. Print it.
 
     Raises:
-        UnreadableLossError: what the micro-batches weigh cannot be read from their losses.
+        UnreadableLossError: the weights of micro-batches cannot be read from their losses.
         MisconfigurationException: there is nothing to compare, the module cannot run here, or a rank fails.
-        JoiningError: the batches of a window do not show how they become one.
+        JoiningError: the batches of a window cannot be joined.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
@@ -164,7 +164,7 @@ def verify(
         raise MisconfiguredError(objection)
     size = (window or 1) * devices
     arguments = {"window": size, "micro_batch": micro_batch, **policy}
-    GradientAccumulation(**arguments)  # says what is wrong with them
+    GradientAccumulation(**arguments)  # raises the error for wrong arguments
     trainer = {"precision": precision, "accelerator": accelerator}
     trainer |= {"gradient_clip_val": gradient_clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
     over_ranks, hooks = None, data if isinstance(data, pl.LightningDataModule) else None
@@ -174,7 +174,7 @@ def verify(
         try:
             runner = StepRunner(given, state, arguments, trainer, hooks)
             diagnosis = Diagnosis(runner, comparison)
-            if devices > 1 and not diagnosis.breaks:  # else it has nothing to do with ranks
+            if devices > 1 and not diagnosis.breaks:  # else the difference does not depend on ranks
                 over_ranks = OverRanks(runner, comparison, diagnosis, devices, strategy)
         except (RuntimeError, TypeError, ValueError) as error:  # nn.RNNBase raises ValueError
             if isinstance(error, AccumulationError) or not re.search(r"dtype|scalar type|type torch\.|Double|Float", str(error)):
@@ -194,7 +194,7 @@ def verify(
 
 
 def _read_data(module: pl.LightningModule, state: ModuleState, data: Any, window: int, join: Join | None) -> Comparison:
-    """Take what is compared from what the user gave."""
+    """Build the comparison from the user's arguments."""
     if _is_batch(data):
         whole = Comparison(data, [data])
         if window == 1:
@@ -221,13 +221,13 @@ def _read_data(module: pl.LightningModule, state: ModuleState, data: Any, window
 
 
 def _is_batch(data: Any) -> bool:
-    """Whether ``data`` is one batch, rather than something that gives batches, as lists without tensors do."""
+    """Whether ``data`` is one batch, and not an iterable of batches, such as a list without tensors."""
     if data is None or isinstance(data, (DataLoader, pl.LightningDataModule, pl.utilities.CombinedLoader)) or _has_loaders(data):
         return False
     if isinstance(data, list):
         return any(isinstance(value, Tensor) for value in data)
     is_record = isinstance(data, (Tensor, Mapping, tuple)) or dataclasses.is_dataclass(data)
-    return is_record or not isinstance(data, Iterable)  # a graph, a list of images of a class of its own
+    return is_record or not isinstance(data, Iterable)  # a graph, or a custom class for a list of images
 
 
 def _has_loaders(data: Any) -> bool:
@@ -252,7 +252,7 @@ def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
 
 
 def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, accelerator: str, strategy: Any) -> str | None:
-    """What is wrong with the arguments."""
+    """The error for wrong arguments."""
     if not isinstance(module, pl.LightningModule):
         return f"verify takes a LightningModule, but got {type(module).__name__}."
     if not module.automatic_optimization:

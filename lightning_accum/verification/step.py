@@ -1,4 +1,4 @@
-"""One optimizer step of a module: taken by a Trainer, recorded by a callback, and then undone."""
+"""One optimizer step of a module: run by a Trainer, recorded by a callback, and undone."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.weighing.nodes import nodes_below
 from lightning_accum.weighing.safeguards import batch_norm_layers, freeze_batch_norm
 
-_STEPS_IN_AN_EPOCH = 100  # what the Trainer expects to have ahead of it: a schedule over one step would be all warm-up, or none
+_STEPS_IN_AN_EPOCH = 100  # the length of the training for the Trainer: a schedule over one step would be all warm-up, or none
 Tensors = Mapping[str, Tensor]
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _REPORTED = (AccumulationWarning, UserWarning)
-"""Warnings of this package and of the module; Lightning's hints have categories of their own."""
+"""Categories of warnings of this package and of the module; Lightning's hints have their own."""
 
 
 class StepTakenError(SystemExit):
-    """Ends the fit after its first step. It is no failure: what looks for exceptions lets it pass."""
+    """Ends the fit after its first step. It is not a failure, so handlers of exceptions let it pass."""
 
 
 class Step(pl.Callback):
-    """What one optimizer step did. Tensors are copies in host memory, by name; complex ones are viewed as real.
+    """The record of one optimizer step. Tensors are copies in host memory, by name; complex ones are viewed as real.
 
-    If ``given`` gradients of another step, the step goes from these, before clipping and its hooks, so that what comes after the
-    backward can be compared. The number of data-parallel ``ranks`` has to be the same.
+    With ``given`` gradients of another step, the step uses these, before clipping and its hooks, which compares everything after
+    the backward. The number of data-parallel ``ranks`` has to be the same.
     """
 
     def __init__(self, seed: int = 0, given: Sequence[Tensors] = (), ranks: int = 1) -> None:
@@ -55,21 +55,21 @@ class Step(pl.Callback):
         self._trained: dict[str, nn.Parameter] = {}
         self.before: dict[str, Tensor] = {}  # the trained parameters
         self.after: dict[str, Tensor] = {}
-        self.gradients: list[dict[str, Tensor]] = []  # of each call of the closure, as backward has left them
+        self.gradients: list[dict[str, Tensor]] = []  # of each call of the closure, after backward
         self.buffers: dict[str, Tensor] = {}  # after the step
         self.loss = float("nan")  # of the batch or of the window
         self.losses: list[float] = []  # of all backwards
-        self.dtype = torch.float64  # the narrowest in the graph of the loss
+        self.dtype = torch.float64  # the narrowest type in the graph of the loss
         self.parts = 1  # the micro-batches that the last loader batch was split into
         self.weight: str | None = None  # of each micro-batch, in words
         self.warnings: list[str] = []
         self.noise: set[str] = set()  # the random operations that gave every row the same numbers
-        self.dropout: list[str] = []  # where it was switched off
+        self.dropout: list[str] = []  # paths of switched-off dropout
         self.batch_norm: list[str] = []  # layers that normalise by statistics of the batch they see
 
     @property
     def gradient(self) -> dict[str, Tensor]:
-        """Of the first call of the closure; zeros if there is none."""
+        """The gradients of the first call of the closure; zeros if there is none."""
         return self.gradients[0]
 
     @override
@@ -147,7 +147,7 @@ def _write(tensor: Tensor, values: Tensor) -> None:
 
 
 class ModuleState:
-    """Everything reachable from a module. It runs itself: a copy would lose what has captured the original."""
+    """All state reachable from a module. The module itself runs, since closures may refer to the original."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         trainer, name = module._trainer, type(module).__name__
@@ -166,7 +166,7 @@ class ModuleState:
 
     @contextmanager
     def restored_afterwards(self) -> Iterator[None]:
-        """In here the module has no Trainer and no gradients, and may be changed."""
+        """Inside, the module has no Trainer and no gradients, and may be changed."""
         self._module._trainer = None
         try:
             nn.Module.zero_grad(self._module)
@@ -181,7 +181,7 @@ class ModuleState:
 
 
 class Change(NamedTuple):
-    """What is taken out of a module, to see what it does to the result."""
+    """The removed causes of a difference."""
 
     freezes_batch_norm: bool = False  # BatchNorm normalises by its running statistics
     fixes_batch_idx: bool = False  # every training_step gets the index 0
@@ -193,9 +193,9 @@ _UNCHANGED = Change()
 
 @dataclass(frozen=True)
 class StepRunner:
-    """Takes optimizer steps of a module, each from the state that it is in.
+    """Takes optimizer steps of a module, each from its present state.
 
-    ``module`` may be what ``torch.compile`` made of it; the batches go through the transfer hooks of ``hooks``.
+    ``module`` may be compiled; batches pass through the transfer hooks of ``hooks``.
     """
 
     module: pl.LightningModule
@@ -205,7 +205,7 @@ class StepRunner:
     hooks: pl.LightningDataModule | None = None
 
     def full(self, batch: Any, change: Change = _UNCHANGED, seed: int = 0, times: int = 1) -> Step:
-        """The step of plain Lightning on one batch, or on the mean of several of it."""
+        """The step of plain Lightning on one batch, or on the mean of several runs of it."""
         return self._run([batch] * times, change, Step(seed), [], strategy="auto", accumulate_grad_batches=times)
 
     def accumulated(
@@ -226,7 +226,8 @@ class StepRunner:
         return step
 
     def fit(self, batches: Sequence[Any], change: Change, step: Step, callbacks: Sequence[Any], **trainer: Any) -> None:
-        """Fit the module for a step: without preparing data again, without its callbacks and without what is taken out."""
+        """Fit the module for a step, without preparing data again, without its callbacks, and with the causes of ``change``
+        removed."""
         inner, noise = uncompiled(self.module), NoiseOfRows()
         original = inner.training_step
 
@@ -249,7 +250,7 @@ class StepRunner:
             replaced["training_step"] = training_step
         vars(inner).update(replaced)
         with quiet(), suppress(StepTakenError):
-            seed_everything(0)  # for what setup and configure_model make
+            seed_everything(0)  # for setup and configure_model
             # copies each time: a module may change its batch
             data: Any = [*batches] * _STEPS_IN_AN_EPOCH
             loader = DataLoader(data, batch_size=None, collate_fn=copy.deepcopy)
@@ -263,7 +264,7 @@ class StepRunner:
                 )
             made.fit(self.module, loader)
         step.noise.update(noise.found)
-        for name in ("log", "log_dict"):  # which the Trainer has set, and which lead to it
+        for name in ("log", "log_dict"):  # set by the Trainer, and refer to it
             vars(step).pop(name, None)
         if not step.gradients:
             raise MisconfiguredError(
@@ -274,7 +275,7 @@ class StepRunner:
 
 
 def uncompiled(module: Any) -> Any:
-    """The module inside of what ``torch.compile`` made of it."""
+    """The module inside of ``torch.compile``'s wrapper."""
     return getattr(module, "_orig_mod", module)
 
 

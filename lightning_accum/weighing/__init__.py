@@ -1,1 +1,1 @@
-"""The weight of a micro-batch: what the mean of its loss was divided by."""
+"""The weight of a micro-batch: the denominator of its mean loss."""

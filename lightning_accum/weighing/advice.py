@@ -57,7 +57,7 @@ def of_argument(argument: str) -> str:
 
 
 def of_calls(names: str) -> str:
-    """What to do with a loss whose terms have weights of their own, in manual optimization."""
+    """The advice for a loss whose terms have different weights, in manual optimization."""
     return (
         f"Call self.manual_backward once for each of its terms ({names}), with retain_graph=True for all but the last: each "
         "call has its own weight."
@@ -75,7 +75,7 @@ def of_joined(verdict: Verdict) -> str:
 
 
 def of_one_row(verdict: Verdict, weight: Any) -> str:
-    """The warning of loader batches of one row each, of which two do not add up."""
+    """The warning for loader batches of one row, if two of them do not add up."""
     return (
         f"{OF_ONE_ROW.capitalize()}, weighted by weight={weight!r}: {verdict.in_words}. If training_step always takes one"
         " row, nothing is wrong: pass check=False. If it takes several, windows do not take the step of their full batch: have the"

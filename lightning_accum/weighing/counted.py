@@ -1,10 +1,10 @@
-"""The terms of a loss, each with its own weight: what they weigh in a window is counted before it runs.
+"""Terms of a loss with different weights, which are counted over a window before it runs.
 
 A loss is often a sum of means over different counts: a cross entropy over tokens and an error over samples. Of the full batch, term
-``t`` has the gradient ``sum_i d_ti g_ti / sum_i d_ti``, where ``d_ti`` is what it was divided by in micro-batch ``i``. So the
-gradient of each term is multiplied by ``d_ti / sum_i d_ti`` in the backward of its micro-batch, and the sums are known before the
-first of them: each micro-batch has run forward once without a backward, or explicit weights have counted its batch. Where a window
-is one micro-batch on each rank, the ranks tell each other what they have.
+``t`` has the gradient ``sum_i d_ti g_ti / sum_i d_ti``, where ``d_ti`` is its denominator in micro-batch ``i``. So the gradient of
+each term is multiplied by ``d_ti / sum_i d_ti`` in the backward of its micro-batch, and the sums are known before the first
+backward: each micro-batch has run forward once without a backward, or explicit weights have counted its batch. If a window is one
+micro-batch on each rank, the ranks only exchange their weights.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from lightning_accum.weighing.weight import Contribution
 
 
 class Counted:
-    """What each term of a window's losses weighs, over all micro-batches and ranks.
+    """The weight of each term of a window, over all micro-batches and ranks.
 
     Args:
-        keys: of the terms; the same on all ranks. Others are added as ranks meet them.
-        ranks: that have the window.
-        is_listed: weights that are listed count batches, which may have no loss in training.
+        keys: the keys of the terms, the same on all ranks. New terms are added when they appear.
+        ranks: the ranks of the window.
+        is_listed: whether listed weights count batches, which may have no loss in training.
     """
 
     def __init__(self, keys: Sequence[int], ranks: Ranks, is_listed: bool) -> None:
         self.keys, self.is_listed, self._ranks = [*keys], is_listed, ranks
         self._noted = TermValues()
         self.constants: dict[int, float] = {}
-        """What each weight of a term has in it beside what adds up, as in ``sum / (count + 1e-8)``."""
+        """The constant in the weights of each term, such as the 1e-8 of ``sum / (count + 1e-8)``."""
         self.discard()
 
     def discard(self) -> None:
@@ -46,26 +46,26 @@ class Counted:
         self._own: dict[int, Denominator] = {}
         self._totals: dict[int, Denominator] | None = None
         self.loader_batches_left = 0.0
-        """Of the window, where its tokens end it."""
+        """Loader batches left in a window that its tokens end."""
         self.values: deque[dict[int, Denominator] | None] = deque()
-        """Of the terms of each micro-batch that was counted; None where they are not known."""
+        """The values of the terms of each counted micro-batch; None if unknown."""
 
     @property
     def is_agreed(self) -> bool:
-        """The window is counted, over the ranks too."""
+        """Whether the window is counted, over all ranks."""
         return self._totals is not None
 
     @property
     def totals(self) -> list[float] | None:
-        """What was counted over window and ranks, by the order of :attr:`keys`; None before the first micro-batch."""
+        """The counts over window and ranks, in the order of :attr:`keys`; None before the first micro-batch."""
         return None if self._totals is None else [float(self._totals[key]) for key in self.keys]
 
     def restore(self, totals: Sequence[float]) -> None:
-        """Go on inside a window with these :attr:`totals`."""
+        """Resume inside a window with these :attr:`totals`."""
         self._totals = dict(zip(self.keys, totals, strict=True))
 
     def add(self, weights: OfTerms) -> None:
-        """Count a micro-batch that is to run. A sum, which has no weight, is None."""
+        """Count a micro-batch before it runs. The weight of a sum is None."""
         self._add(self._own, weights)
 
     def _add(self, so_far: dict[int, Denominator], weights: OfTerms) -> None:
@@ -76,7 +76,7 @@ class Counted:
             so_far[key] = so_far.get(key, 0.0) + own
 
     def first(self) -> float:
-        """What the first term weighs on this rank so far."""
+        """The weight of the first term on this rank so far."""
         return float(self._own.get(self.keys[0], 0.0)) if self.keys else 0.0
 
     def agree(self) -> None:
@@ -88,16 +88,16 @@ class Counted:
             of_ranks *= self._ranks.size
             own = {key: float(weight) for key, weight in self._own.items()}
             dist.all_gather_object(of_ranks, own, group=self._ranks.group)
-        self.keys = [*dict.fromkeys(chain(self.keys, *map(sorted, of_ranks)))]  # and terms that some rank has not met
+        self.keys = [*dict.fromkeys(chain(self.keys, *map(sorted, of_ranks)))]  # terms that are new on some rank
         self._totals = {key: sum(own.get(key, 0.0) for own in of_ranks) for key in self.keys}
 
     def noting_values(self) -> AbstractContextManager[Any]:
-        """Returns the context of a forward. If it is all of a window, its terms are counted in it."""
+        """The context of a forward. If it is the whole window, its terms are counted inside."""
         self._noted = TermValues()
         return nullcontext() if self.is_agreed else self._noted
 
     def weigh(self, loss: Tensor, weights: OfTerms, terms: Sequence[Term]) -> tuple[list[Denominator], Tensor]:
-        """What the gradients of the terms of a micro-batch are multiplied by, and what it adds to the loss of its window."""
+        """The gradient factors of the terms of a micro-batch, and its summand in the loss of the window."""
         if not self.is_agreed:  # the window is this micro-batch, on each rank
             self.add(weights)
             self.values.append(self._noted.of(loss, terms))
@@ -111,8 +111,8 @@ class Counted:
         return {key: 1.0 if weight is None else quotient(weight, of_all[key]) for key, weight in weights.items()}
 
     def _shown(self, loss: Tensor, factors: Mapping[int, Denominator]) -> Tensor:
-        """Where the values of terms are not known, it is that of the first term's weight."""
-        values = self.values.popleft() if self.values and factors else None  # what has no terms was not counted
+        """If the values of terms are unknown, the loss is weighted by the first term."""
+        values = self.values.popleft() if self.values and factors else None  # a loss without terms was not counted
         total = torch.zeros_like(loss)
         for key, value in (values or {next(iter(factors), 0): loss.detach()}).items():
             factor = factors.get(key, 0.0)
@@ -121,11 +121,11 @@ class Counted:
         return total.detach()
 
     def compared(self, contributions: Sequence[Contribution]) -> list[Denominator]:
-        """What has run on this rank, beside what was counted there.
+        """Compare the terms that ran on this rank with the counted ones.
 
         Returns:
-            How far it is from that, relative; 0 where that is not known. And of each term, by the order of :attr:`keys`: its
-            micro-batches, the sum of their constant factors, and the sum of the squares; a factor of 0 is unknown.
+            The relative difference, 0 if unknown. For each term, in the order of :attr:`keys`: its number of micro-batches, and the
+                sums of their constant factors and of the squares; a factor of 0 is unknown.
         """
         run: dict[int, Denominator] = {}
         factors: dict[int, list[Denominator]] = {}
@@ -139,7 +139,7 @@ class Counted:
             kinds = [key >> 8 for key in weights]
             for kind in kinds:
                 numbers.setdefault(kind, set()).add(kinds.count(kind))
-        missed: Denominator = float(any(len(seen) > 1 for seen in numbers.values()))  # which of two that look alike is there?
+        missed: Denominator = float(any(len(seen) > 1 for seen in numbers.values()))  # which of two similar terms is present?
         for key in {*self._own, *run} if self._own else ():
             own: Any = self._own.get(key, 0.0)
             ran: Any = run.get(key, 0.0)
@@ -153,7 +153,7 @@ OfTerms: TypeAlias = "Mapping[int, Denominator | None]"
 
 
 class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
-    """In here a few numbers that may be added up are noted, by the node that made them: autograd keeps no values of them."""
+    """Inside, records small results by their node, since autograd does not save the values of summands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
-        if func.__name__ in _ADDITIONS:  # what a function of its own has computed goes through nothing else
+        if func.__name__ in _ADDITIONS:  # results of custom functions pass through nothing else
             for operand in args[0] if args and isinstance(args[0], (list, tuple)) else args:
                 self._note(operand)
         result = func(*args, **kwargs) if kwargs else func(*args)
@@ -175,21 +175,21 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
 
     @torch.no_grad()
     def of(self, loss: Tensor, terms: Sequence[Term]) -> dict[int, Denominator] | None:
-        """What each term adds to the loss, by its key; None if that is not known."""
+        """The summand of each term in the loss, by key; None if unknown."""
         found: dict[int, Denominator] = {}
         inside = set[Any]()
         for term in terms:
             for (node, place, element), above in term.edges.items():
                 below = (node, loss.output_nr) if place is None else node.next_functions[place]
                 value = loss if place is None else self._values.get(below, getattr(below[0], "variable", None))
-                if value is None:  # it is added up inside of a criterion: the first has the sum
+                if value is None:  # it is summed inside a criterion: the first term gets the sum
                     value = self._values.get((node, 0)) if node not in inside else torch.zeros_like(loss)
                     inside.add(node)
                 if value is None:
                     return None
                 value = value if element is None or value.numel() == 1 else value.reshape(-1)[element]
                 found[term.key] = found.get(term.key, 0.0) + (above * value).sum()
-        constant = (loss.detach() - sum(found.values())).nan_to_num(0.0, 0.0, 0.0)  # a term may be a mean of nothing
+        constant = (loss.detach() - sum(found.values())).nan_to_num(0.0, 0.0, 0.0)  # a term may be a mean over no elements
         return {key: value + constant if at == 0 else value for at, (key, value) in enumerate(found.items())}
 
 

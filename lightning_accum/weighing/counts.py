@@ -1,4 +1,4 @@
-"""What is counted in a batch, for losses whose graph hides it: explicit weights, and those that the check adopts."""
+"""Counts of a batch, for losses whose graph hides the denominator: explicit weights, and counts that the check adopts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_accum.splitting.rows import Layout, Part, is_record, may_be_sampl
 from lightning_accum.weighing.terms import Denominator
 
 Weight: TypeAlias = Callable[[Any], Any]
-"""Counts what the mean loss of a batch is divided by: takes the batch, returns a scalar tensor or a number."""
+"""A function from a batch to the denominator of its mean loss: a scalar tensor or a number."""
 
 
 @dataclass(frozen=True)
 class TokenCount:
-    """Weigh a micro-batch by its tokens that are not ignored.
+    """Weight a micro-batch by its tokens that are not ignored.
 
     Args:
         key: where the labels are in the batch: a key of a mapping, an attribute, or the index in a tuple.
@@ -60,7 +60,7 @@ class TokenCount:
 
 @dataclass(frozen=True)
 class SampleCount:
-    """Weigh a micro-batch by its samples: the entries of a list that has one a sample, else the size of dimension 0 of its first
+    """Weight a micro-batch by its samples: the entries of a list with one entry a sample, else the size of dimension 0 of its first
     tensor.
 
     Args:
@@ -92,10 +92,10 @@ class SampleCount:
 
 
 def count_samples(batch: Any) -> int | None:
-    """The samples of a batch; None where they cannot be told.
+    """The number of samples in a batch; None if unknown.
 
-    The size of dimension 0 of its first tensor. Where a list comes first that may have one entry a sample, the batch is read as
-    one that is split, and the list counts its entries where that says nothing.
+    The size of dimension 0 of its first tensor. If a list comes first that may have one entry a sample, the batch is read as for
+    splitting; if this fails, the entries of the list count.
     """
     root = parse(batch)
     parts = _with_attributes(root, depth=3)
@@ -109,7 +109,7 @@ def count_samples(batch: Any) -> int | None:
 
 
 def _with_attributes(root: Part, depth: int) -> Iterator[Part]:
-    """All parts, and what attributes have of those whose class is not known. An iterator draws its batches by itself."""
+    """All parts, and the attributes of unknown classes. An iterator is not drawn from."""
     for part in root.walk():
         yield part
         if part.problem and depth and not isinstance(part.value, (Tensor, Iterator)):
@@ -132,7 +132,7 @@ def _is_zipped(root: Part) -> bool:
 
 def _look_up(batch: Any, key: str | int) -> Any:
     try:
-        if not (isinstance(batch, Tensor) and isinstance(key, str)):  # of which torch warns
+        if not (isinstance(batch, Tensor) and isinstance(key, str)):  # torch would warn
             return batch[key]
     except (KeyError, IndexError, TypeError):
         pass
@@ -155,19 +155,19 @@ def name_of(weight: Any) -> str:
 
 
 def count_by(source: Any, batch: Any, rows: int | None = None) -> Denominator:
-    """What an explicit weight counts, if it can be a weight.
+    """The value of an explicit weight, or an error if it cannot be a weight.
 
     Args:
         source: the weight.
-        batch: in which it counts.
-        rows: the samples of a part of a batch, where its list of two images could be an input and its target too.
+        batch: the batch to count.
+        rows: the number of samples, which tells a list of two images from an input and its target.
     """
     weight = rows if rows is not None and source == SampleCount() else source(batch)
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ArgumentError(f"weight={source} must return one number per batch, but returned a tensor of {tuple(weight.shape)}")
         if weight.device.type != "cpu":
-            return weight.detach().reshape(())  # elsewhere its value is checked at the end of the window
+            return weight.detach().reshape(())  # on a device its value is checked at the end of the window
         weight = weight.item()
     if isinstance(weight, (bool, complex)) or not isinstance(weight, Number):
         raise WrongTypeError(f"weight={source} must return a scalar tensor or a number, but returned {type(weight).__name__}")
@@ -182,12 +182,12 @@ def count_by(source: Any, batch: Any, rows: int | None = None) -> Denominator:
 
 @dataclass(frozen=True)
 class Count:
-    """What is counted in one tensor of the batch.
+    """A count of one tensor of the batch.
 
     Attributes:
-        path: keys and places that lead to it.
+        path: the keys and indices that lead to it.
         what: one of ``_COUNTED``.
-        is_shifted: without the first column, as a language model leaves it out.
+        is_shifted: whether the first column is left out, as in a language model.
     """
 
     path: tuple[Any, ...]
@@ -195,7 +195,7 @@ class Count:
     is_shifted: bool = False
 
     def __call__(self, batch: Any) -> float:
-        """How many there are."""
+        """The count."""
         for key in self.path:
             batch = _look_up(batch, key)
         return float(_COUNTED[self.what](batch[..., 1:] if self.is_shifted else batch))
@@ -215,10 +215,10 @@ _COUNTED: dict[str, Callable[[Tensor], Any]] = {
 
 
 def count_by_all(counts: Mapping[Any, float], batch: Any) -> float:
-    """What all counts by which the checked rows added up say of a batch, each in its unit.
+    """The common value of all counts that added up on the checked rows, each in its unit.
 
     Raises:
-        UnreadableLossError: they part.
+        UnreadableLossError: the counts differ.
     """
     (first, value), *others = [(count, float(count(batch)) / unit) for count, unit in counts.items()]
     for count, other in others:
@@ -232,7 +232,7 @@ def count_by_all(counts: Mapping[Any, float], batch: Any) -> float:
 
 
 def counts_of(batch: Any) -> list[Any]:
-    """The usual ones, of a batch."""
+    """The usual counts of a batch."""
     found: list[Any] = []
     for path, tensor in tensors_of(batch):
         is_mask = tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
@@ -247,7 +247,7 @@ def counts_of(batch: Any) -> list[Any]:
 
 
 def tensors_of(batch: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """The dense tensors of a batch, each with the keys, names and places that lead to it."""
+    """The dense tensors of a batch, each with its path of keys, names and indices."""
     if is_record(batch):
         batch = {field.name: getattr(batch, field.name) for field in fields(batch)}
     if isinstance(batch, Tensor):

@@ -2,12 +2,11 @@
 
 For a loss ``f(m_i)``, where ``m_i`` is the mean over the ``n_i`` elements of micro-batch ``i``, the loss of the full batch is
 ``f(M)`` with ``M = sum_i n_i m_i / N``, and its gradient is ``f'(M) * sum_i n_i grad m_i / N``. The slope ``f'(M)`` is known when
-the window ends. Until then the backward of each micro-batch leaves the function out: what reaches the loss goes on to the mean as
-it is. So nothing is divided by the slope of a micro-batch, which is 0 or infinite for some.
+the window ends. Until then the backward of each micro-batch skips the function: the gradient of the loss becomes the gradient of
+the mean. So nothing is divided by the slope of a micro-batch, which may be 0 or infinite.
 
-The function is read from the nodes between the loss and the mean. Constants that were added on the way are not saved by their
-nodes. Those below the function are part of the mean; those above it do not change the gradient, and their mean is added to the
-loss of the window.
+The function is read from the nodes between the loss and the mean. Nodes do not save constants that were added. Constants inside the
+function are part of the mean; constants outside do not change the gradient, and their mean is added to the loss of the window.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from lightning_accum.weighing.terms import Denominator, on_host
 
 _Number: TypeAlias = "float | None"
 
-# By the kind of a node: the function of torch, and the attributes of the node that it takes too, which are Python numbers or None.
+# By kind of node: the function of torch, and the node's attributes that it also takes (Python numbers or None).
 _FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "Pow": (torch.pow, ("_saved_exponent",)),
     "Clamp": (torch.clamp, ("_saved_min", "_saved_max")),
@@ -45,7 +44,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
         for name in ("sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log", "log1p", "log2", "log10", "abs", "mul", "div")
     },
 }
-# Of those that save their result, and not what it was computed from.
+# Inverses of functions whose node saves the result, not the input.
 _INVERSES: dict[str, Callable[[Tensor], Tensor]] = {
     "Sqrt": torch.square,
     "Rsqrt": lambda result: result.pow(-2),
@@ -57,7 +56,7 @@ _UNCHANGED = {*THROUGH, "_DDPSink"} - {"Expand", "MaskedFill", "NanToNum", "Neg"
 
 
 class FunctionOfMean(NamedTuple):
-    """What was done to a mean to make it a loss, but for constants that were added.
+    """The function from a mean to a loss, without added constants.
 
     Attributes:
         steps: the operations, innermost first, each with its numbers.
@@ -79,7 +78,7 @@ class FunctionOfMean(NamedTuple):
         return mean
 
     def at(self, mean: float) -> tuple[float, float]:
-        """Its value and its slope, which is NaN where the mean is not finite."""
+        """Its value and its slope, which is NaN if the mean is not finite."""
         operand = torch.tensor(mean, dtype=torch.float64, device="cpu", requires_grad=True)
         with torch.enable_grad():
             value = self(operand)
@@ -98,10 +97,10 @@ class OfMean(NamedTuple):
     """A loss that is a function of a mean.
 
     Attributes:
-        function: what it is.
-        mean: of what: on the host, or on the device of the loss in double precision where that has it.
-        constant: what was added to that.
-        below: the node of the mean, with all that is linear above it, and the place among its outputs; None without its graph.
+        function: the function.
+        mean: the mean, on the host, or on the device of the loss, in double precision if supported.
+        constant: the constant added to the function.
+        below: the node of the mean, including linear operations above it, and the index of its output; None without the graph.
     """
 
     function: FunctionOfMean
@@ -110,7 +109,7 @@ class OfMean(NamedTuple):
     below: tuple[Node, int] | None = None
 
     def leave_out(self, loss: Tensor) -> None:
-        """Have the backward to come give the gradients of the mean that ``loss`` is a function of.
+        """Make the next backward compute the gradients of the mean that ``loss`` is a function of.
 
         Example:
             >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
@@ -138,13 +137,13 @@ class OfMean(NamedTuple):
 
 
 def function_of_mean(loss: Tensor) -> OfMean | None:
-    """Find the function that makes a loss of one number of a mean, or of a sum.
+    """Find the function of a mean or a sum that a scalar loss is.
 
     Returns:
-        None where there is none, or one that is not known.
+        The function; None if there is none, or an unknown one.
 
     Raises:
-        UnreadableLossError: the graph has freed what it had saved, as after a backward.
+        UnreadableLossError: the graph has freed its saved tensors, as after a backward.
 
     Example:
         >>> x = torch.tensor([1.0, 7.0], requires_grad=True)
@@ -165,7 +164,7 @@ def function_of_mean(loss: Tensor) -> OfMean | None:
         if kind in ("Mul", "Div"):
             try:
                 number = number_of(node._saved_self if is_second else node._saved_other)
-            except RuntimeError:  # after a backward the graph has freed what it had saved
+            except RuntimeError:  # after a backward the graph has freed its saved tensors
                 return None
             if number is None or (kind == "Div" and is_second):
                 break

@@ -1,4 +1,4 @@
-"""What is known of the terms of a loss, and how a loss is read by it."""
+"""Knowledge about the terms of a loss, which decides how a loss is read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_accum.weighing.terms import Mode, Term, alike
 
 
 class Reading(NamedTuple):
-    """A loss, read. Nobody keeps it: its nodes would keep the graph alive.
+    """The reading of a loss. It must not be stored: its nodes would keep the graph alive.
 
     Attributes:
-        terms: what it adds up; none of a mean criterion alone.
-        function: that it is of a mean; None where it is a mean or a sum.
+        terms: its summands; empty for a single mean criterion.
+        function: its function of a mean; None if it is a mean or a sum.
     """
 
     terms: Sequence[Term] = ()
@@ -33,21 +33,21 @@ class Reading(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is known of the terms of a loss.
+    """Knowledge about the terms of a loss.
 
     Attributes:
-        places: of parameters, by their id: the losses of several heads are terms of their own. Empty if heads are not told apart.
+        places: indices of parameters, by id, which tell the losses of several heads apart; empty if not needed.
         looped: see :func:`lightning_accum.weighing.terms.alike`.
-        aliases: keys that are taken for others.
-        takes_functions: a loss may be a function of a mean.
-        units: of each term, by its key, the modes by which it adds up, as the check has found, and what they weigh for one of what
-            it was weighed by first. It is weighed by the first of them, by a count of the batch as all of them say.
-        hidden: counts by which the loss adds up, if its graph is hidden in training, as where it is compiled.
+        aliases: keys that are replaced by others.
+        takes_functions: whether a loss may be a function of a mean.
+        units: for each term, by key, the modes in which it added up in the check, and their weights relative to the first mode. The
+            first mode is used; counts of the batch must all agree.
+        hidden: counts with which the loss adds up, for a graph that is hidden in training, as by compilation.
         ratios: the weight of each term divided by the weight of the first, if they are in proportion.
-        words: what each term that the check has seen is, by its key.
-        of_samples: terms that weigh as many as there are rows, in all that was checked.
-        seen: what the check has seen of terms, by key, see :func:`lightning_accum.weighing.terms.Term.oddities`.
-        counts_first: terms have weights of their own, which are counted before a window runs.
+        words: each checked term in words, by key.
+        of_samples: terms whose weight was always the number of rows.
+        seen: the oddities of checked terms, by key, see :func:`lightning_accum.weighing.terms.Term.oddities`.
+        counts_first: whether terms have different weights, which are counted before a window runs.
     """
 
     places: Mapping[int, int] = NOWHERE
@@ -64,20 +64,20 @@ class Known(NamedTuple):
 
     @property
     def names(self) -> Known:
-        """How terms are told from others, without what is known of each."""
+        """A copy that only tells terms apart, without knowledge about each."""
         return Known(*self[:4])
 
     def telling_heads(self, parameters: Iterable[Tensor]) -> Known:
-        """Take the losses of several heads, which have these parameters, for terms of their own."""
+        """Tell the losses of several heads apart by these parameters."""
         return self._replace(places={id(parameter): place for place, parameter in enumerate(parameters, 1)})
 
     @property
     def modes(self) -> dict[int, Mode]:
-        """How each term that the check has seen is weighed."""
+        """The mode of each checked term."""
         return {key: next(iter(units)) for key, units in self.units.items()}
 
     def units_of(self, term: Term) -> Mapping[Mode, float]:
-        """By what a term is weighed, and the units."""
+        """The mode of a term, and its units."""
         return self.units.get(term.key) or ({} if term.words else self.hidden) or {term.default_mode: 1.0}
 
     def read(self, loss: Tensor) -> Reading:
@@ -93,11 +93,11 @@ class Known(NamedTuple):
         """Both together, if ``other`` was found to add up.
 
         Args:
-            other: what some rows have shown.
-            begun: by what its terms were weighed that are in a window already.
+            other: the knowledge from some rows.
+            begun: the modes of terms that are in a window already.
 
         Raises:
-            DoesNotAddUpError: a term goes by another mode in them, and nobody knows its unit.
+            DoesNotAddUpError: a term has another mode in them, and its unit is unknown.
         """
         unit, units = 1.0, {**self.units}
         for key, found in other.units.items():

@@ -1,4 +1,4 @@
-"""Micro-batches that are checked later: the ones that differ from all checked ones, and now and then any."""
+"""Micro-batches that are checked later: those that differ from all checked ones, and a random one at times."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ _IGNORED = -100
 _LOOKS_AGAIN = 8
 _MOST_SIZES = 4
 _COMPARED = 64
-"""Micro-batches after the first check whose lengths are compared."""
+"""How many micro-batches after the first check have their lengths compared."""
 Reason: TypeAlias = Literal["new terms", "other numbers", "other lengths", "time"]
-"""Why a micro-batch is looked at: the check has not seen its terms, numbers in the batch or a weight, or the length of its rows; or
-it is time.
+"""Why a micro-batch is checked: new terms, new numbers in the batch or weights, a new length of rows, or a regular check.
 """
 
 
 class LaterLooks:
     """Chooses micro-batches of the present window that are to be checked.
 
-    Tensors that were one number in all rows that were checked, such as weights of 1, a mask without padding, one task, show nothing
-    of rows in which they are not: a loss may divide by what is only then the same for all. Labels without -100 are such, too.
+    A tensor that held one number in all checked rows, such as weights of 1, a mask without padding or one task, proves nothing for
+    rows with other numbers: a loss may divide by its sum. The same holds for labels without -100.
 
     Example:
         >>> looks = LaterLooks()
@@ -42,24 +41,25 @@ class LaterLooks:
 
     def __init__(self) -> None:
         self.alike: dict[tuple[Any, ...], float] | None = None
-        """The number of each, by where it is in a batch; NaN for labels of which none is ignored. None before any was learned."""
+        """The number of each such tensor, by its path in a batch; NaN for labels without an ignored one. None before the first
+        check."""
         self.doubted: list[tuple[Denominator, Any, Reason]] = []
-        """How much a micro-batch differs from those that were checked (it is not looked at if that is 0), its batch, and why."""
+        """How much a micro-batch differs from checked ones (0: it is not checked), its batch, and the reason."""
         self._has_other_lengths = False
         self._lengths: dict[tuple[Any, ...], torch.Size] = {}
         self._to_compare = _COMPARED
         self._begun = 0
         self._sizes: set[int] | None = set()
-        """Of the graphs of losses until now, in nodes; None if they differ in any case, as with a loop over a list."""
+        """The numbers of nodes in the graphs of losses so far; None if they always differ, as with a loop over a list."""
         self.counts_left = 8
-        """How many windows more are looked at that have a micro-batch whose weight may be none."""
+        """How many more windows are checked for a doubtful weight."""
 
     def begin_forward(self) -> None:
-        """Note where the graph of the next micro-batch begins."""
+        """Note the start of the next micro-batch's graph."""
         self._begun = _get_sequence_nr()
 
     def is_new_graph(self, is_first_window: bool) -> bool:
-        """Whether the forward that has run made another number of nodes than those before: it may do what was not checked."""
+        """Whether the last forward had a new number of nodes, so it may run unchecked operations."""
         if self._sizes is None or not self._begun or (size := _get_sequence_nr() - self._begun) in self._sizes:
             return False
         is_new = len(self._sizes) > 0
@@ -80,12 +80,12 @@ class LaterLooks:
         return before is not None and len(found) < len(before)
 
     def note(self, batch: Any, contribution: Contribution, is_time: bool) -> Denominator:
-        """Keep a micro-batch that differs. Returns how much; what a device holds stays there.
+        """Keep a micro-batch that differs from checked ones. Returns how much, without a copy from a device.
 
         Args:
-            batch: what ``training_step`` got.
-            contribution: what its loss brings in.
-            is_time: one is looked at in this window, whether it differs or not.
+            batch: the argument of ``training_step``.
+            contribution: the contribution of its loss.
+            is_time: whether one is checked in this window in any case.
         """
         doubt: Denominator = 1.0 if contribution.is_new else contribution.doubt if self.counts_left else 0.0
         for path, tensor in tensors_of(batch) if self.alike else ():
@@ -99,7 +99,7 @@ class LaterLooks:
         return doubt
 
     def note_lengths(self, batch: Any) -> bool:
-        """Note the first loader batch, soon after training began, that has other lengths. Returns whether it is this one."""
+        """Note the first loader batch with new lengths, soon after training began. Returns whether it is this one."""
         self._to_compare -= 1
         if self._to_compare < 0 or all(self._lengths.get(path, t.shape[1:]) == t.shape[1:] for path, t in tensors_of(batch)):
             return False
@@ -112,7 +112,8 @@ class LaterLooks:
         return found
 
     def telling(self, others: Any) -> list[tuple[Any, Reason]]:
-        """Which of the window to look at, and why: the last with new terms, and what differs most; ``others`` if nothing does."""
+        """The micro-batches of the window to check, and why: the last with new terms, and the one that differs most; else
+        ``others``."""
         doubted = [doubt for doubt in reversed(self.doubted) if doubt[0]] or [(0.0, others, "time")]
         self.doubted.clear()
         new = [doubt for doubt in doubted if doubt[2] == "new terms"]
@@ -121,7 +122,7 @@ class LaterLooks:
 
 
 def is_time_to_look(window: int) -> bool:
-    """Whether it is window 8, 64, 512, ...: what was found may have been so of the first parameters, or the first batches, only.
+    """Whether it is window 8, 64, 512, ..., since results may hold only for the first parameters or batches.
 
     Example:
         >>> [window for window in range(1, 1000) if is_time_to_look(window)]
@@ -131,12 +132,12 @@ def is_time_to_look(window: int) -> bool:
 
 
 def _number_of(tensor: Tensor) -> float | None:
-    """The one number that it is; NaN where labels are others, of which none is ignored; None for all else."""
+    """The single number in it; NaN for labels without an ignored one; None otherwise."""
     if tensor.numel() == 0 or tensor.is_complex():
         return None
     if bool((tensor == tensor.flatten()[0]).all()):
         return float(tensor.flatten()[0])
-    is_labels = tensor.dim() > 1 and tensor.dtype == torch.int64  # the loss shows the labels of single rows
+    is_labels = tensor.dim() > 1 and tensor.dtype == torch.int64  # labels of single rows are visible in the loss
     return math.nan if is_labels and not bool((tensor == _IGNORED).any()) else None
 
 

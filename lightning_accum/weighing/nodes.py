@@ -15,7 +15,7 @@ from torch import Tensor
 
 Node: TypeAlias = Any  # torch.autograd.graph.Node: its saved attributes are not in the type stubs
 
-# One operand goes through unchanged, or with its sign turned.
+# One operand passes through unchanged, or with its sign changed.
 THROUGH = {
     "Alias", "Clone", "Contiguous", "Copy", "Expand", "MaskedFill", "NanToNum", "Neg", "Permute", "Reshape", "ReshapeAlias",
     "Squeeze", "T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View", "Where",
@@ -25,7 +25,7 @@ ADDITIONS, STACKS = {"Add", "Sub", "Rsub"}, {"Stack", "Cat"}
 _OF_EACH = {*ADDITIONS, "Clone", "Div", "Mul", "Neg", "ToCopy"}
 """Elementwise operations."""
 CONTRACTIONS = {"Bmm", "Mm", "Mv"}  # products that sum
-# Some of the elements, or all in other places.
+# A selection or a permutation of the elements.
 SELECTIONS = {
     "AsStrided", "ConstantPadNd", "CopySlices", "Diagonal", "Flip", "Gather", "Index", "IndexFill", "IndexPut", "IndexSelect",
     "MaskedScatter", "MaskedSelect", "Repeat", "Roll", "Scatter", "Select", "Slice", "Split", "SplitWithSizes", "Take", "Tril",
@@ -39,7 +39,7 @@ def kind_of(node: Node) -> str:
     if kind is None:
         name: str = node.name().rpartition("::")[2]
         kind = name.partition("Backward")[0].removesuffix("Impl")  # 'IndexPutImpl' is 'IndexPut' in a dispatch mode
-        if type(node).__name__ == name:  # not so for operations written in C++, which share one type
+        if type(node).__name__ == name:  # operations written in C++ share one type
             _KINDS[type(node)] = kind
     return kind
 
@@ -48,15 +48,15 @@ _KINDS: dict[type, str] = {}
 
 
 KINKS = {"Abs", "Clamp", "ClampMax", "ClampMin", "Hardtanh", "LeakyRelu", "Maximum", "Minimum", "Relu", "Threshold"}
-"""Piecewise linear functions of one number: all micro-batches of a window have to be on the same side of the kink."""
+"""Piecewise linear functions of one number: all micro-batches of a window must be on the same side of the kink."""
 BENT = {*KINKS, "Amax", "Amin", "HuberLoss", "Max", "Min", "SmoothL1Loss", "Topk"}
-"""Functions that are linear in places: means of rows may add up in one place only."""
+"""Piecewise linear functions: means of rows may add up within one piece only."""
 SOMETIMES = {"ConstantPadNd", "Slice"}
-"""Operations that make no node if they change nothing."""
+"""Operations that create no node if they change nothing."""
 
 
 def inputs_of(node: Node) -> list[tuple[Node, int]]:
-    """The nodes of the operands that need a gradient, each with the place of the operand among its outputs."""
+    """The nodes of the operands that need a gradient, each with the index of its output."""
     return [(child, index) for child, index in node.next_functions if child is not None]
 
 
@@ -75,7 +75,7 @@ def factor_in_sum(node: Node, kind: str, place: int) -> float:
     """The factor of an operand in a sum or a difference: ``other - alpha * self`` in ``Rsub``."""
     if place == (1 if kind == "Rsub" else 0):
         return 1.0
-    alpha = float(getattr(node, "_saved_alpha", 1.0))  # of a number there is none
+    alpha = float(getattr(node, "_saved_alpha", 1.0))  # an addition of a number has none
     return alpha if kind == "Add" else -alpha
 
 
@@ -94,9 +94,9 @@ def kinds_below(node: Node) -> tuple[str, ...]:
 
 _KINDS_BELOW = 4
 _SHOW_NOTHING = {*THROUGH, *SOMETIMES, "_DDPSink"}
-"""One row has others of these, and autocast adds some."""
+"""These differ for a single row, and autocast adds some."""
 _OF_A_CALL = "RowWiseOutputs"
-"""The node of a call of a row-wise submodule: what is below it differs from call to call."""
+"""The node of a call of a row-wise submodule; the nodes below it differ between calls."""
 
 
 def is_compiled(edge: tuple[Node, int | None, Any]) -> bool:
@@ -107,9 +107,7 @@ def is_compiled(edge: tuple[Node, int | None, Any]) -> bool:
 
 
 def head_of(node: Node, places: Mapping[int, int]) -> tuple[int, ...]:
-    """What tells a loss from others of its kind: the columns that it is of, and the place of the parameter of the layer that it is
-    computed from, in ``places`` by its id.
-    """
+    """Tells losses of one kind apart: by their columns, and by the index in ``places`` of the parameter of their layer."""
     found: list[int] = []
     for _ in range(_NODES_ABOVE_A_LAYER):
         inputs = inputs_of(node)
@@ -128,12 +126,12 @@ def head_of(node: Node, places: Mapping[int, int]) -> tuple[int, ...]:
 
 _HEADS = {"Addmm", "Baddbmm", "Bmm", "Convolution", "Linear", "Mm", "Mv"}
 _MIXTURES = {_OF_A_CALL, "Cat", "CopySlices", "IndexAdd", "IndexCopy", "IndexPut", "Scatter", "ScatterAdd", "Stack"}
-"""Of rows that may have gone through layers of their own."""
+"""Operations on rows that may have passed through different layers."""
 _NODES_ABOVE_A_LAYER, _MOST_DIMS = 24, 64
 
 
 def number_of(operand: Any) -> float | None:
-    """A saved operand that was an int or a float of Python's: unlike a tensor, it takes part in no type promotion. None if not."""
+    """A saved operand that was a Python int or float, which takes no part in type promotion; None if it was a tensor."""
     if not isinstance(operand, Tensor):
         return None if operand is None else float(operand)
     if operand.dim() != 0 or operand.dtype in (torch.bool, torch.uint8):
@@ -161,7 +159,7 @@ def _rows(node: Node) -> float:
     return int(node._saved_self.shape[0]) if node._saved_self.dim() > 1 else 1
 
 
-# criterion in words, and where its node keeps the denominator of its mean
+# the criterion in words, and a function from its node to the denominator of its mean
 CRITERIA: dict[str, tuple[str, Callable[[Node], Tensor | float]]] = {
     "NllLoss": ("cross entropy", attrgetter("_saved_total_weight")),
     "NllLoss2D": ("cross entropy", attrgetter("_saved_total_weight")),
@@ -176,7 +174,7 @@ CRITERIA: dict[str, tuple[str, Callable[[Node], Tensor | float]]] = {
 }
 
 
-# What is linear in each of its operands, or only moves and selects.
+# Operations that are linear in each operand, or only move and select.
 PRODUCTS_ADDED = {"Addbmm", "Addcdiv", "Addcmul", "Addmm", "Addmv", "Baddbmm"}
 LINEAR = {
     *THROUGH, *SUMS, *SELECTIONS, *CONTRACTIONS, *PRODUCTS_ADDED, "Add", "Cat", "Cumsum", "Div", "IndexAdd", "IndexCopy", "Lerp",
@@ -191,7 +189,7 @@ _OF_PARAMETERS = {
 
 
 def in_order(root: Node) -> list[Node]:
-    """``root`` and the nodes below it down to what is not linear, each before those below it."""
+    """``root`` and the linear nodes below it, in topological order."""
     order, stack, seen = list[Node](), [(root, False)], {root}
     while stack:
         node, is_done = stack.pop()
@@ -208,13 +206,13 @@ def in_order(root: Node) -> list[Node]:
 
 
 def is_first_layer(node: Node) -> bool:
-    """Whether ``node`` takes in the batch, as a product of parameters with it: below it there is no loss."""
+    """Whether ``node`` multiplies the batch by parameters: no loss is below such a layer."""
     inputs = inputs_of(node)
     return len(inputs) == 1 and is_of_parameters_only(inputs[0][0]) and not is_of_parameters_only(node)
 
 
 def is_of_parameters_only(root: Node) -> bool:
-    """Whether every path from ``root`` ends in a parameter, through operations that take in no other tensor."""
+    """Whether every path from ``root`` ends in a parameter, through operations without other tensors."""
     for node in nodes_below(root):
         if node.name().endswith("AccumulateGrad"):
             continue
@@ -225,21 +223,20 @@ def is_of_parameters_only(root: Node) -> bool:
             if len(inputs) < 2 and any(isinstance(t, Tensor) and t.dim() > 0 for t in operands):
                 return False
         elif kind not in _OF_PARAMETERS or (kind in ("Add", "Sub", "Rsub", "Dot", *CONTRACTIONS) and len(inputs) < 2):
-            return False  # what is added without a gradient is not saved, and may be the batch
+            return False  # an operand without a gradient is not saved, and may be the batch
     return True
 
 
 def is_multiplied_by_parameters(node: Node) -> bool:
-    """A product, of which one factor depends on parameters only; or a quotient."""
+    """A product with a factor that depends on parameters only; or a quotient."""
     return kind_of(node) in ("Mul", "Div") and any(is_of_parameters_only(child) for child, _ in inputs_of(node))
 
 
 def is_of_numbers(node: Node, index: int, places: Mapping[int, int], is_learned: bool = False) -> bool:
-    """Whether a vector is made of numbers, as ``torch.stack(losses)``, and the same was done to each.
+    """Whether a vector consists of numbers with the same operations, as in ``torch.stack(losses)``.
 
-    The losses of a loop over rows, all of one kind, do not count, unless something learned (``is_learned``) multiplies them. Where
-    heads are told by the ``places`` of their parameters, numbers of other heads are of other kinds, and so are those that a vector
-    of counts divides.
+    The losses of a loop over rows, all of one kind, do not count, unless a learned factor (``is_learned``) multiplies them. Numbers
+    of different heads (by the ``places`` of their parameters), and numbers divided by a vector of counts, are of different kinds.
     """
     kind, inputs = kind_of(node), inputs_of(node)
     if kind in STACKS:
@@ -255,7 +252,7 @@ def is_of_numbers(node: Node, index: int, places: Mapping[int, int], is_learned:
 
 
 def chosen_of(node: Node, own: int) -> tuple[Node, int] | None:
-    """Which of two losses of ``own`` numbers a ``torch.where`` has taken, if the host knows it."""
+    """The branch that a ``torch.where`` over ``own`` numbers has taken, if the host knows it."""
     condition, inputs = node._saved_condition, inputs_of(node)
     if condition.numel() > 1 or not condition.is_cpu or any(numel_of(*one) != own for one in inputs):
         return None
@@ -263,7 +260,7 @@ def chosen_of(node: Node, own: int) -> tuple[Node, int] | None:
 
 
 def divides_each(node: Node, index: int) -> bool:
-    """Whether a few sums over rows are each divided by their own number, as the sums of columns by their counts."""
+    """Whether a few sums over rows have their own divisors, such as sums of columns divided by their counts."""
     inputs = inputs_of(node)
     divisor = getattr(node, "_saved_other", None) if kind_of(node) == "Div" and len(inputs) == 1 else None
     is_vector = isinstance(divisor, Tensor) and divisor.dim() == 1 and 1 < divisor.numel() == numel_of(node, index)
@@ -272,11 +269,11 @@ def divides_each(node: Node, index: int) -> bool:
 
 
 _MOST_COLUMNS = 15
-"""More terms of a kind are taken for one."""
+"""More terms of one kind are treated as one term."""
 
 
 def numel_of(node: Node, index: int) -> int:
-    """The number of elements of an output; 2 for a nested tensor, whose sizes are not numbers."""
+    """The number of elements of an output; 2 for a nested tensor, whose sizes are symbolic."""
     try:
         return math.prod(map(int, node._input_metadata[index].shape))
     except AttributeError:
@@ -284,5 +281,5 @@ def numel_of(node: Node, index: int) -> int:
 
 
 def are_numbers(*outputs: tuple[Node, int]) -> bool:
-    """Without dimensions: a row has one."""
+    """Operations without a dimension argument, as a row has one dimension."""
     return not any(len(node._input_metadata[index].shape) for node, index in outputs)

@@ -15,17 +15,17 @@ from lightning_accum.weighing.terms import Term
 
 
 def guard_against_zero(terms: Iterable[Term]) -> None:
-    """Keep an empty masked mean, 0 / 0, from poisoning the gradients of the loss that has these terms.
+    """Prevent NaN gradients from an empty masked mean, 0 / 0, in a loss with these terms.
 
     Its backward computes ``gradient / 0``, which is NaN even for the gradient 0 of a micro-batch without weight. A hook on the
-    division replaces that by zeros. The built-in criteria need none: they write zeros where nothing was counted.
+    division replaces NaN by zeros. Built-in criteria need none: their gradients are zeros.
     """
     for division in (division for term in terms for division in term.divisions):
         denominator = division._saved_other
         if not isinstance(denominator, Tensor):
             continue
         if denominator.device.type == "cpu" and bool((denominator != 0).all()):
-            continue  # on the host the comparison is free, elsewhere it would wait for the device
+            continue  # the comparison is free on the host, but would wait for a device
 
         def zero_where_empty(
             gradients: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...], denominator: Tensor = denominator
@@ -37,15 +37,14 @@ def guard_against_zero(terms: Iterable[Term]) -> None:
 
 @contextmanager
 def gradients_of_zero(loss: Tensor, leaves_none: bool = False) -> Iterator[None]:
-    """A backward of ``loss`` in here adds zeros to the gradients of its parameters, whatever it computes.
+    """Inside, a backward of ``loss`` adds zeros to the gradients of its parameters, whatever it computes.
 
-    For a loss without weight, which may be NaN: NaN * 0 is NaN. The backward itself runs, with the collectives that are in it.
+    For a loss without weight, which may be NaN: NaN * 0 is NaN. The backward itself runs, including its collectives.
 
     Args:
         loss: with its graph.
-        leaves_none: it is in no window, and gives no gradient, not even zeros, by which an optimizer moves a parameter: by its
-            momentum and weight decay. A sparse gradient becomes zeros instead, since DistributedDataParallel raises an error
-            without one.
+        leaves_none: leave ``.grad`` None where it was None: for zeros an optimizer would apply momentum and weight decay. A sparse
+            gradient becomes zeros, since DistributedDataParallel requires one.
     """
 
     def left(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -62,7 +61,7 @@ def zero_loss_of(parameters: Sequence[Tensor], sparse: Collection[Tensor] = froz
     """A loss of 0 whose backward reaches each of ``parameters``, whatever their values, with a gradient of zeros.
 
     Args:
-        parameters: that it reaches.
+        parameters: the parameters to reach.
         sparse: the parameters whose gradients are sparse.
 
     Example:
@@ -78,12 +77,12 @@ def zero_loss_of(parameters: Sequence[Tensor], sparse: Collection[Tensor] = froz
 
 
 def batch_norm_layers(module: nn.Module) -> list[str]:
-    """The names of the layers that normalise by statistics of the batch they see."""
+    """The names of layers that normalise by batch statistics."""
     return [name for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training]
 
 
 def warn_of_batch_norm(module: nn.Module, is_split: bool, is_window_long: bool, warn: Callable[[str], None]) -> None:
-    """BatchNorm layers normalise by the statistics of what they see, which is not the window.
+    """Warn of BatchNorm layers, which normalise by the statistics of a micro-batch, not of the window.
 
     Args:
         module: that is trained.
@@ -103,11 +102,11 @@ def warn_of_batch_norm(module: nn.Module, is_split: bool, is_window_long: bool, 
 
 
 def freeze_batch_norm(module: nn.Module) -> None:
-    """Have BatchNorm layers normalise by their running statistics, by 0 and 1 where they have none."""
+    """Have BatchNorm layers normalise by their running statistics, or by 0 and 1 if they have none."""
     for layer in module.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             layer.training = False
-            if layer.running_mean is None or layer.running_var is None:  # it has none to go by
+            if layer.running_mean is None or layer.running_var is None:  # it has no running statistics
                 device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
                 layer.running_mean = torch.zeros(layer.num_features, device=device)
                 layer.running_var = torch.ones_like(layer.running_mean)
@@ -119,7 +118,7 @@ def warn_of_hooks(module: nn.Module, warn: Callable[[str], None], is_checked: bo
     Args:
         module: that is trained.
         warn: takes the warning.
-        is_checked: the check runs hooks of tensors (``register_hook``), and finds those that matter.
+        is_checked: the check runs hooks of tensors (``register_hook``), and finds the relevant ones.
     """
     hooked = [
         name

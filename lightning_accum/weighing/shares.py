@@ -1,8 +1,8 @@
 """The terms of a loss, and the share of each loss that they sum.
 
-A loss ``(l_1 + ... + l_k) / n`` has the gradient ``1 / n`` by each ``l_i``, however it was computed. So the backward runs from the
-loss down through what is linear, and no further, and what arrives there is ``1 / n``, or 0 for what a mask leaves out. Nothing is
-copied to the host, and a gradient whose numbers are all the same is one number.
+A loss ``(l_1 + ... + l_k) / n`` has the gradient ``1 / n`` with respect to each ``l_i``, however it was computed. So a backward
+from the loss through its linear nodes gives ``1 / n``, or 0 for losses that a mask leaves out. Nothing is copied to the host, and a
+gradient with equal elements is stored as one number.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ _CHANGES_SOME = {"MaskedFill", "NanToNum", "Where"}
 
 
 class Arrived(NamedTuple):
-    """What arrives at a node, from one summand of the loss; see :class:`Term`.
+    """The gradient at a node from one summand of the loss; see :class:`Term`.
 
     Attributes:
-        share: one number if all numbers of the gradient are the same, else the gradient.
-        edge: the addition, and where the summand is there.
-        place: of the summand, in the sum.
-        above: what it is multiplied by on the way to the loss.
-        path: the kinds of nodes above, below the addition.
-        is_vector: of numbers, each of which is a summand of its own.
+        share: one number if all elements of the gradient are equal, else the gradient.
+        edge: the addition and the position of the summand in it.
+        place: the index of the summand in the sum.
+        above: the factors on the way to the loss.
+        path: the kinds of nodes between the addition and this node.
+        is_vector: whether it is a vector of numbers, each a separate summand.
         places: of parameters, by their id: terms of other heads are others.
     """
 
@@ -86,40 +86,40 @@ class Arrived(NamedTuple):
 
     @property
     def is_one(self) -> bool:
-        """One number for all."""
+        """Whether all elements are one number."""
         return not isinstance(self.share, Tensor) or not self.share.dim()
 
     def summed(self, node: Node, place: int, share: Denominator, is_vector: bool = False) -> Arrived:
-        """What goes on to an operand of an addition: a summand of its own, or a vector of them."""
+        """The arrival at an operand of an addition: a separate summand, or a vector of summands."""
         places = (*self.place, place)
         return self._replace(share=share, path=(), edge=Edge(node, place), place=places, above=share, is_vector=is_vector)
 
     def through(self, kind: str, **changes: Any) -> Arrived:
-        """What goes on below a node of that kind."""
+        """The arrival below a node of this kind."""
         if kind not in THROUGH and kind not in SOMETIMES and self.path[-1:] != (kind,):
             changes["path"] = (*self.path, kind)
         return self._replace(**changes)
 
 
 _Input: TypeAlias = tuple[int, Node, int]
-"""The place of an operand, its node, and the place among the outputs of that."""
+"""The index of an operand, its node, and the index of the node's output."""
 _Below: TypeAlias = list[tuple[Node, int, Arrived]]
-"""Where to go on: a node, the place among its outputs, and what arrives there."""
+"""The next visits: a node, the index of its output, and the arrival there."""
 _Found: TypeAlias = dict[Edge, list[tuple[Node, Arrived]]]
-"""The losses that are reached, by the edge of their summand."""
+"""The losses reached, by the edge of their summand."""
 
 
 @torch.no_grad()
 def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mapping[int, int] = NOWHERE) -> list[Term]:
-    """Run the backward of ``loss`` down to what it adds up. No hook is called, and the graph stays as it is.
+    """Run the backward of ``loss`` down to its summands. No hook is called, and the graph is kept.
 
     Args:
-        loss: one number, with its graph.
-        below: the node to begin with, and the place of its output; None for the loss itself.
+        loss: a scalar with its graph.
+        below: the node to start from, and the index of its output; None for the loss itself.
         places: of parameters, by their id: terms of other heads are others.
 
     Raises:
-        UnreadableLossError: a node cannot be run, as after a backward.
+        UnreadableLossError: a node cannot run, as after a backward.
 
     Example:
         >>> x, mask = torch.arange(4.0, requires_grad=True), torch.tensor([True, False, True, False])
@@ -144,7 +144,7 @@ def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mappin
 
 
 def _walk(root: Node, place: int, arrived: Arrived, found: _Found) -> None:
-    """Each node before those below it: what arrives at it on several ways is added up, for each summand by itself."""
+    """Visit nodes in topological order. Arrivals on several paths are added up, separately for each summand."""
     given: dict[Node, dict[Any, tuple[int, Arrived]]] = {root: {(place, None): (place, arrived)}}
     for node in in_order(root):
         for index, one in given.pop(node, {}).values():
@@ -154,7 +154,7 @@ def _walk(root: Node, place: int, arrived: Arrived, found: _Found) -> None:
 
 
 def _together(first: Arrived, other: Arrived, node: Node, index: int) -> Arrived:
-    """What arrives at an output on two ways."""
+    """The sum of two arrivals at an output."""
     shares = [first.share, other.share]
     if not (first.is_one and other.is_one):
         shares = [_spread(share, node, index) for share in shares]
@@ -168,10 +168,10 @@ def _together(first: Arrived, other: Arrived, node: Node, index: int) -> Arrived
 
 
 def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
-    """Where to go on from ``node``; nothing if it is a loss, which is noted."""
+    """The next visits from ``node``; empty if it is a loss, which is recorded."""
     kind, own = kind_of(node), numel_of(node, index)
     inputs = [(place, child, at) for place, (child, at) in enumerate(node.next_functions) if child is not None]
-    if own == 0:  # nothing is chosen: there are no losses, whatever divides them
+    if own == 0:  # an empty selection has no losses, whatever divides them
         arrived = arrived._replace(share=0.0)
     elif arrived.is_vector and inputs and (numbers := _of_vector(node, kind, index, inputs, own, arrived)):
         return numbers
@@ -179,7 +179,7 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
         return [of_numbers]
     elif kind == "Where" and len(inputs) == 2 and arrived.is_one and (chosen := chosen_of(node, own)):
         return [(*chosen, arrived)]
-    elif kind == "_DDPSink":  # every tensor goes in and out of that at the same place
+    elif kind == "_DDPSink":  # its inputs and outputs have the same indices
         return [(*node.next_functions[index], arrived)]
     elif kind in CRITERIA and arrived.is_one and node._saved_reduction != 0:
         arrived = _of_criterion(node, kind, arrived)
@@ -194,7 +194,7 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
         if not _is_loss(node, kind, of_batch, len(inputs), arrived):
             if len(of_batch) == 1 and arrived.is_one and (below := _of_all_alike(node, kind, own, *of_batch[0], arrived)):
                 return [(*of_batch[0][1:], below)]
-            if all(isinstance(size, int) for size in node._input_metadata[index].shape):  # not so of a nested tensor
+            if all(isinstance(size, int) for size in node._input_metadata[index].shape):  # false for a nested tensor
                 return _run(node, kind, index, of_batch, arrived, own == 1)
     found.setdefault(arrived.edge, []).append((node, arrived))
     return []
@@ -204,7 +204,7 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
 
 
 def _of_vector(node: Node, kind: str, index: int, inputs: Sequence[_Input], own: int, arrived: Arrived) -> _Below:
-    """Where to go on with a vector of summands; nowhere if the node is a product of two."""
+    """The next visits for a vector of summands; empty if the node is a product of two."""
     if kind in STACKS:
         return [(child, at, _element(arrived.through(kind), place)) for place, child, at in inputs]
     if arrived.places and divides_each(node, index):
@@ -216,7 +216,7 @@ def _of_vector(node: Node, kind: str, index: int, inputs: Sequence[_Input], own:
 
 
 def _of_dot(node: Node, inputs: Sequence[_Input], arrived: Arrived) -> tuple[Node, int, Arrived] | None:
-    """A vector of summands times one of numbers, or of parameters."""
+    """A vector of summands times a vector of numbers or parameters."""
     of_batch = [one for one in inputs if not is_of_parameters_only(one[1])]
     if len(of_batch) != 1 or not is_of_numbers(*of_batch[0][1:], arrived.places, len(inputs) > 1):
         return None
@@ -235,7 +235,7 @@ def _element(arrived: Arrived, element: int) -> Arrived:
 
 
 def _column(node: Node, index: int, arrived: Arrived, element: int) -> Arrived:
-    """One number of a vector that another divides: what arrives below is 0 at the others."""
+    """One element of a vector that is divided by another: the arrival is 0 at the other elements."""
     of_one, is_it = _element(arrived, element), torch.arange(numel_of(node, index), device=node._saved_other.device) == element
     shares = torch.where(is_it, quotient(_spread(of_one.share, node, index), node._saved_other), 0.0)
     divisions = (*arrived.divisions, node)
@@ -249,7 +249,7 @@ def _summands(node: Node, kind: str, inputs: Sequence[_Input], sizes: Sequence[i
     for (place, child, at), numel in zip(inputs, sizes, strict=True):
         share = arrived.share
         if kind in ADDITIONS:
-            times = own // numel if numel else 1  # what is small is added to each number
+            times = own // numel if numel else 1  # a smaller operand is broadcast
             factor = factor_in_sum(node, kind, place) * max(1, times)
             share = share if factor == 1.0 else factor * share
         is_vector = arrived.is_vector and not is_of_parameters_only(child)
@@ -258,7 +258,7 @@ def _summands(node: Node, kind: str, inputs: Sequence[_Input], sizes: Sequence[i
 
 
 def _is_loss(node: Node, kind: str, of_batch: Sequence[_Input], inputs: int, arrived: Arrived) -> bool:
-    """A node of a kind that can be linear is not, in these of its operands, or it is a layer of the network."""
+    """Whether a node of a linear kind is not linear in these operands, or is a layer of the network."""
     places = [place for place, *_ in of_batch]
     is_product = kind in _PRODUCTS or (kind in PRODUCTS_ADDED and all(places))
     return (
@@ -272,20 +272,20 @@ def _is_loss(node: Node, kind: str, of_batch: Sequence[_Input], inputs: int, arr
 
 
 def _beside_a_kink(node: Node, kind: str, place: int, child: Node, at: int, arrived: Arrived) -> tuple[Node, int, Arrived]:
-    """Go on as if it was straight, and note its slope."""
+    """Continue as if it were linear, and record its slope."""
     result = node(_spread(1.0, node, 0))
     slope = _wide(result[place] if isinstance(result, tuple) else result)
     return child, at, arrived.through(kind, kink=arrived.kink * (2.0 - slope))
 
 
 def _of_criterion(node: Node, kind: str, arrived: Arrived) -> Arrived:
-    """At the losses that a fused criterion has reduced."""
+    """Record the losses that a fused criterion has reduced."""
     if node._saved_reduction == MEAN_REDUCTION:
         count = CRITERIA[kind][1](node)
         share = quotient(arrived.share, _wide(count) if isinstance(count, Tensor) else count)
         return arrived.through(kind, share=share, total=share if arrived.total is None else arrived.total, is_mean=True)
     share = arrived.share if node._saved_self.numel() else 0.0
-    if kind in _CROSS_ENTROPIES:  # a sum over labels that are all ignored
+    if kind in _CROSS_ENTROPIES:  # a sum whose labels are all ignored
         total_weight = _wide(node._saved_total_weight)
         if isinstance(total_weight, Tensor):
             share = torch.where(total_weight == 0, torch.zeros_like(total_weight), share)
@@ -295,20 +295,20 @@ def _of_criterion(node: Node, kind: str, arrived: Arrived) -> Arrived:
 
 
 def _of_all_alike(node: Node, kind: str, own: int, place: int, child: Node, at: int, arrived: Arrived) -> Arrived | None:
-    """Go on with one number; None if what arrives below is not all the same."""
+    """Continue with one number; None if the arrivals below are not all equal."""
     numel, share = numel_of(child, at), arrived.share
     total = share if arrived.total is None else arrived.total
     if kind in ("Mean", "Sum"):
         if are_numbers((child, at)):
             return arrived
         if kind_of(child) in STACKS and all(below is None or numel_of(below, n) == 1 for below, n in child.next_functions):
-            number = 1 / numel if kind == "Mean" else 1.0  # a sum or mean of terms
+            number = 1 / numel if kind == "Mean" else 1.0  # a sum or a mean of summands
             return arrived._replace(share=share * number, number=arrived.number * number)
         if own == 1 and arrived.total is None and is_of_numbers(child, at, arrived.places):
             return arrived.summed(node, place, share / numel if kind == "Mean" else share, is_vector=True)
         if kind == "Sum":
             return arrived.through(kind, total=total)
-        # the elements that go into one result; a nested tensor goes into a mean as a whole, and its sizes are no numbers
+        # the number of elements in one result; a mean takes a nested tensor as a whole, whose sizes are symbolic
         share = quotient(share, numel // own if own > 1 else int(getattr(node, "_saved_self_sym_numel", numel)))
         return arrived.through(kind, share=share, total=share if arrived.total is None else total, is_mean=True)
     if kind == "Neg":
@@ -361,7 +361,7 @@ def _run(node: Node, kind: str, index: int, inputs: Sequence[_Input], arrived: A
 
 
 def _spread(share: Denominator, node: Node, index: int) -> Tensor:
-    """One number as a gradient of what an output is."""
+    """One number as a gradient of an output, with its shape and type."""
     if isinstance(share, Tensor) and share.dim():
         return share
     metadata = node._input_metadata[index]
@@ -369,7 +369,7 @@ def _spread(share: Denominator, node: Node, index: int) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Denominator:
-    """One number, on a device in the widest type that it has."""
+    """One number on a device, in the device's widest type."""
     return on_host(exact(tensor.real if tensor.is_complex() else tensor).reshape(()))
 
 
@@ -390,7 +390,7 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
 
 
 def _of_loss(node: Node, arrived: Arrived) -> Term:
-    """A term that is one loss, without what tells it from others."""
+    """A term with a single loss, without the fields that tell it apart."""
     kind, share = kind_of(node), arrived.share
     if kind in _CROSS_ENTROPIES and isinstance(share, Tensor) and share.dim():
         share = torch.where(node._saved_target == ignored_of(node), torch.zeros_like(share), share)

@@ -19,19 +19,20 @@ Mode: TypeAlias = "str | Callable[[Any], Any]"
 
 COUNT, MEAN, LOSSES, TOTAL, NUMBER, SUM, ONCE = "count", "mean", "losses", "total", "number", "sum", "once"
 MODES = (COUNT, MEAN, LOSSES, TOTAL, NUMBER, SUM)
-"""One over the share of the sum, without the constant factors of a mean, and 0 if all losses are left out; the same by the share of
-each loss; one over the latter; one over the former; one over the constant factor, as of a mean of means; added as it is.
+"""The weight of a term in each mode: 1 / share of the sum, without the constant factors of a mean, 0 if all losses are masked; the
+same with the share of each loss; 1 / share of each loss; 1 / share of the sum; 1 / constant factor, as in a mean of means; summed
+without a weight.
 """
 _ROUNDING = 1e-6
 
 
 class Edge(NamedTuple):
-    """Where the gradient of a summand can be scaled.
+    """The place to scale the gradient of a summand.
 
     Attributes:
         node: the last addition above it.
-        place: its own there; None for all of the node.
-        element: of what is there, where numbers are added up as a vector; None for all of it.
+        place: the index of its operand; None for the whole node.
+        element: its index in a vector of summands; None for all.
     """
 
     node: Node
@@ -40,23 +41,23 @@ class Edge(NamedTuple):
 
 
 class Term(NamedTuple):
-    """One summand of a loss, or several that are alike.
+    """One summand of a loss, or several similar ones.
 
     Attributes:
-        key: tells it from others, the same in all micro-batches: the kinds of nodes on the way to its losses.
-        words: what it is; empty if it is nothing that is added up.
-        losses: the share of each of the losses in it; 0 if all are left out, nan if they have several.
+        key: identifies it in all micro-batches: the kinds of nodes on the way to its losses.
+        words: its name; empty if it is not a sum or mean.
+        losses: the share of each of its losses; 0 if all are masked, nan if the shares differ.
         total: the share of their sum, above masks and weights; nan if there is none.
         number: the product of the Python numbers that a mean is multiplied by.
-        kink: 1 if it is on the rising side of all kinks above it (``relu(mean - c)``), another number for each other way.
-        is_mean: a node has divided its sum by what it counted.
-        is_divided: something else has divided it.
+        kink: 1 if it is on the rising side of all kinks above it (``relu(mean - c)``), another number otherwise.
+        is_mean: a node divided its sum by its own count.
+        is_divided: another operation divided it.
         is_penalty: it depends on parameters only.
         is_learned: a parameter multiplies it.
-        is_bent: it ends in a line with a kink, of means or sums: no count adds it up on both sides.
-        edges: where its gradient can be scaled, and what is multiplied with it there on the way to the loss.
-        divisions: by tensors, on the way to it.
-        shares: of its losses, one number each if all are the same.
+        is_bent: a piecewise linear function of means or sums: no count adds up on both sides of the kink.
+        edges: the places to scale its gradient, and the factors from there to the loss.
+        divisions: the divisions by tensors on the way to it.
+        shares: the shares of its losses, one number each if all are equal.
     """
 
     key: int
@@ -75,7 +76,7 @@ class Term(NamedTuple):
     shares: tuple[Denominator, ...] = ()
 
     def weight(self, mode: Mode) -> Denominator | None:
-        """By its share: None for a sum, 0 where nothing is counted, nan where it cannot be read.
+        """Its weight by mode: None for a sum, 0 for an empty count, nan if unknown.
 
         Example:
             >>> term = Term(0, "mean", 0.125, 0.125, number=0.5, is_mean=True)
@@ -83,13 +84,13 @@ class Term(NamedTuple):
             [4.0, 4.0, 8.0, 8.0, 2.0, None]
         """
         if mode == SUM:
-            return None if isinstance(self.total, Tensor) or self.total != 0 else 0.0  # nothing at all
+            return None if isinstance(self.total, Tensor) or self.total != 0 else 0.0  # an empty sum
         if mode == ONCE:
             return 1.0
         number = size_of(self.number) if self.is_mean else 1.0
         if mode == COUNT:
             weight = quotient(number, self.losses if isinstance(self.total, float) and math.isnan(self.total) else self.total)
-            are_none = not self.is_mean and self.losses == 0  # a mean counts what a mask leaves out of it
+            are_none = not self.is_mean and self.losses == 0  # a mean also counts masked elements
             if isinstance(are_none, Tensor):
                 return tensor_of(weight, are_none.device, exact_dtype(are_none.device)).masked_fill(are_none, 0.0)
             return 0.0 if are_none else weight
@@ -101,7 +102,7 @@ class Term(NamedTuple):
         return quotient(number if mode == MEAN else 1.0, self.losses)
 
     def oddities(self, mode: Mode) -> dict[str, Denominator]:
-        """What a check must have seen of it to trust its mode: not 0 where all its losses are masked, or have several weights."""
+        """Not 0 if all its losses are masked or have several weights, which the check must have seen to trust its mode."""
         losses, total = self.losses, self.total
         goes_by_losses = mode in (MEAN, LOSSES) or (mode == COUNT and not self.is_mean)
         is_masked: Any = (losses == 0) & (total != 0) & (total == total)  # and not nan
@@ -109,9 +110,9 @@ class Term(NamedTuple):
         return {"masked": is_masked if goes_by_losses else 0.0, "uneven": losses != losses if are_several else 0.0}
 
     def may_be_raised(self, mode: Mode, weight: Denominator | None, unit: float = 1.0) -> Denominator:
-        """Not 0 where a count of 0 may have been raised to 1 to divide by it: no mask leaves out some losses of its sum.
+        """Not 0 if its divisor may be a count of 0 raised to 1: no mask leaves out only some of its losses.
 
-        Nor all of them, but for a mean, which weighs the same where a mask leaves out all.
+        Nor all of them, except for a mean, whose weight does not depend on the mask.
         """
         if weight is None or not self.is_divided or mode not in (COUNT, MEAN, LOSSES, TOTAL):
             return 0.0
@@ -125,7 +126,7 @@ class Term(NamedTuple):
         return is_one
 
     def factor(self, mode: Mode) -> Denominator:
-        """Constant factors, which have to be the same in all micro-batches of a window."""
+        """Its constant factors, which must be the same in all micro-batches of a window."""
         if mode == ONCE:
             return float(len(self.edges))
         if mode in (SUM, COUNT, MEAN):
@@ -136,7 +137,7 @@ class Term(NamedTuple):
 
     @property
     def default_mode(self) -> Mode:
-        """The mode of a term that was not checked."""
+        """The mode of an unchecked term."""
         if self.is_penalty:
             return ONCE
         return COUNT if self.is_mean or self.is_divided else SUM
@@ -150,7 +151,7 @@ def on_host(value: Denominator) -> Denominator:
 
 
 def tensor_of(value: Denominator, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor there; one that is there already is not copied to the host on the way."""
+    """A tensor on the device, without a detour over the host."""
     return value.to(device, dtype) if isinstance(value, Tensor) else torch.tensor(value, device=device, dtype=dtype)
 
 
@@ -167,14 +168,14 @@ def quotient(number: Denominator, divisor: Denominator) -> Denominator:
 
 
 def same(numbers: Sequence[Denominator]) -> Denominator:
-    """The number that all of them are; nan if they differ."""
+    """The common value; nan if they differ."""
     if any(isinstance(number, Tensor) for number in numbers):
         return numbers[0] if all(number is numbers[0] for number in numbers) else float("nan")
     return numbers[0] if len(set(numbers)) == 1 else float("nan")
 
 
 def alike(terms: Sequence[Term], looped: Collection[int]) -> list[Term]:
-    """Join penalties into one term, and the terms of a kind that vary in number between losses, as in a loop over rows.
+    """Combine penalties into one term, and terms of one kind whose number varies between losses, as in a loop over rows.
 
     Args:
         terms: of a loss.
@@ -191,11 +192,11 @@ def alike(terms: Sequence[Term], looped: Collection[int]) -> list[Term]:
 
 
 _MANY = 16
-"""Terms of a kind that are one, whatever other losses have."""
+"""Kinds of terms that are always combined."""
 
 
 def joined(key: int, terms: Sequence[Term]) -> Term:
-    """Terms that are alike, or all losses of one, as one term with this key."""
+    """Combine similar terms, or all losses of one term, into one term with this key."""
     first = terms[0]
     if len(terms) == 1:
         return first._replace(key=key)
@@ -224,12 +225,12 @@ def one_of(shares: Sequence[Denominator]) -> Denominator:
     if len(shares) == 1 and not (isinstance(shares[0], Tensor) and shares[0].dim()):
         return size_of(shares[0])
     tensors = [share.detach() for share in shares if isinstance(share, Tensor)]
-    # of an expanded tensor one of the numbers that are the same in memory
+    # one element of each expanded dimension
     tensors = [share[tuple(slice(None if stride else 1) for stride in share.stride())].abs() for share in tensors]
     if not tensors:
         sizes = {abs(float(share)) for share in shares if share} or {0.0}
         most, least = max(sizes), min(sizes)
-        return most if most - least <= 1e-12 * most and not math.isnan(sum(sizes)) else float("nan")  # nan is in no order
+        return most if most - least <= 1e-12 * most and not math.isnan(sum(sizes)) else float("nan")  # nan does not compare
     device, dtype = tensors[0].device, exact_dtype(tensors[0].device)
     eps = max(torch.finfo(share.dtype).eps for share in tensors if share.is_floating_point())
     tensors += [torch.tensor(abs(share), dtype=dtype, device=device) for share in shares if not isinstance(share, Tensor)]
@@ -242,7 +243,7 @@ def one_of(shares: Sequence[Denominator]) -> Denominator:
 
 
 def keep_weight(loss: Tensor, weight: Denominator, rounded: Tensor) -> None:
-    """Give the gradient of a loss that is rounded at its end back what its weight is beside ``rounded``, where types are wider."""
+    """Correct the gradient of a loss in a narrow type: multiply it by weight / ``rounded`` where types are wider."""
     lost = torch.where(rounded == 0, 1.0, weight / exact(rounded))
 
     def hook(gradients: tuple[Tensor | None, ...], _: Any) -> Any:
@@ -253,7 +254,7 @@ def keep_weight(loss: Tensor, weight: Denominator, rounded: Tensor) -> None:
 
 
 def scale_terms(terms: Sequence[Term], factors: list[Denominator]) -> None:
-    """Multiply the gradient of each term by its factor, as it is at the time of the backward to come.
+    """Multiply the gradient of each term by its factor in the next backward.
 
     Example:
         >>> from lightning_accum.weighing.shares import terms_of
@@ -293,5 +294,5 @@ def _times_at(element: int | None, gradient: Tensor, factor: Denominator, is_lea
 def _times(gradient: Tensor, factor: Denominator, is_learned: bool) -> Tensor | None:
     if isinstance(factor, Tensor):
         return gradient * factor.to(gradient.dtype)
-    # the mean of nothing is NaN, and 0 times that too: it goes to no parameter that multiplies it
+    # a mean over no elements is NaN, also times 0: it must not reach a parameter that multiplies it
     return gradient * factor if factor else None if is_learned else torch.zeros_like(gradient)

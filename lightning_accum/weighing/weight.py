@@ -1,6 +1,6 @@
 """The weight of a micro-batch: the denominator of its mean loss.
 
-``"auto"`` reads it from the loss itself (see :mod:`lightning_accum.weighing.shares`), as the check has found that it adds up;
+``"auto"`` reads it from the loss itself (see :mod:`lightning_accum.weighing.shares`), in the mode that the check has found;
 explicit weights count it from the batch (see :mod:`lightning_accum.weighing.counts`).
 """
 
@@ -24,18 +24,18 @@ from lightning_accum.weighing.terms import COUNT, MEAN, ONCE, SUM, TOTAL, Denomi
 
 
 class Contribution(NamedTuple):
-    """What one micro-batch brings into its window.
+    """The contribution of a micro-batch to its window.
 
     Attributes:
-        weight: what its mean loss was divided by; None if the loss is a sum, so that it is added as it is.
-        others: the weights of the other terms, which share its weight. Not the terms: their nodes would keep the graph alive.
-        factors: a number that is another one where a constant factor of the loss is; 0 where that is not known.
-        of_mean: what makes the loss of the mean, or of the sum, that was weighed; None where it is that.
+        weight: the denominator of its mean loss; None if the loss is a sum.
+        others: the weights of the other terms, which are proportional. Not the terms, whose nodes would keep the graph alive.
+        factors: a number that depends on the constant factors of the loss; 0 if unknown.
+        of_mean: the function from the mean or sum to the loss; None if the loss is the mean or sum.
         is_read: its terms are known.
-        is_new: the check has not seen some of them.
-        of_terms: the weight of each term by itself, by its key, where they are counted first.
-        of_factors: the ``factors`` of each of them.
-        doubt: not 0 where its weight may be none: see :meth:`Term.may_be_raised`.
+        is_new: some terms are unchecked.
+        of_terms: the weight of each term, by key, if terms are counted first.
+        of_factors: the ``factors`` of each term.
+        doubt: not 0 if its weight may be a raised count of 0: see :meth:`Term.may_be_raised`.
     """
 
     weight: Denominator | None
@@ -53,7 +53,7 @@ _UNREAD = Reading()
 
 
 class _Weighed(NamedTuple):
-    """A term of a micro-batch: how it is weighed, the unit of that, and its weight in units."""
+    """A term of a micro-batch: its mode, its unit, and its weight in units."""
 
     term: Term
     mode: Mode
@@ -62,14 +62,14 @@ class _Weighed(NamedTuple):
 
 
 class Weigher:
-    """Finds the weight of each micro-batch, by the rule that the user chose.
+    """Finds the weight of each micro-batch, by the user's ``weight``.
 
     Args:
         weight: ``"auto"``, ``"equal"``, a callable of the batch, or one for each term of the loss.
 
     Attributes:
-        known: what the check has found of the terms of the loss.
-        criterion: what the weight was found to be, in words; None before the first micro-batch.
+        known: the check's knowledge about the terms of the loss.
+        criterion: the loss in words; None before the first micro-batch.
     """
 
     def __init__(self, weight: Literal["auto", "equal"] | Weight | tuple[Weight, ...]) -> None:
@@ -79,26 +79,26 @@ class Weigher:
         self._plain: tuple[type, Any, Contribution] | None = None
 
     def learn(self, known: Known) -> None:
-        """Weigh by this from now on."""
-        self.known, self._plain = known, None  # whose terms may have been new
+        """Use this knowledge from now on."""
+        self.known, self._plain = known, None  # its terms may be new
 
     def __call__(self, loss: Tensor, batch: Any, rows: int | None = None) -> tuple[Contribution, Reading]:
-        """Weigh one micro-batch. The terms of its loss have the keys of ``Contribution.of_terms``.
+        """Find the weight of one micro-batch. The terms of its loss have the keys of ``Contribution.of_terms``.
 
         Args:
             loss: the scalar loss of the micro-batch, with its graph.
-            batch: the micro-batch, as ``training_step`` got it.
-            rows: its samples, where it is a part of a batch that was read as rows.
+            batch: the micro-batch passed to ``training_step``.
+            rows: the number of its samples, if its batch was split into rows.
 
         Raises:
-            UnreadableLossError: with ``"auto"``, where the graph shows no weight.
-            TypeError, ValueError: an explicit weight returned what cannot be a weight; or the loss is more than one number.
+            UnreadableLossError: with ``"auto"``, if the graph shows no weight.
+            TypeError, ValueError: an explicit weight returned an invalid value; or the loss is not a scalar.
         """
         if loss.shape and loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}"
             raise ArgumentError(f"training_step must return a loss of one number, its mean or its sum, but returned {found}")
         node: Node = loss.grad_fn
-        if node is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
+        if node is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without a graph, backward raises an error
             return Contribution(0.0 if loss.requires_grad else 1.0), _UNREAD
         is_plain = self._plain is not None and not self.known.counts_first and type(node) is self._plain[0]
         if is_plain and node._saved_reduction == MEAN_REDUCTION:
@@ -122,12 +122,12 @@ class Weigher:
         return Contribution(weight, of_mean=reading.of_mean, doubt=is_lost(loss, weight, reading.terms)), reading
 
     def units_to_keep(self) -> dict[int, dict[str, float]]:
-        """For a checkpoint: the units without counts of the batch."""
+        """The units for a checkpoint, without counts of the batch."""
         kept = {key: {mode: unit for mode, unit in units.items() if not callable(mode)} for key, units in self.known.units.items()}
         return {key: units for key, units in kept.items() if units}
 
     def _is_new(self, keys: set[int]) -> bool:
-        """Terms that the check has not seen; or fewer that look alike, of which nobody knows which."""
+        """Whether terms are unchecked, or some of several similar terms are absent."""
         known = self.known.units.keys()
         kinds = {key >> 8 for key in keys}
         return (bool(known) and not keys <= known) or any(key >> 8 in kinds and key not in keys for key in known)
@@ -140,7 +140,7 @@ class Weigher:
         return self.known.read(loss) if new else reading
 
     def _know_compiled(self, new: Sequence[Term], keys: set[int]) -> None:
-        """Terms of what is compiled look unlike those that the check has seen, for which it ran as it is written."""
+        """Whether the terms of a compiled loss differ from the checked ones, which ran eagerly."""
         for words in {term.words for term in new if not term.is_penalty}:
             known = [key for key, own in self.known.words.items() if own == words and key not in keys]
             own = [term.key for term in new if term.words == words]
@@ -150,7 +150,7 @@ class Weigher:
                 self.learn(self.known._replace(aliases={**self.known.aliases, **dict(zip(own, known, strict=True))}))
 
     def _read_plain(self, node: Node) -> Contribution:
-        """A loss that is a mean criterion itself, as the first was."""
+        """The contribution of a plain mean criterion, like the first loss."""
         assert self._plain is not None
         _, count_of, first = self._plain
         weight = count_of(node)
@@ -174,7 +174,7 @@ class Weigher:
             of_factors = {term.key: term.factor(mode) for term, mode, *_ in terms}
             return Contribution(None, (), 0.0, None, True, is_new, of_terms, of_factors, doubt)
         of_batch = [one for one in terms if one.mode != ONCE]
-        # the term whose weight is shown: a cross entropy if there is one
+        # the term whose weight is logged: a cross entropy if there is one
         main = next((one for one in of_batch if one.term.words == "cross entropy"), next(iter(of_batch), None))
         if main is None:
             found = reading.terms[0].words or "a node" if terms else "nothing that depends on the batch"
@@ -187,7 +187,7 @@ class Weigher:
         if isinstance(weight, float) and math.isnan(weight):
             if loss.isfinite():
                 raise UnreadableLossError(how_to_mend("a sum of losses with several factors"))
-            weight = 1.0  # whatever it weighs, its gradient is not finite
+            weight = 1.0  # its gradient is not finite for any weight
         factors, kinks = main.term.factor(main.mode), math.prod(one.term.kink for one in terms if one is not main)
         factors = factors * kinks if isinstance(factors, Tensor) or factors else kinks - 1.0
         self.criterion = self.criterion or words_of(main.term, main.mode)
@@ -200,7 +200,7 @@ class Weigher:
         return contribution
 
     def _of_all(self, terms: Sequence[_Weighed], main: _Weighed) -> tuple[Denominator | None, tuple[Denominator, ...]]:
-        """The weight that all terms share, and the weights of the other terms in its unit."""
+        """The common weight of all terms, and the weights of the other terms in its unit."""
         weight, others = main.weight, list[Denominator]()
         for term, mode, _, own in terms:
             if term is main.term or mode == ONCE or own is None:
@@ -209,12 +209,12 @@ class Weigher:
             if not isinstance(own, Tensor) and not isinstance(weight, Tensor) and weight == 0:
                 weight = others[-1]
         if weight is not None and any(ONCE in units for units in self.known.units.values()):
-            # what counts once goes with the weights only if all have it
+            # penalties join the weights only if all micro-batches have them
             others.append(weight * sum(len(one.term.edges) for one in terms if one.mode == ONCE))
         return weight, tuple(others)
 
     def _doubt(self, terms: Sequence[_Weighed], batch: Any, rows: int | None) -> Any:
-        """Not 0 where a weight may be none."""
+        """Not 0 if a weight may be a raised count of 0."""
         doubts: list[Denominator] = []
         for term, mode, unit, weight in terms:
             if term.key in self.known.units and mode != ONCE:
@@ -226,7 +226,7 @@ class Weigher:
 
     @staticmethod
     def _is_one(batch: Any, rows: int | None) -> bool:
-        """A micro-batch is one sample, as far as that is known."""
+        """Whether a micro-batch is one sample, if known."""
         return (count_samples(batch) if rows is None else rows) in (1, None)
 
     def _weighed(self, term: Term, batch: Any) -> _Weighed:
@@ -238,7 +238,7 @@ class Weigher:
         if weight is not None and (unit != 1.0 or others):
             weight = weight / unit
             more: Any = next((one for one in (TOTAL, COUNT, MEAN) if one in units and one != mode), None)
-            if more is not None and (isinstance(weight, Tensor) or math.isnan(weight)):  # it cannot be read by the first
+            if more is not None and (isinstance(weight, Tensor) or math.isnan(weight)):  # the first mode cannot be read
                 other: Any = term.weight(more)
                 other = other / units[more]
                 weight = torch.where(weight.isnan(), other, weight) if isinstance(weight, Tensor) else other
@@ -259,7 +259,7 @@ class Weigher:
                 "in which the loss adds them up."
             )
         counts = [count_by(weight, batch, rows) for weight in self._weight]
-        penalties = [term._replace(key=0) for term in reading.terms if term.is_penalty]  # which go with the first
+        penalties = [term._replace(key=0) for term in reading.terms if term.is_penalty]  # which use the first weight
         terms = [*(term._replace(key=place) for place, term in enumerate(varying)), *penalties]
         self.criterion = "each term weighted by its own count, " + ", ".join(
             f"{term.words or 'a term'} by {name_of(weight)}" for term, weight in zip(varying, self._weight, strict=True)
@@ -269,7 +269,7 @@ class Weigher:
 
 
 def words_of(term: Term, mode: Mode) -> str:
-    """How a term is weighed, in words."""
+    """The weight of a term in words."""
     if mode == SUM:
         return f"{term.words or 'loss'}, summed, not averaged" if term.words != "sum" else "summed, not averaged"
     if callable(mode):
@@ -278,7 +278,7 @@ def words_of(term: Term, mode: Mode) -> str:
 
 
 def is_lost(loss: Tensor, weight: Denominator, terms: Sequence[Term]) -> Denominator:
-    """Not 0 where a count is 0 of a loss that is not: its gradient is in no window."""
+    """Not 0 if the count is 0 but the loss is not: its gradient is lost."""
     if any(term.is_penalty for term in terms) or (not isinstance(weight, Tensor) and weight):
         return 0.0
     loss = loss.detach()
@@ -286,10 +286,10 @@ def is_lost(loss: Tensor, weight: Denominator, terms: Sequence[Term]) -> Denomin
 
 
 def weight_alone(loss: Tensor) -> tuple[Denominator | None, OfMean | None]:
-    """The weight of a single value, such as a logged one, and the function of a mean that it is.
+    """The weight of a single value, such as a logged one, and its function of a mean.
 
     Raises:
-        UnreadableLossError: it shows none.
+        UnreadableLossError: the value shows no weight.
     """
     reading = Known().read(loss)
     term = next((term for term in reading.terms if not term.is_penalty), None)

@@ -1,1 +1,1 @@
-"""A loader batch that runs whole: the loss sees all of it, and memory holds less."""
+"""Loader batches that run whole with less memory."""

@@ -1,4 +1,4 @@
-"""One call of a row-wise submodule: run in checkpointed micro-batches, each of which runs again once its outputs have gradients."""
+"""One call of a row-wise submodule: it runs in checkpointed micro-batches, each of which runs again in the backward."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lightning_accum.whole.forms import HINT, Form, Layer, Tree, check_outputs, 
 
 
 class RowWiseOutputs(torch.autograd.Function):
-    """Makes the outputs of a call the outputs of one node in the graph of a step, however many micro-batches they are from.
+    """Makes the outputs of a call the outputs of one graph node, for any number of micro-batches.
 
-    The outputs of ``shadows`` come after them. They count for nothing, but have a backward all the same.
+    The outputs of ``shadows`` come after them. They have weight 0, but still run a backward.
     """
 
     @staticmethod
     def forward(ctx: Any, begin_backward: Callable[[], None] | None, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The outputs, which nobody else has."""
+        """The joined outputs."""
         ctx.begin_backward, ctx.shadows = begin_backward, [tensor.shape for tensor in tensors[number:]]
         ctx.set_materialize_grads(begin_backward is not None)
         return tuple(tensor.data for tensor in tensors[:number])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of all."""
+        """The gradients of all outputs."""
         if ctx.begin_backward is not None:
             ctx.begin_backward()
         zero = next(gradient for gradient in gradients if gradient is not None)
@@ -42,7 +42,7 @@ class RowWiseOutputs(torch.autograd.Function):
 def as_one_node(
     outputs: Sequence[Any], shadows: Sequence[Tensor] = (), begin_backward: Callable[[], None] | None = None
 ) -> list[Any]:
-    """Outputs of a call, whether or not it ran in micro-batches: the terms of a loss are told by nodes."""
+    """Outputs of a call as one node, also without micro-batches, since nodes identify the terms of a loss."""
     trained = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
     if not trained:
         return [*outputs]
@@ -57,11 +57,11 @@ class Call:
     layer: Layer
     arguments: Tree
     form: Form
-    pieces: list[range]  # the rows of the micro-batches that it runs in
-    shadows: int  # micro-batches that other ranks have more: this one takes part with its last again, which counts for nothing
+    pieces: list[range]  # the rows of its micro-batches
+    shadows: int  # further micro-batches of other ranks, for which this rank repeats its last with weight 0
     run_piece: Callable[[range, Any], Any]  # runs the submodule on the arguments of a micro-batch
-    begin_backward: Callable[[], None] | None  # called before its backward, if ranks wait for each other in it
-    device: torch.device  # whose random state there is beside the CPU's
+    begin_backward: Callable[[], None] | None  # called before its backward, if ranks wait for each other there
+    device: torch.device  # its random state is saved with the CPU's
 
     def __post_init__(self) -> None:
         parameters = [] if self.layer.is_sharded else self.layer.module.parameters()
@@ -71,7 +71,7 @@ class Call:
         self._flags += [(own, "requires_grad", own.requires_grad) for own in self.layer.module.parameters()]
         self._dtype = torch.get_default_dtype()
         self._given: list[Sequence[Any]] = []
-        """Its outputs, each in the parts that micro-batches gave, without their graph, which leads to this call."""
+        """Its outputs in parts of micro-batches, without their graph, which would refer to this call."""
         self._is_equal: list[Tensor] = []
 
     def run(self) -> Any:
@@ -107,7 +107,7 @@ class Call:
         return parts[0].make(joined)
 
     def _run_checkpointed(self, index: int, piece: range) -> Tree:
-        """Run a micro-batch, of which no more stays than its outputs."""
+        """Run a micro-batch, and keep only its outputs."""
         before, inputs = RandomState(self.device), zip(self.arguments.values, self.form.inputs, strict=True)
         values = [value[piece.start : piece.stop] if is_row else value for value, is_row in inputs]
 
@@ -120,14 +120,14 @@ class Call:
                 self._compare(index, found)
             return found
 
-        device = torch.empty(0, dtype=torch.uint8, device=self.device)  # whose autocast a checkpoint keeps
+        device = torch.empty(0, dtype=torch.uint8, device=self.device)  # the checkpoint keeps its autocast state
         with set_checkpoint_early_stop(False):  # its outputs are compared
             made: Tree = checkpoint(run, device, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
         return made
 
     @contextmanager
     def _again(self, before: RandomState) -> Iterator[None]:
-        """In here it is as it was, beside autocast, which a checkpoint keeps: modes, what is trained, the default type, noise."""
+        """Inside, modes, ``requires_grad``, the default type and noise are as in the forward; the checkpoint keeps autocast."""
         if any(tensor._version != version for tensor, version in self._unchanged):
             raise RowWiseError.of(
                 self.layer.name,
@@ -149,9 +149,9 @@ class Call:
             now.restore()
 
     def _compare(self, index: int, found: Tree) -> None:
-        """Have the backward end in an error if a micro-batch has other outputs than before."""
+        """Raise an error in the backward if a micro-batch has other outputs than in the forward."""
         for of_output, value in zip(self._given, found.values, strict=True):
-            if (expected := of_output[index]) is not None and not expected._version:  # else it was written into since
+            if (expected := of_output[index]) is not None and not expected._version:  # else it was changed in place since
                 self._is_equal.append(is_near(value, expected))
         Variable._execution_engine.queue_callback(self._refuse_others)
 

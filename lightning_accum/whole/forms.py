@@ -1,4 +1,4 @@
-"""How calls of a row-wise submodule are made of rows: which arguments and outputs have one entry a row, and where."""
+"""The rows in calls of a row-wise submodule: which arguments and outputs have one entry a row, in which dimension."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Layer:
 
     name: str
     module: nn.Module
-    run: Callable[..., Any]  # what its calls ran before they were replaced, hooks included
-    is_sharded: bool = False  # ranks wait for each other in each of its forwards and backwards, and its parameters are exchanged
+    run: Callable[..., Any]  # the original call, hooks included
+    is_sharded: bool = False  # whether ranks wait for each other in each of its forwards and backwards, to gather parameters
 
 
 class Tree(NamedTuple):
-    """Nested arguments or outputs, taken apart: the leaves are tensors, and lists of texts or numbers."""
+    """Nested arguments or outputs as a tree: the leaves are tensors, and lists of texts or numbers."""
 
     root: Part
     leaves: list[Part]
@@ -55,7 +55,7 @@ class Tree(NamedTuple):
 
 
 def read(value: Any, layer: Layer) -> Tree:
-    """Take arguments or outputs of a call apart, or raise a RowWiseError if there may be tensors that are not found."""
+    """Parse arguments or outputs of a call. Raises a RowWiseError if tensors may be hidden."""
     root, leaves = parse(value), list[Part]()
     for part in root.walk():
         if part.is_tensor or _is_list_of_rows(part.value):
@@ -77,17 +77,17 @@ def _is_list_of_rows(value: Any) -> bool:
 
 
 def is_same(found: Any, expected: Any) -> bool:
-    """Whether two values are equal; tensors but for rounding."""
+    """Whether two values are equal, tensors up to rounding."""
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         return found.shape == expected.shape and bool(is_near(found, expected))
     try:
         return found is expected or bool(found == expected)
-    except Exception:  # arrays are neither true nor false
+    except Exception:  # the truth value of an array is ambiguous
         return False
 
 
 def is_near(found: Tensor, expected: Tensor) -> Tensor:
-    """Whether they are equal but for rounding, on their device."""
+    """Whether they are equal up to rounding, on their device."""
     found, expected = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (found.detach(), expected.detach()))
     if not found.is_floating_point():
         return (found == expected).all()
@@ -107,7 +107,8 @@ class Form(NamedTuple):
 
 
 def number_of_rows(layer: Layer, arguments: Tree, of_batch: int | None) -> int:
-    """The size of dimension 0 of the tensors; of several the batch's, or a multiple of it (two joined views), else the first."""
+    """The size of dimension 0 of the tensors; if they differ, the batch size or a multiple of it (two joined views), else the
+    first."""
     sizes = [leaf.size for leaf in arguments.leaves if leaf.size is not None and (leaf.is_tensor or type(leaf.value[0]) is str)]
     if not sizes:
         raise RowWiseError.of(layer.name, f"{layer.name!r} is called without a tensor whose dimension 0 could be the rows.")
@@ -117,7 +118,7 @@ def number_of_rows(layer: Layer, arguments: Tree, of_batch: int | None) -> int:
 
 
 def kind_of(layer: Layer, arguments: Tree) -> tuple[Any, ...]:
-    """What calls of one kind have in common: the mode, the dimensions, and flags and names among the arguments."""
+    """The kind of a call: the mode, the dimensions, and flags and names among the arguments."""
     others = [x for x in tree_leaves(arguments.root.value, is_leaf=_is_list_of_rows) if not _is_list_of_rows(x)]
     flags = [x if isinstance(x, (bool, str)) else type(x) for x in others if not isinstance(x, Tensor)]
     dims = [(leaf.path, leaf.value.dim() if leaf.is_tensor else -1) for leaf in arguments.leaves]
@@ -125,9 +126,9 @@ def kind_of(layer: Layer, arguments: Tree) -> tuple[Any, ...]:
 
 
 def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int, run: Callable[[range, Any], Any]) -> Form:
-    """Where the rows are in a call, found by running few: the dimension of an output that has another size for fewer has them.
+    """Find the rows of a call by running fewer: the dimension of an output that changes its size has the rows.
 
-    Arguments of the size of the batch have rows; of which one may be so by chance, such as a mask of (length, length).
+    Arguments with the size of the batch have rows; one may have it by chance, such as a mask of (length, length).
     """
     for name, inner in layer.module.named_modules(prefix=layer.name):
         if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
@@ -146,7 +147,7 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
             more, less = (_run_some(layer, arguments, are_rows, number, run) for number in (few, fewer))
         except RowWiseError:
             raise
-        except Exception as error:  # of the submodule, for which this has no rows
+        except Exception as error:  # the submodule cannot run without these rows
             problem = problem or error
             continue
         dims = tuple(map(_dim_of_rows, more.values, less.values))
@@ -172,14 +173,14 @@ def _run_some(layer: Layer, arguments: Tree, are_rows: Sequence[bool], number: i
 
 
 def _dim_of_rows(more: Any, less: Any) -> int | None:
-    """The first dimension of an output that is another for fewer rows; None if it is the same."""
+    """The first dimension of an output that differs for fewer rows; None if all are equal."""
     if not isinstance(more, Tensor):
         return None if more == less else 0
     return next((dim for dim, (a, b) in enumerate(zip(more.shape, less.shape, strict=False)) if a != b), None)
 
 
 def check_outputs(layer: Layer, found: Tree, first: Tree, dims: Sequence[int | None]) -> None:
-    """Raise if the outputs for some rows cannot be joined with those for others, in the dimensions that have their rows."""
+    """Raise if outputs for different rows cannot be joined in the dimensions of their rows."""
     others, first_others = (tree.make(repeat("a tensor")) for tree in (found, first))
     pairs = [(others, first_others), (len(found.leaves), len(dims)), (len(first.leaves), len(dims))]
     for value, other, dim in zip(found.values, first.values, dims, strict=False):

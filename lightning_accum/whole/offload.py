@@ -1,12 +1,11 @@
-"""A batch runs once, as it is, and what autograd saves for its backward waits in the memory of the host.
+"""Runs a whole batch once, while tensors that autograd saves for the backward wait in host memory.
 
-Nothing is split, so the step is the step of the batch, whatever the module does: the same values come back that went away.
-What moves are storages, each once, however many views of it are saved: a few are on their way out while the forward goes on, and in
-the backward a few are fetched ahead, in the reverse order. Parameters, buffers, the batch, small tensors, tensors of other devices,
-layouts and subclasses stay.
+Nothing is split, so the step equals the batch's for any module. Storages are moved, each once for all of its saved views: a few
+leave while the forward continues, and in the backward a few are prefetched in reverse order. Parameters, buffers, the batch, small
+tensors, and tensors of other devices, layouts and subclasses stay.
 
-With hooks for saved tensors torch does not check that what was saved was not changed since. So it is checked here: a change in
-place of a tensor that stayed, or was still on its way out, is an error, as without hooks. One that had left is right all the same.
+With hooks for saved tensors, torch does not detect later changes. So this module does: an in-place change of a tensor that stayed,
+or whose copy was not finished, is an error, as without hooks. After the copy a change is harmless.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_accum.errors import UsageError
 
-_SMALL = 2**12  # bytes up to which a storage is not worth two copies
-_LEAVING = 2  # storages that may be on their way out while the forward goes on
-_AHEAD = 2  # storages that are fetched before the backward needs them
-_FARTHEST = 32  # how far back the next of those is looked for, past what is no more needed
+_SMALL = 2**12  # largest storage in bytes that is not worth two copies
+_LEAVING = 2  # copies to the host in flight during the forward
+_AHEAD = 2  # storages prefetched in the backward
+_FARTHEST = 32  # how many storages to search for the next prefetch, past freed ones
 
 
 class CopyStream:
-    """Copies between a device and the host, one after the other on a stream of their own, beside what the device computes."""
+    """Copies between a device and the host on a separate stream, in parallel with computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module: Any = torch.get_device_module(device)  # CUDA's, or another that has the same streams
+        self._module: Any = torch.get_device_module(device)  # CUDA's, or another with the same stream API
         self._stream = self._module.Stream(device=device)
 
     def host(self, size: int) -> Tensor:
-        """Bytes in the memory of the host: pinned, or a copy would wait for it."""
+        """Pinned host memory, since a copy to pageable memory is synchronous."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
-        """Copy bytes once everything that was computed so far is done. Returns what :meth:`wait` takes.
+        """Copy bytes after all computation so far. Returns the argument of :meth:`wait`.
 
-        The caller keeps both tensors until then, and no allocator has to know of the stream.
+        The caller keeps both tensors until then, so allocators need not know of the stream.
         """
         computing = self._module.current_stream(self._device)
         self._stream.wait_stream(computing)
@@ -55,7 +54,7 @@ class CopyStream:
         return computing, self._stream.record_event()
 
     def wait(self, copy: Any) -> None:
-        """Have what is computed from now on begin after a copy, on its stream and on this one. The host waits for neither."""
+        """Make later computation on both streams wait for a copy. The host does not wait."""
         began_on, done = copy
         began_on.wait_event(done)
         now = self._module.current_stream(self._device)
@@ -71,7 +70,7 @@ def copy_stream_for(device: torch.device) -> CopyStream | None:
 
 
 def offload_in_words(device: torch.device) -> str:
-    """What happens to what autograd saves, for the line at the start.
+    """The fate of tensors that autograd saves, for the start line.
 
     Example:
         >>> offload_in_words(torch.device("cpu"))
@@ -83,7 +82,7 @@ def offload_in_words(device: torch.device) -> str:
 
 
 class Offload:
-    """Moves what autograd saves on a device to the host, and back. On the CPU nothing is moved and no hook is set.
+    """Moves tensors that autograd saves to the host and back. On the CPU nothing is moved and no hook is set.
 
     Example:
         >>> offload, weight = Offload(torch.device("cpu")), torch.ones(3, requires_grad=True)
@@ -95,7 +94,7 @@ class Offload:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, copy_stream_for(device)
-        self._lock = RLock()  # a device has a thread of its own in a backward
+        self._lock = RLock()  # each device has its own thread in a backward
         self._staying: frozenset[int] = frozenset()
         self._saved: dict[int, ReferenceType[_Stored]] = {}
         self._order: list[ReferenceType[_Stored]] = []
@@ -103,9 +102,9 @@ class Offload:
 
     @contextmanager
     def engaged(self, staying: Iterable[Any]) -> Iterator[None]:
-        """A context in which what autograd saves is moved; it may be needed after it too.
+        """Inside, tensors that autograd saves are moved; they may be used after it.
 
-        The memory of ``staying`` is held by others: parameters, buffers, the batch.
+        ``staying`` are tensors that stay in memory anyway: parameters, buffers, the batch.
         """
         if self._stream is None:
             yield
@@ -121,7 +120,7 @@ class Offload:
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         if not self._is_moved(tensor):
-            # not the output of the node itself, which would then hold itself
+            # not the output itself, which would create a reference cycle
             return partial(_unchanged, tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         key = tensor.untyped_storage()._cdata
         with self._lock:
@@ -142,7 +141,7 @@ class Offload:
         return not isinstance(base, nn.Parameter) and storage.nbytes() > _SMALL and storage._cdata not in self._staying
 
     def _free_oldest(self, keep: int) -> None:
-        """Free the memory of those that left first, once they are on the host."""
+        """Free the memory of the oldest copies, once they are on the host."""
         while len(self._leaving) > keep:
             if (stored := self._leaving.popleft()()) is not None:
                 stored.free()
@@ -155,7 +154,7 @@ class Offload:
 
 
 class _Stored:
-    """One storage as it was when it was saved: on its way out, on the host, or back."""
+    """One saved storage: leaving, on the host, or back."""
 
     def __init__(self, tensor: Tensor, stream: CopyStream, order: list[ReferenceType[_Stored]]) -> None:
         self._stream, self._device, self._version = stream, tensor.device, tensor._version
@@ -172,26 +171,26 @@ class _Stored:
         return self._storage() is tensor.untyped_storage() and self._version == tensor._version
 
     def free(self) -> None:
-        """It is on the host once what is computed from now on begins: its memory is free, and a change does no harm."""
+        """Finish the copy to the host: the device memory is free for later computation, and a change does no harm."""
         assert self._here is not None
         self._finish_copy()
         self._is_changed = self._here._version != self._version  # it may be in the copy
         self._here, self._has_left = None, True
 
     def fetch(self) -> None:
-        """Begin to bring it back, if only the host has it."""
+        """Begin to copy it back, if only the host has it."""
         if self._here is None:
             self._here = torch.empty_like(self._host, device=self._device, pin_memory=False)
             self._copy = self._stream.copy(self._here, self._host)
 
     def prefetch(self) -> None:
-        """Begin to bring back what was saved before it, the last first."""
+        """Begin to copy back storages saved before it, the last first."""
         before = [one() for one in self._order[max(0, self._index - _FARTHEST) : self._index]]
         for stored in [one for one in before if one is not None][: -_AHEAD - 1 : -1]:
             stored.fetch()
 
     def take(self) -> Tensor:
-        """A tensor on the device whose storage has the bytes.
+        """A tensor on the device with these bytes.
 
         Raises:
             RuntimeError: it was changed in place before they were on the host.
@@ -211,13 +210,13 @@ class _Stored:
             self._copy = None
 
     def __del__(self) -> None:
-        # memory on its way out or back is not to be used anew before the copy is done
+        # memory of an unfinished copy must not be reused
         if getattr(self, "_copy", None) is not None:
             self._finish_copy()
 
 
 def _unchanged(tensor: Tensor, version: int) -> Tensor:
-    """Returns a tensor that stayed, or whose copy is not finished, if it was not changed meanwhile."""
+    """Return a tensor that stayed, or whose copy is not finished, if it was not changed since."""
     if tensor._version != version:
         raise UsageError(
             f"{_CHANGED} It is a {tensor.type()} of shape {list(tensor.shape)} at version {tensor._version}; expected version"
@@ -233,7 +232,7 @@ _CHANGED = (
 
 
 def _is_plain(value: Any) -> bool:
-    """A tensor of strides over a storage of its own, and nothing that its bits leave open."""
+    """Whether its bytes define it: a strided tensor with its own storage, not a subclass."""
     return (
         type(value) in (Tensor, nn.Parameter)
         and value.layout is torch.strided
@@ -242,5 +241,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def _view(tensor: Tensor, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """The storage of a tensor, seen in another way."""
+    """A view of a tensor's storage."""
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, size, stride)

@@ -1,8 +1,8 @@
-"""The proof of ``row_wise=``: the user's own step on a few rows, as it is, and with the submodules in micro-batches.
+"""The proof of ``row_wise=``: the user's own step on a few rows, whole and with the submodules in micro-batches.
 
-Both are measured and compared as the check measures and compares rows and their parts: all gradients of the step. So it sees rows
-that depend on each other, a hook that normalises gradients, an output in an attribute that is of one micro-batch alone. Parameters
-are as they are, and perturbed: a last layer of zeros hides what is before it.
+All gradients of both steps are compared, as in the check. So it detects rows that depend on each other, a hook that normalises
+gradients, and an attribute that holds one micro-batch only. Parameters are also perturbed, since a last layer of zeros hides the
+layers before it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_accum.weighing.terms import ONCE
 from lightning_accum.whole.forms import HINT
 from lightning_accum.whole.row_wise import NoiseOfCall, RowWise
 
-_PERTURBATION = 0.1  # how far parameters are perturbed, as part of their size
+_PERTURBATION = 0.1  # relative perturbation of parameters
 
 
 def prove_row_wise(
@@ -47,13 +47,13 @@ def prove_row_wise(
     warn: Callable[[str], None],
     position: int = 0,
 ) -> None:
-    """Raise, on all ranks, if the step in micro-batches is another. Called on all at each loader batch, until it was seen.
+    """Raise, on all ranks, if the step in micro-batches differs. Called on all ranks at each loader batch, until it was proven.
 
-    ``batches`` is the loader batch, or empty if this rank has none; ``samples`` are how many of them the loader puts into a
-    batch, if it says so. ``step`` runs the module on a batch, and logs nothing. The window has ``position`` of them behind it.
+    ``batches`` is the loader batch, or empty if this rank has none; ``samples`` are the loader's batch sizes, if known. ``step``
+    runs the module on a batch without logs. ``position`` counts the loader batches of the window so far.
     """
     if trained.sync.is_waited_for_in_forward and position:
-        return  # the engine has gradients of its own, until the window ends
+        return  # the engine holds its own gradients until the window ends
     row_wise.begin_proof()
     engine = trained.sync if trained.sync.is_waited_for_in_forward else _GradientsInPlace()
     take_snapshot = partial(trained.snapshotter.take, watches_parameters=False)
@@ -74,7 +74,7 @@ def prove_row_wise(
 
 
 def unproven(row_wise: RowWise, reason: str) -> str:
-    """The warning that it could not be tried."""
+    """The warning that it could not be checked."""
     return (
         f"row_wise={row_wise.names}: it could not be checked that the step with these submodules in micro-batches is that of the "
         f"whole batch: {reason}. Compare them by verify(module, data), or pass check=False if you know that they agree."
@@ -82,7 +82,7 @@ def unproven(row_wise: RowWise, reason: str) -> str:
 
 
 def _rows_of(trained: Trained, batches: Sequence[Any], samples: Any) -> tuple[Callable[[Any], Any], int]:
-    """What makes a batch of some rows, and how many there are: all, if they cannot be told apart."""
+    """A function from rows to a batch, and the number of rows; the whole batch if rows cannot be told apart."""
     if held := trained.snapshotter.iterators():
         raise CannotCheckError(f"the module holds an iterator, {held[0]}, whose items cannot be put back")
     if not batches:
@@ -97,22 +97,22 @@ def _rows_of(trained: Trained, batches: Sequence[Any], samples: Any) -> tuple[Ca
 
 
 class _GradientsInPlace(GradientSync):
-    """Gives out gradients as a backward leaves them: also those behind a reentrant checkpoint, or a call that runs again."""
+    """Computes gradients by a full backward, including reentrant checkpoints and calls that run again."""
 
     gradients_of = staticmethod(gradients_in_place)
 
 
 @dataclass
 class _Proof:
-    """Compares the step on some rows with that of their micro-batches. Ranks take every step of it together."""
+    """Compares the step on some rows with and without micro-batches. Ranks take every step together."""
 
     row_wise: RowWise
-    take: Callable[[Any], Any]  # makes a batch of some rows
+    take: Callable[[Any], Any]  # returns a batch of some rows
     number: int  # of rows, on the rank that has the fewest
     kinds: dict[int, set[Hashable]] = field(default_factory=lambda: defaultdict(set))  # of calls, by the number of rows
 
     def run(self, trial: Trial) -> set[Hashable]:
-        """Look with parameters perturbed, and as they are, and raise if a gradient differs. Returns the kinds of calls."""
+        """Compare with perturbed and original parameters, and raise if a gradient differs. Returns the kinds of calls."""
         has_evidence = False
         for context in (perturbed(self.row_wise.module), nullcontext()):
             with context:
@@ -135,13 +135,13 @@ class _Proof:
                     continue
                 if (is_wrong := self._is_wrong(trial, found)) and wrong is None:
                     wrong = found, number
-                    if number > 2:  # an argument without rows may be as large by chance, and be taken for rows
+                    if number > 2:  # an argument without rows may have this size by chance
                         continue
                 if wrong is not None and (is_wrong or trial.largest(float(self.kinds[number] == self.kinds[wrong[1]]))):
                     self._refuse(trial, *wrong)
                 break
             of_training = min(self.number, size) if isinstance(size, int) and self.row_wise.largest is None else 0
-            if of_training > number:  # what few rows cannot show
+            if of_training > number:  # few rows may hide a dependence on the batch size
                 with suppress(CannotCheckError):
                     large = self._compare(trial, self.row_wise.names, of_training, -(-of_training // 2))
                     if self._is_wrong(trial, large):
@@ -149,7 +149,7 @@ class _Proof:
             return found.has_evidence
 
     def _compare(self, trial: Trial, names: Sequence[str], number: int, size: int | None = None) -> Deviation:
-        """How far the step in micro-batches of some rows is from that of the rows together."""
+        """The difference between the step in micro-batches and the step on all rows."""
         draws = _draws_of_rows(trial)
         whole = self._measure(trial, names, None, number, draws)
         try:
@@ -183,7 +183,7 @@ class _Proof:
         return trial.largest(found.size / rounding_of_gradients(trial.eps)) > 1
 
     def _refuse(self, trial: Trial, found: Deviation, number: int) -> None:
-        """Raise what is wrong, unless the step is another one each time."""
+        """Raise the error, unless the step has a different gradient each time."""
         names = self.row_wise.names
         if trial.largest(float(trial.draws_unlike_numbers)):
             raise CannotCheckError("training_step draws random numbers that differ from micro-batch to micro-batch")
@@ -202,7 +202,7 @@ class _Proof:
         )
 
     def _innermost(self, trial: Trial, name: str, number: int) -> str:
-        """The submodule inside of one that is wrong, which has none inside that is."""
+        """The innermost submodule that fails."""
         for child, _ in self.row_wise.module.get_submodule(name).named_children():
             with suppress(RowWiseError):
                 if self._is_wrong(trial, self._compare(trial, [f"{name}.{child}"], number)):
@@ -211,7 +211,7 @@ class _Proof:
 
 
 def _draws_of_rows(trial: Trial) -> NoiseOfCall:
-    """Has each call of a submodule draw for its rows, in micro-batches, what it has drawn for them in the whole."""
+    """Gives the rows of each call in micro-batches the random numbers of the whole call."""
     states: dict[int, RandomState] = {}
 
     def drawing(call: int, rows: Sequence[int], total: int) -> AbstractContextManager[None]:
@@ -224,7 +224,7 @@ def _draws_of_rows(trial: Trial) -> NoiseOfCall:
 
 @contextmanager
 def perturbed(module: nn.Module) -> Iterator[None]:
-    """In here each parameter is perturbed: a last layer of zeros gives nothing, and no gradient to what is before it."""
+    """Inside, each parameter is perturbed, since a last layer of zeros gives no gradient to the layers before it."""
     kept = []
     with torch.no_grad():
         for index, parameter in enumerate(module.parameters()):

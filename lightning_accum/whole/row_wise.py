@@ -1,8 +1,8 @@
-"""Row-wise submodules: a step sees the whole batch, of which they run a micro-batch at a time.
+"""Row-wise submodules: the step sees the whole batch, but the submodules run in micro-batches.
 
 A call runs in micro-batches, each below a checkpoint, and its outputs, joined, are one node in the graph of the step. In the
-backward of that node the micro-batches run again, one after the other, with the random state of before, and each takes its part of
-the gradient (GradCache, arXiv 2101.06983). Any loss of the outputs gets the gradient of the whole batch.
+backward of that node the micro-batches run again, one after the other, with the same random numbers, and each gets its part of the
+gradient (GradCache, arXiv 2101.06983). Any loss of the outputs gets the gradient of the whole batch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from lightning_accum.splitting.plan import columns_of
 from lightning_accum.whole.calls import Call, as_one_node
 from lightning_accum.whole.forms import Form, Layer, Tree, form_of, kind_of, number_of_rows, read
 
-_MOST_PROOFS = 8  # loader batches at which it is tried whether micro-batches are the whole, until there was a gradient to compare
+_MOST_PROOFS = 8  # loader batches for the proof at most, until there was a gradient to compare
 NoiseOfCall: TypeAlias = Callable[[int, Sequence[int], int], AbstractContextManager[None]]
-"""What some rows of a call run in during a trial, by the number of the call in its step, the rows, and their number in all."""
+"""The context of some rows of a call during a trial, by the number of the call, the rows, and the total."""
 
 
 @dataclass(eq=False)
 class RowWise:
-    """Runs submodules in micro-batches, in steps that see the whole batch. A ValueError if a name is none, or inside another.
+    """Runs submodules in micro-batches, in steps that see the whole batch. Raises a ValueError if a name is not a submodule, or is
+    inside another.
 
     Example:
         >>> model = nn.ModuleDict({"encoder": nn.Linear(2, 1)})
@@ -49,10 +50,10 @@ class RowWise:
     module: nn.Module  # that is trained
     names: Sequence[str]  # of its submodules
     size: int | Tokens | None  # rows, or tokens, of a micro-batch; None to run calls as they are, in a trial
-    device: torch.device  # where the module runs
-    largest: Callable[..., Sequence[float]] | None = None  # over the ranks, if they wait for each other in each of its forwards
+    device: torch.device  # the device of the module
+    largest: Callable[..., Sequence[float]] | None = None  # maximum over the ranks, if they wait for each other in each forward
     draws: NoiseOfCall | None = None  # gives rows their random numbers in a trial
-    proofs_left: int = 0  # loader batches on which row-wise and whole steps may still be compared, until one shows a gradient
+    proofs_left: int = 0  # loader batches left for the proof, until one shows a gradient
 
     def __post_init__(self) -> None:
         self._named = _named(self.module, self.names)
@@ -66,22 +67,22 @@ class RowWise:
         self._is_inside = self._is_over = False
 
     def end_proofs(self, kinds: set[Hashable], warn: Callable[[str], None] | None) -> None:
-        """It was seen for these kinds of calls, and ``warn`` takes the name of a submodule that has another; or it is given up."""
+        """End the proof for these kinds of calls; ``warn`` gets the name of a submodule with a new kind. Or give up."""
         self.proofs_left, self._warn_of_kind = 0, warn
         self.kinds |= kinds
 
     def begin_proof(self) -> None:
-        """It is tried at a loader batch."""
+        """Use one loader batch for the proof."""
         self.proofs_left -= 1
 
     def describe(self) -> str:
-        """What runs in micro-batches, in words."""
+        """The submodules in micro-batches, in words."""
         size = f"up to {self.size.count} tokens" if isinstance(self.size, Tokens) else self.size
         return f"{', '.join(self.names)} in micro-batches of {size}"
 
     @contextmanager
     def step(self, rows: int | None = None) -> Iterator[None]:
-        """In here, from the forward to the end of the backward, calls of the submodules run in micro-batches.
+        """Inside, from the forward to the end of the backward, calls of the submodules run in micro-batches.
 
         ``rows`` is the number of rows of the batch, if known.
         """
@@ -92,7 +93,7 @@ class RowWise:
             yield
 
     def end_backward(self) -> None:
-        """The backward is over, on all ranks of sharded submodules: later calls are no part of it. Raise if one was not called."""
+        """End the backward, on all ranks of sharded submodules. Raises if a submodule was not called."""
         self._is_over = True
         self._check_is_next(0)
         if missing := [name for name in self.names if name not in self._called]:
@@ -110,7 +111,7 @@ class RowWise:
         self._number += 1
 
         def run(piece: range, given: Any, number: int = self._number) -> Any:
-            """Run the submodule on some rows, whose own calls are not replaced."""
+            """Run the original submodule on some rows."""
             self._is_inside = True
             try:
                 args, kwargs = given
@@ -122,9 +123,9 @@ class RowWise:
         is_one = rows < 2 or (isinstance(self.size, int) and rows <= self.size)
         if self.size is None or (is_one and self.largest is None):  # as it is
             output = run(range(rows), arguments.make(arguments.values))
-            with suppress(RowWiseError):  # it returns something that holds tensors
+            with suppress(RowWiseError):  # its output may hide tensors
                 tree = read(output, layer)
-                # copies: what it has saved of its outputs is not to be written into without a word
+                # copies, so that a later write does not change its saved outputs silently
                 output = tree.make(as_one_node([x.clone() if isinstance(x, Tensor) else x for x in tree.values]))
             return output
         form = self._form(layer, arguments, rows, run)
@@ -135,7 +136,7 @@ class RowWise:
         return Call(layer, arguments, form, pieces, shadows, run, begin_backward, self.device).run()
 
     def _form(self, layer: Layer, arguments: Tree, rows: int, run: Callable[[range, Any], Any]) -> Form:
-        """Where the rows of a call are."""
+        """The rows of a call."""
         fitting = tuple(leaf.size == rows for leaf in arguments.leaves)
         kind = kind_of(layer, arguments)
         form = self._forms.get((fitting, kind))
@@ -163,7 +164,7 @@ class RowWise:
         return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
     def _check_is_next(self, number: int) -> None:
-        """Raise on all ranks of sharded submodules unless they go on with the same call; 0 for none."""
+        """Raise on all ranks of sharded submodules unless all continue with the same call; 0 for none."""
         if self.largest is None:
             return
         last, first = self.largest(float(number), float(-number))
@@ -175,7 +176,7 @@ class RowWise:
 
 
 def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: bool) -> RowWise | None:
-    """What runs submodules in micro-batches; None if none was named. ``is_sharded``: ranks wait for each other in each forward."""
+    """Constructs a :class:`RowWise`; None if no submodule was named. ``is_sharded``: ranks wait for each other in each forward."""
     if not policy.row_wise:
         return None
     largest, proofs = ranks.largest if is_sharded else None, _MOST_PROOFS if policy.check else 0
@@ -200,7 +201,7 @@ def _named(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 
 @contextmanager
 def _calls_replaced(name: str, module: nn.Module, is_sharded: bool, call: Callable[..., Any]) -> Iterator[None]:
-    """Have calls of a submodule, with their hooks, run ``call``: in the way in which ``nn.Module.compile`` has them run."""
+    """Replace the calls of a submodule, including hooks, by ``call``, like ``nn.Module.compile``."""
     own = vars(module)
     compiled = {key: own[key] for key in ("_compiled_call_impl",) if own.get(key) is not None}
     run = compiled.get("_compiled_call_impl", module._call_impl)
