@@ -25,6 +25,8 @@ from lightning_accum.policy import OnNonfinite, Policy, WindowSize, checked_poli
 from lightning_accum.session import Session
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Split
+from lightning_accum.verdict import Verdict
+from lightning_accum.weighing.advice import of_unchecked
 from lightning_accum.weighing.counts import Weight
 from lightning_accum.weighing.safeguards import warn_of_batch_norm, warn_of_hooks
 from lightning_accum.whole.row_proof import unproven
@@ -139,9 +141,11 @@ class Accumulator(Loop):
         self._accumulation, self._session = accumulation, Session(training, accumulation, guard, self._announce)
         is_long, is_split = policy.may_be_longer_than_one(1), policy.micro_batch is not None  # row-wise batches are not split
         if is_long or is_split or training.ranks.size > 1:
-            reason = "pass loss_of=" if loss_of is None else 'weight="equal"' if weight == "equal" else None
+            reason = 'weight="equal"' if weight == "equal" else "pass loss_of=" if loss_of is None else None
             if policy.check:
                 accumulation.begin_check(MOST_BATCHES, reason)
+            if policy.check and loss_of is None and weight != "equal":
+                messages.rank_zero_warn(of_unchecked(Verdict(None, seen="pass loss_of="), is_manual=True))
             warn_of_hooks(training.module, messages.rank_zero_warn, is_checked=accumulation.checks_left > 0)
         warn_of_batch_norm(training.module, is_split, is_long, messages.rank_zero_warn)
         self._around, self._kept = ExitStack(), KeptGradients()
