@@ -23,7 +23,7 @@ from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
 from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.known import Reading
-from lightning_accum.weighing.later import LaterLooks, is_time_to_look
+from lightning_accum.weighing.later import WINDOWS_TO_LOOK_AT, LaterLooks
 from lightning_accum.weighing.terms import Denominator, Term, keep_weight, scale_terms
 from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.whole.row_wise import RowWise
@@ -85,8 +85,7 @@ class Accumulation(Windows):
         """A few rows of the last loader batch that was checked."""
         self.later = LaterLooks()
         self._looks_anew = False
-        """A micro-batch of the next window is checked, since a loss may change with the epoch, for example by a factor in a
-        buffer."""
+        """The next window is checked again: a loss may change with the epoch, for example by a factor in a buffer."""
         self.may_count_first = False
         """The terms of a window can be counted before it runs."""
         self.counted_next: Sequence[int] | None = None
@@ -109,6 +108,19 @@ class Accumulation(Windows):
         """Have the first loader batches checked, at most so many; or none, for a reason."""
         self.checks_left = 0 if reason else most_batches
         self.verdict = Verdict(None, seen=reason) if reason else None
+
+    @property
+    def is_checked(self) -> bool:
+        """Parts of some rows add up."""
+        return self.verdict is not None and self.verdict.deviation is not None
+
+    def take_look(self) -> bool:
+        """Whether the window that is next is checked before it begins; the second if a term has been 0 so far. On all ranks."""
+        if self.position or self.checks_left or not self.is_checked:
+            return False
+        window, is_anew, self._looks_anew = self.clock.optimizer_steps + 1, self._looks_anew, False
+        known = self.weigher.known
+        return is_anew or window in WINDOWS_TO_LOOK_AT or (window == 2 and not known.words.keys() <= known.units.keys())
 
     @override
     def begin_epoch(self, epoch: int) -> None:
@@ -179,11 +191,8 @@ class Accumulation(Windows):
             self.closed = ClosedWindow.alone(value, 1.0 if contribution.weight is None else contribution.weight)
             return Weighed(self.closed.weight, is_weightless=False)
         if not self.checks_left:
-            is_checked = self.verdict is not None and self.verdict.deviation is not None
-            is_time = not self.window.entries and (self._looks_anew or is_time_to_look(self.clock.optimizer_steps + 1))
-            self._looks_anew &= not is_time
-            doubt = self.later.note(micro_batch.batch, contribution, is_checked and (is_time or is_new_graph))
-            if is_checked and self.splitting is None and self.later.note_lengths(micro_batch.batch):
+            doubt = self.later.note(micro_batch.batch, contribution, self.is_checked and is_new_graph)
+            if self.is_checked and self.splitting is None and self.later.note_lengths(micro_batch.batch):
                 doubt = 1.0
             self.window.note_doubt(doubt)
         if self.window.counted is not None and contribution.of_terms is None and self._unread is None:

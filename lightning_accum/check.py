@@ -37,10 +37,6 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
 
     If loader batches have few rows, several are checked, each together with the rows of the one before it.
 
-    Args:
-        checked: what is checked.
-        batches: the loader batch; empty if this rank has none.
-
     Raises:
         DoesNotAddUpError: the weighted parts do not add up to the batch; or a loss gathers the rows of all ranks in a window of
             several loader batches.
@@ -53,13 +49,12 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         return _end(checked)  # later batches may have no loss on one rank, and the others would wait for it
     accumulation.checks_left -= 1
     try:
-        _check(checked, batches)
+        check_batch(checked, batches)
     except CannotCheckError as reason:
-        known = before is not None and before.deviation is not None
         is_one = checked.is_one_micro_batch and accumulation.world_size > 1
         if accumulation.policy.weight == "auto" and is_one and accumulation.window.counted is None:
             accumulation.count_first()  # free if a window is one micro-batch on each rank
-        accumulation.verdict = before if known else Verdict.unknown(reason)
+        accumulation.verdict = before if (known := accumulation.is_checked) else Verdict.unknown(reason)
         if not known and not (accumulation.checks_left and checked.on_any(isinstance(reason, UnsuitableRowsError))):
             accumulation.checks_left = 0
             if not isinstance(reason, GathersError):  # such a loss sees all rows of its window
@@ -69,21 +64,20 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
                 accumulation.count_first()
 
 
-def _check(checked: Checked, batches: Sequence[Any]) -> None:
-    """Check a loader batch. If a part fails as rows, it is checked as shared; if the step fails, rows of the dataset are
-    checked."""
+def check_batch(checked: Checked, batches: Sequence[Any], is_later: bool = False) -> None:
+    """Check a loader batch. If a part fails as rows, it is checked as shared; if rows may be misread, by rows of the dataset."""
     rows, splitting = agree_on_rows(checked, batches), checked.accumulation.splitting
     try:
-        Check(checked, rows).run()
+        Check(checked, rows, is_later).run()
     except (CannotCheckError, DoesNotAddUpError) as error:
         for path in parts_to_share(checked, rows, error):
             with suppress(CannotCheckError, DoesNotAddUpError):
-                Check(checked, agree_on_rows(checked, batches, [path])).run()
-                if splitting is not None and (verdict := checked.accumulation.verdict) and verdict.deviation is not None:
+                Check(checked, agree_on_rows(checked, batches, [path]), is_later).run()
+                if splitting is not None and checked.accumulation.is_checked:
                     return splitting.share(path)
         with suppress(CannotCheckError):
             if may_be_misread(checked, rows, error):
-                return Check(checked, agree_on_rows(checked, batches, of_dataset=True)).run()
+                return Check(checked, agree_on_rows(checked, batches, of_dataset=True), is_later).run()
         raise
 
 
@@ -100,8 +94,7 @@ class Check:
     def __init__(self, checked: Checked, rows: Rows, is_later: bool = False) -> None:
         self._checked, self._accumulation, self._rows, self._is_later = checked, checked.accumulation, rows, is_later
         self._trial, self._deciding = checked.trial(), Deciding(checked, rows)
-        known = checked.accumulation.verdict
-        self._before = None if known is None or known.deviation is None else known  # in earlier rows
+        self._before = self._accumulation.verdict if self._accumulation.is_checked else None  # in earlier rows
 
     def run(self) -> None:
         """Find the weights with which the parts add up, and have windows use them.
@@ -153,13 +146,11 @@ class Check:
         counted = accumulation.window.counted_keys  # empty if only the weights show that there are several terms
         accumulation.stops_counting = not own.counts_first and bool(counted) and counted <= own.modes.keys()
         is_open = checked.on_any(found.verdict.deviation is None)
-        looked_at = MOST_ROWS if accumulation.policy.split is not None else min(rows.fewest, MOST_ROWS)
-        looked_at = (0 if is_open else looked_at) + (0 if before is None else before.looked_at)
-        deviation = max(checked.largest(found.verdict.deviation or 0.0), 0.0 if before is None else before.deviation or 0.0)
-        verdict = replace(found.verdict, looked_at=looked_at, deviation=None if is_open else deviation)
-        if is_open:
-            is_own = found.verdict.deviation is None
-            verdict = before or (found.verdict if is_own else Verdict(None, seen="another rank could not be"))
+        earlier, verdict = before or Verdict(0.0), found.verdict
+        looked_at = earlier.looked_at + (MOST_ROWS if accumulation.policy.split is not None else min(rows.fewest, MOST_ROWS))
+        deviation = max(checked.largest(verdict.deviation or 0.0), earlier.deviation or 0.0)
+        of_all = verdict if verdict.deviation is None else Verdict(None, seen="another rank could not be")
+        verdict = (before or of_all) if is_open else replace(verdict, looked_at=looked_at, deviation=deviation)
         accumulation.verdict = verdict
         if self._is_later:
             return
@@ -189,12 +180,10 @@ class Check:
             parameters = [*checked.module.parameters()]  # a wider trial has its own
             names = names.telling_heads(parameters) if names.places else names
             looks = looks_at(checked, trial, rows, names)
-            functions = {measured.function for measured in measured_of(looks)}
-            if checked.on_any(len(functions) > 1):  # a single row may look like one
+            if checked.on_any(len({measured.function for measured in measured_of(looks)}) > 1):  # a single row may look like one
                 names = names._replace(takes_functions=False)
                 looks = looks_at(checked, trial, rows, names)
-            is_first = not self._is_later and self._before is None
-            leaves_something = is_first and not leaves_nothing(checked, trial, looks[0].whole)
+            leaves_something = self._before is None and not leaves_nothing(checked, trial, looks[0].whole)
             found = self._deciding.decide(looks, names, trial)._replace(leaves_something=leaves_something)
             if found.adds_up and not checked.on_any(any(key & 255 for key in found.terms)):  # one of two may be absent
                 return found

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from lightning_accum.check import Check
+from lightning_accum.check import Check, check_batch
 from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.looks import Checked, Rows, agree_on_rows, split_rows
 from lightning_accum.splitting.few_rows import FewRows
@@ -17,12 +18,16 @@ from lightning_accum.weighing.known import Known
 from lightning_accum.weighing.later import Reason
 
 
-def check_doubted(checked: Checked) -> None:
-    """Before the step of a window, check the micro-batch that differs most from the checked ones. Called on all ranks.
+def check_again(checked: Checked, batches: Sequence[Any]) -> None:
+    """Check the loader batch that begins a later window, or rows that were checked if it has none. Called on all ranks."""
+    kept = [[checked.accumulation.checked_rows]]  # a rank may have no loss in a later batch, and others would wait for it
+    for rows in kept if checked.sync.is_waited_for_in_forward else [batches, *kept]:
+        with suppress(CannotCheckError):
+            return check_batch(checked, rows, is_later=True)
 
-    Raises:
-        DoesNotAddUpError: it does not add up with rows that were checked. On all ranks.
-    """
+
+def check_doubted(checked: Checked) -> None:
+    """Before the step of a window, check the micro-batch that differs most from the checked ones. Called on all ranks."""
     later = checked.accumulation.later
     if checked.on_any(later.take_lengths()):
         if checked.of_dataset is not None:
@@ -79,16 +84,16 @@ def _others(known: Known) -> tuple[Any, ...]:
 
 def _beside_others(checked: Checked, trial: Trial, rows: Any) -> FewRows:
     """Rows that alternate with the checked ones, if both are of one kind."""
-    accumulation = checked.accumulation
-    own = trial.together(lambda: FewRows(rows, checked.samples))
-    others = trial.together(lambda: FewRows(accumulation.checked_rows, checked.samples))
+    accumulation, splitting = checked.accumulation, checked.accumulation.splitting
+    read = partial(FewRows, samples=checked.samples, known=None if splitting is None else splitting.kinds)
+    own, others = trial.together(lambda: (read(rows), read(accumulation.checked_rows)))
     with suppress(CannotCheckError):
         joined, turned = trial.together(lambda: (own.by_turns(others), others.by_turns(own)))
         if checked.sync.is_waited_for_in_forward or not _goes_by_order(checked, trial, joined, turned):
             return joined
         if not checked.is_window_long and not checked.on_any((plan := accumulation.plan) is None or not plan.is_read):
             assert plan is not None  # it may differ in kind from other rows of its own loader batch, too
-            return trial.together(lambda: own.by_turns(FewRows(plan.batch, checked.samples)))
+            return trial.together(lambda: own.by_turns(read(plan.batch)))
     return own
 
 

@@ -158,11 +158,7 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str
 def _rows_of(
     checked: Checked, batches: Sequence[Any], size: int | None, shared: Sequence[str], of_dataset: bool
 ) -> FewRows | SplitRows | None:
-    """The rows of a loader batch; None if there is no batch.
-
-    Raises:
-        CannotCheckError: no rows can be checked.
-    """
+    """The rows of a loader batch; None if there is no batch."""
     accumulation, module = checked.accumulation, checked.module
     if any(map(is_lazy, chain(module.parameters(), module.buffers()))):
         raise UnsuitableRowsError("the first batch initialises lazy layers")
@@ -188,7 +184,10 @@ def _rows_of(
         raise
     if accumulation.row_wise is not None and found.of_batch < 2:
         raise UnsuitableRowsError("the first batch has 1 row")
-    return found
+    drawn = _drawn_if_misread(checked, found) if found.may_be_misread(checked.samples) else None
+    if drawn is not None and accumulation.splitting is not None:
+        raise CannotCheckError("a loader batch is not split by its samples")
+    return drawn or found
 
 
 def split_rows(checked: Checked, batch: Any, size: int | None = None) -> SplitRows | None:
@@ -197,10 +196,20 @@ def split_rows(checked: Checked, batch: Any, size: int | None = None) -> SplitRo
     return None if split is None else SplitRows(batch, split, size)
 
 
+def _drawn_if_misread(checked: Checked, found: FewRows | SplitRows) -> FewRows | None:
+    """Rows of the dataset, if two samples of it show that what was read as the rows of a window's batch are none."""
+    with suppress(CannotCheckError):
+        is_seen = checked.accumulation.splitting is not None and not checked.is_window_long  # by parts of the batch itself
+        if not is_seen and checked.of_dataset is not None and isinstance(found, FewRows):
+            return drawn if found.is_misread((drawn := checked.of_dataset()).take([0, 1])) else None
+    return None
+
+
 def may_be_misread(checked: Checked, rows: Rows, error: Exception) -> bool:
-    """Whether the rows may be read wrongly, since a step fails on them. Called on all ranks."""
-    is_read = type(error) is CannotCheckError and rows.found.kept is not None
-    return checked.accumulation.splitting is None and checked.of_dataset is not None and not checked.on_any(not is_read)
+    """Whether the rows of a window's batch may be misread: a step fails on them, or they do not add up. Called on all ranks."""
+    can_draw = checked.accumulation.splitting is None and checked.of_dataset is not None and rows.found.kept is not None
+    is_shown = can_draw and (type(error) is CannotCheckError or _drawn_if_misread(checked, rows.found) is not None)
+    return not checked.on_any(not is_shown)
 
 
 def parts_to_share(checked: Checked, rows: Rows, error: Exception) -> list[str]:

@@ -66,7 +66,7 @@ def manual_start_line(calls: Sequence[Accumulation], lines: Sequence[str], sampl
     parts = [window_in_words(loader_batches, first.ranks.size, samples) + _how_it_runs(first), "manual optimization"]
     for number, (call, line) in enumerate(zip(calls, lines, strict=True), 1):
         name, verdict = f"window/loss_{number}" if number > 1 else "window/loss", f" ({call.verdict})" if call.verdict else ""
-        parts.append(f"{name} of {line}: {call.weigher.criterion}{verdict}")
+        parts.append((f"{name} of {line}: {call.weigher.criterion}" if line else "no call of self.manual_backward") + verdict)
     return in_lines(parts)
 
 

@@ -18,7 +18,7 @@ from lightning_accum.check import check_first_batch
 from lightning_accum.counting import count_window
 from lightning_accum.errors import AccumulationError, ArgumentError, UsageError
 from lightning_accum.fabric.training import LossOfBatch, Training
-from lightning_accum.later_terms import check_doubted
+from lightning_accum.later_terms import check_again, check_doubted
 from lightning_accum.looks import Checked
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
@@ -105,11 +105,12 @@ class Passes:
         if row_wise is not None and row_wise.proofs_left and loss_of is not None:
             warn, position = self._messages.rank_zero_warn, accumulation.position
             prove_row_wise(training, row_wise, loss_of, batches, self._samples, warn, position)
-        if accumulation.checks_left and loss_of is not None:
+        is_again = accumulation.take_look()
+        if (is_again or accumulation.checks_left) and loss_of is not None:
             is_long = self.policy.may_be_longer_than_one(1)
             may_count = self.policy.may_count_first(is_long)
             checked = Checked(training, loss_of, accumulation, self._samples, is_long, self._say, may_count)
-            check_first_batch(checked, batches)
+            (check_again if is_again else check_first_batch)(checked, batches)
             accumulation.look_at_doubted = partial(check_doubted, checked)
         if accumulation.window.counted is not None:
             count_window(accumulation, self, batch, training.sync, training.snapshotter)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_accum.errors import AccumulationError, UnsplittableBatchError
 from lightning_accum.splitting.lengths import IGNORE_INDEX, is_whole
-from lightning_accum.splitting.rows import Layout, Part, entries_of, rebuilt, with_entries
+from lightning_accum.splitting.rows import Layout, Part, entries_of, parse, rebuilt, with_entries
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 
 
@@ -70,6 +70,16 @@ class FewRows:
         found.of_others = [place for place, row in enumerate(order) if row >= own]
         found.number, found.at_once = found._layout.size, max(self.of_batch, others.of_batch)
         return found
+
+    def may_be_misread(self, samples: Collection[int]) -> bool:
+        """Whether the rows may be in another dimension: they are not as many as samples, or there are as many columns."""
+        columns = {tensor.shape[1] for tensor in self._own.tensors.values() if tensor.dim() > 1}
+        return self.of_batch in columns or bool(samples and self.of_batch not in samples)
+
+    def is_misread(self, two: Any) -> bool:
+        """Whether a batch of two samples has more than two entries in what was read as rows."""
+        read = {part.path for part in self._own.parts if part.kind == "rows"}
+        return any(part.path in read and (part.size or 0) > 2 for part in parse(two).walk())
 
     def may_be_shared(self) -> dict[str, Any]:
         """Parts with an entry for each row that may still be shared by all rows, by path: lists without tensors, and vectors."""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_accum import check
-from lightning_accum.later_terms import check_doubted
+from lightning_accum.later_terms import check_again, check_doubted
 from lightning_accum.looks import Checked, have_one_loss
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trainer.engine import Engine
@@ -27,7 +27,7 @@ from lightning_accum.trainer.results import logging_nothing
 from lightning_accum.trial_mode import is_narrow
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
-from lightning_accum.verdict import MOST_ROWS, CannotCheckError
+from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 from lightning_accum.whole.row_proof import prove_row_wise
 
 
@@ -88,6 +88,8 @@ class DatasetRows(FewRows):
             with self._drawn:
                 memo = _Copied(_bytes_of(loader.dataset))
                 self._samples = _samples_of(deepcopy(loader.dataset, memo), max(MOST_ROWS, min(of_batch, _MOST_SAMPLES)))
+        except CannotCheckError:
+            raise
         except Exception as error:
             raise CannotCheckError(f"drawing samples raises {type(error).__name__}: {error}") from error
         self.number = self.of_batch = self.at_once = len(self._samples)
@@ -163,15 +165,16 @@ def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) ->
 
     Called on all ranks at each loader batch; ``kwargs`` are empty where this rank has no batch.
     """
-    if not kwargs and strategy.world_size == 1:
-        return
-    accumulation, row_wise, samples = strategy.accumulation, strategy.row_wise, strategy.samples_of_loader()
+    accumulation, row_wise = strategy.accumulation, strategy.row_wise
     assert accumulation is not None
-    batches, others = [*kwargs.values()][:1], [*kwargs.values()][1:]
+    is_again = accumulation.take_look()
+    if not (is_again or accumulation.checks_left or row_wise is not None):
+        return
+    samples, batches, others = strategy.samples_of_loader(), [*kwargs.values()][:1], [*kwargs.values()][1:]
     step = unlogged_step(trainer, others)
     if row_wise is not None and row_wise.proofs_left:
         prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn, accumulation.position)
-    if not accumulation.checks_left:
+    if not (is_again or accumulation.checks_left):
         return
     is_long = accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
     # batches that training_step draws cannot be put back
@@ -180,7 +183,7 @@ def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) ->
     after = unlogged_step(trainer, [others[0] + 1]) if "batch_idx" in kwargs else None
     of_dataset = partial(DatasetRows, trainer)
     checked = Checked(strategy, step, accumulation, samples, is_long, rank_zero_info, may_count, False, after, of_dataset)
-    check.check_first_batch(checked, batches)
+    (check_again if is_again else check.check_first_batch)(checked, batches)
     accumulation.look_at_doubted = partial(check_doubted, checked)
 
 
@@ -194,10 +197,12 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[st
     run = unlogged_step(trainer, [*kwargs.values()][1:])
     is_long = windows.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
 
-    def loss_of_call(batch: Any, number: int) -> Tensor | None:
+    def loss_of_call(batch: Any, number: int) -> Tensor:
         with windows.trying_out() as losses:
             run(batch)
-        return losses[number] if number < len(losses) else None
+        if number < len(losses):
+            return losses[number]
+        raise UnsuitableRowsError(f"training_step calls self.manual_backward {len(losses)} times for some of the first rows")
 
     def sum_of_losses(batch: Any, moves: bool) -> Tensor:
         with windows.trying_out(moves) as losses:

@@ -108,7 +108,7 @@ class WindowOptimization(_AutomaticOptimization):
             splitting.plan = None
             if kwargs:
                 self.plan_ahead(self.batch)
-        if not self.skips_backward and (strategy.row_wise is not None or accumulation.checks_left):
+        if not self.skips_backward and (kwargs or strategy.world_size > 1):
             try_out(self.trainer, strategy, kwargs)
         return ends_window
 

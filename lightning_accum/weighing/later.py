@@ -14,7 +14,8 @@ from lightning_accum.weighing.terms import Denominator, on_host
 from lightning_accum.weighing.weight import Contribution
 
 _IGNORED = -100
-_LOOKS_AGAIN = 8
+WINDOWS_TO_LOOK_AT = frozenset(8**power for power in range(1, 12))
+"""What was found may be so of the first parameters, or of the first batches, only."""
 _MOST_SIZES = 4
 _COMPARED = 64
 """How many micro-batches after the first check have their lengths compared."""
@@ -79,20 +80,20 @@ class LaterLooks:
         self._lengths = self._lengths or {path: tensor.shape[1:] for path, tensor in tensors.items()}
         return before is not None and len(found) < len(before)
 
-    def note(self, batch: Any, contribution: Contribution, is_time: bool) -> Denominator:
+    def note(self, batch: Any, contribution: Contribution, is_other: bool) -> Denominator:
         """Keep a micro-batch that differs from checked ones. Returns how much, without a copy from a device.
 
         Args:
             batch: the argument of ``training_step``.
             contribution: the contribution of its loss.
-            is_time: whether one is checked in this window in any case.
+            is_other: whether its graph differs, so that it is checked in any case.
         """
         doubt: Denominator = 1.0 if contribution.is_new else contribution.doubt if self.counts_left else 0.0
         for path, tensor in tensors_of(batch) if self.alike else ():
             if self.alike and path in self.alike:
                 doubt = doubt + on_host(_unlike(tensor, self.alike[path]))
         reason: Reason = "new terms" if contribution.is_new else "other numbers"
-        if is_time and not (self.doubted or isinstance(doubt, Tensor) or doubt):
+        if is_other and not (self.doubted or isinstance(doubt, Tensor) or doubt):
             doubt, reason = 1.0, "time"
         if isinstance(doubt, Tensor) or doubt:
             self.doubted.append((doubt, batch, reason))
@@ -119,16 +120,6 @@ class LaterLooks:
         new = [doubt for doubt in doubted if doubt[2] == "new terms"]
         farthest = max(new or doubted, key=lambda doubt: float(doubt[0]))
         return [(batch, reason) for _, batch, reason in ([new[0], farthest] if new and new[0] is not farthest else [farthest])]
-
-
-def is_time_to_look(window: int) -> bool:
-    """Whether it is window 8, 64, 512, ..., since results may hold only for the first parameters or batches.
-
-    Example:
-        >>> [window for window in range(1, 1000) if is_time_to_look(window)]
-        [8, 64, 512]
-    """
-    return window > 1 and window == _LOOKS_AGAIN ** round(math.log(window, _LOOKS_AGAIN))
 
 
 def _number_of(tensor: Tensor) -> float | None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from changing import Changes
 from lightning.pytorch.callbacks import LambdaCallback
-from support import Hide, Toy, classified, ddp, fit, labelled, loader, warned
+from support import Hide, Toy, classified, ddp, fit, labelled, loader, relative_error, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -101,6 +101,53 @@ def test_where_a_batch_does_not_show_its_rows_the_dataset_does(workers: int) -> 
     for collate in (flat, misread):
         with pytest.raises(DoesNotAddUpError):
             trained(lambda net, batch: mean_over_samples(net, batch) * (1 + batch["labels"].double().mean()), collate)
+
+
+def among_samples(net: nn.Module, batch: Tensor) -> Tensor:  # of each time alone: 0.003 off, silently
+    return F.cross_entropy((net(batch) @ batch.mT).flatten(0, 1), torch.arange(batch.size(1)).repeat(len(batch)))
+
+
+TIME_FIRST, TABLE = partial(torch.stack, dim=1), torch.eye(6, 4, dtype=torch.float64)
+MISREAD: dict[str, tuple[Callable[..., Tensor], Callable[..., Any], int]] = {
+    "as many times as samples": (lambda net, x: (net(x.cumsum(0)) - x).square().mean(), TIME_FIRST, 6),
+    "fewer times than samples": (lambda net, x: (net(x.cumsum(0)) - x).square().mean(), TIME_FIRST, 8),
+    "a table": (lambda net, b: (net(b[0]) @ b[1].T).logsumexp(1).mean(), lambda own: [torch.stack(own)[:, 0], TABLE], 6),
+    "not exact": (among_samples, TIME_FIRST, 6),
+    "not exact, with fewer times": (among_samples, TIME_FIRST, 8),
+}
+
+
+@pytest.mark.parametrize("name", MISREAD)
+def test_what_looks_like_rows_and_is_none_is_known_by_samples_of_the_dataset(name: str) -> None:
+    loss, collate, number = MISREAD[name]
+    samples, modules, is_refused = list(torch.randn(48, 6, 4, dtype=torch.float64)), [Toy(loss), Toy(loss)], loss is among_samples
+    for module, window in zip(modules, (2, 1), strict=True):
+        data = DataLoader(samples, 2 * number // window, collate_fn=collate)  # type: ignore[arg-type]
+        with warned() as messages, pytest.raises(DoesNotAddUpError) if is_refused and window == 2 else nullcontext():
+            fit(module, data, GradientAccumulation(window))
+        assert not messages
+    if not is_refused:
+        assert relative_error(*(module.parameters() for module in modules)) <= 1e-12
+        return
+    with pytest.warns(AccumulationWarning, match="not split by its samples"):
+        fit(Toy(loss), data, GradientAccumulation(2, micro_batch=3))
+
+
+@pytest.mark.parametrize("begins", ["with an epoch", "with the second step"])
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 4}])
+def test_a_term_that_begins_takes_the_steps_of_full_batches_from_the_first_on(policy: Any, begins: str) -> None:
+    def loss(net: nn.Module, batch: Any) -> Tensor:  # its window was left out
+        share = module.trainer.current_epoch if begins == "with an epoch" else module.trainer.global_step
+        return F.cross_entropy(outputs := net(batch[0]), batch[1]) + share * outputs.square().mean()
+
+    batches, modules = labelled(*[8] * 8, ignored=0.4), list[Toy]()
+    joined = [[torch.cat(parts) for parts in zip(*pair, strict=True)] for pair in zip(batches[::2], batches[1::2], strict=True)]
+    for own, how in ((batches if "window" in policy else joined, [GradientAccumulation(**policy)]), (joined, [])):
+        modules.append(module := Toy(loss))
+        with warned() as messages:
+            fit(module, own, *how, max_epochs=2)
+        assert not messages
+    assert relative_error(*(module.parameters() for module in modules)) <= 1e-12
 
 
 class Answers(list[Any]):
