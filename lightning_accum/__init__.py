@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from lightning_accum.names import *  # noqa: F403
 else:
 
-    def __getattr__(name: str) -> Any:  # nothing of Lightning is loaded before it is used
+    def __getattr__(name: str) -> Any:  # Lightning is loaded lazily
         if name != "__all__" and (name.startswith("__") or find_spec(f"lightning_accum.{name}") is not None):
-            raise AttributeError(f"module 'lightning_accum' has no attribute {name!r}")  # or it is a module
+            raise AttributeError(f"module 'lightning_accum' has no attribute {name!r}")  # or it is a submodule
         return getattr(import_module("lightning_accum.names"), name)
 
 

@@ -105,7 +105,7 @@ class Accumulation(Windows):
         self.window.counted = Counted(range(len(weights)) if isinstance(weights, tuple) else keys, self.ranks, is_listed)
 
     def begin_check(self, most_batches: int, reason: str | None) -> None:
-        """Have the first loader batches checked, at most so many; or none, for a reason."""
+        """Check at most this many of the first loader batches; or none, for a reason."""
         self.checks_left = 0 if reason else most_batches
         self.verdict = Verdict(None, seen=reason) if reason else None
 

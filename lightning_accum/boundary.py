@@ -12,7 +12,7 @@ Tail: TypeAlias = Literal["step", "drop", "carry"]
 
 
 class TailRule(NamedTuple):
-    """What the end of an epoch does to a window that is not full.
+    """The effect of the end of an epoch on a window that is not full.
 
     Attributes:
         steps: whether it takes its step with this many of its loader batches; else its gradients are dropped.

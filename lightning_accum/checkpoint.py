@@ -24,10 +24,10 @@ def check_format(state: Mapping[str, Any]) -> None:
     """Refuse a state that another version of the package has written, with a ValueError."""
     if state.get("format") != FORMAT:
         raise ArgumentError(
-            f"The checkpoint holds a state of GradientAccumulation in format {state.get('format', 0)}, and this version of"
-            f" lightning_accum reads format {FORMAT}. Resume with the version of lightning_accum that wrote it; or delete"
-            " checkpoint['callbacks']['GradientAccumulation'] from the file: parameters, optimizers and schedulers then go on, and"
-            " the gradients of an unfinished window are lost."
+            f"The checkpoint holds a state of GradientAccumulation in format {state.get('format', 0)}, and this version of "
+            f"lightning_accum reads format {FORMAT}. Resume with the version of lightning_accum that wrote it; or delete "
+            "checkpoint['callbacks']['GradientAccumulation'] from the file: parameters, optimizers and schedulers then continue, "
+            "but the gradients of an unfinished window are lost."
         )
 
 

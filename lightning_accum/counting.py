@@ -45,7 +45,7 @@ def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync
                 if boundary.size == math.inf and accumulation.comes_to_tokens(counted.first()):
                     break
             else:
-                if boundary.size == math.inf:  # the data end before it is full
+                if boundary.size == math.inf:  # the data end before the window is full
                     counted.loader_batches_left = math.inf
     finally:
         if snapshot is not None:

@@ -64,7 +64,7 @@ class Deciding:
 
     @property
     def known(self) -> Known:
-        """What earlier rows have shown."""
+        """The knowledge from earlier rows."""
         return self.checked.accumulation.weigher.known
 
     @property

@@ -33,10 +33,10 @@ SAMPLES, LONGEST = 101, 256  # bytes
 """Three windows and a tail of 5 samples in an epoch, which two ranks share as 51 and 50, and four as 26 and three times 25."""
 COLUMNS = "{:<32}{:>10}{:>10}{:>12}{:>8}"
 CAPTION = (
-    "Run: ranks x loader batches in a window x samples in a loader batch; 32/4: batches of 32, split into fours. Loss: of the "
-    "last step's batch, nats. Losses: the largest relative difference of a step's loss from the full batch's. Parameters: the "
-    "norm of their difference from the full batch's after training, relative to the norm of the full batch's total change. "
-    "Steps: of the optimizer, of the scheduler."
+    "Run: ranks x loader batches in a window x samples in a loader batch; 32/4: batches of 32, split into micro-batches of 4. "
+    "Loss: of the last step's batch, nats. Losses: the largest relative difference of a step's loss from the full batch's. "
+    "Parameters: the norm of their difference from the full batch's after training, relative to the norm of the full batch's total "
+    "change. Steps: of the optimizer, of the scheduler."
 )
 
 
@@ -106,7 +106,7 @@ MIXES = (
 
 
 class Trained(NamedTuple):
-    """What a run ended with: the loss of each step's whole batch before the step, counts, and the parameters by name."""
+    """The results of a run: the whole batch's loss before each step, counts, and the parameters by name."""
 
     losses: list[float]
     steps: int
@@ -172,7 +172,7 @@ class _Record(pl.Callback):
 
 
 def _draw(curves: Mapping[Mix, Sequence[float]], verdict: str, path: Path) -> None:
-    """The loss of every optimizer step of all runs: those of this package lie on the grey line of the full batch."""
+    """Plot the loss of every optimizer step of all runs. This package's losses lie on the grey line of the full batch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6), layout="constrained")

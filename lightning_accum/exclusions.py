@@ -30,7 +30,7 @@ class Asked:
     Attributes:
         policy: of the callback.
         trainers_window: ``accumulate_grad_batches`` of the Trainer.
-        module: that is trained; None before a fit.
+        module: the module in training; None before a fit.
         is_manual: it has ``automatic_optimization = False``.
         optimizers: of the training.
         parameters: of the module and of the optimizers.
@@ -209,8 +209,8 @@ def _exclusions(a: Asked) -> Iterator[str]:
         )
     if row_wise and a.engine == "fsdp2" and a.not_row_wise_sharded:
         yield (
-            f"row_wise={row_wise} {again}, on all ranks together, which {strategy} cannot beside {a.not_row_wise_sharded}. Leave"
-            ' that out, or use Trainer(strategy="accum_ddp").'
+            f"row_wise={row_wise} {again}, on all ranks together, which {strategy} does not support with {a.not_row_wise_sharded}. "
+            'Leave that out, or use Trainer(strategy="accum_ddp").'
         )
     if (isinstance(policy.micro_batch, Tokens) or policy.micro_batch == "auto") and a.needs_as_many_rounds:
         yield (

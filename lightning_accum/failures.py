@@ -36,7 +36,8 @@ class RankFailedError(AccumulationError, RuntimeError):
 def reraise_first_rank_error(passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
     """Note an error of the body, or raise a RankFailedError if another rank failed first. All ranks must enter equally often.
 
-    An error passes unchanged if it is the first, the first was the same, none was noted, or it is no failure (``passing``).
+    An error passes unchanged if it is the first, the first was the same, none was noted, or it does not count as a failure
+    (``passing``).
     """
     global _run
     _run += 1
@@ -69,7 +70,7 @@ def have_all_left(has_failed: bool, patience: float) -> bool:
                 return False
             time.sleep(0.02)
             number = store.add(f"lightning_accum/left/{_left}", 0)
-        if number == dist.get_world_size():  # so nobody looks at the one before
+        if number == dist.get_world_size():  # so no rank reads the key before
             store.delete_key(f"lightning_accum/left/{_left - 1}")
     return True
 
@@ -101,7 +102,7 @@ def _first(own: tuple[int, str] | None = None, patience: float = 0.0) -> tuple[i
             rank, error = json.loads(store.compare_set(key, "", json.dumps(own)))
             found.append((rank, error))
 
-    with suppress(RuntimeError):  # the interpreter ends, and starts no thread
+    with suppress(RuntimeError):  # the interpreter is exiting, and cannot start a thread
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(_LONGEST_ANSWER)

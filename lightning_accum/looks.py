@@ -61,7 +61,7 @@ class Checked:
 
     @property
     def module(self) -> nn.Module:
-        """The module that is trained."""
+        """The module in training."""
         return self.trained.module
 
     @property

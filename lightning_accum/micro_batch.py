@@ -69,7 +69,7 @@ class Output(NamedTuple):
     loss: Tensor | None
     """Without its graph; None if there was no loss."""
     extra: Mapping[str, Any]
-    """What else ``training_step`` returned, by name, without its graph."""
+    """The other outputs of ``training_step``, by name, without their graph."""
     weighed: Weighed
     rows: int
     logs: Mapping[Any, Any] = MappingProxyType({})

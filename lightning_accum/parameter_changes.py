@@ -29,7 +29,7 @@ class KeptGradients:
         self._kept: list[tuple[Tensor | None, int, Tensor | None]] = []
 
     def keep(self, has_values: bool = False) -> None:
-        """Keep the gradients as they are now. With values, a gradient that DDP moves counts as unchanged."""
+        """Save the present gradients. With values, a gradient that DDP moves counts as unchanged."""
         self._kept = [(own.grad, _version(own.grad), elements_of(own.grad) if has_values else None) for _, own in self.parameters]
 
     def changed(self) -> list[str]:
@@ -98,7 +98,7 @@ class ParameterChanges:
             )
 
     def end(self, micro_batches: int) -> None:
-        """Compare the parameters, after the last backward of a window of so many micro-batches."""
+        """Compare the parameters, after the last backward of a window with this many micro-batches."""
         self.is_under_way = False
         self.gradients.forget()
         before, self._before = self._before, []

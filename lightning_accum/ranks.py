@@ -95,7 +95,7 @@ def of_all_ranks(
 
     A rank without a batch gets its last one again, as a shadow batch. If lengths are known, no batch is drawn before it is needed,
     so that the state of the loader in a checkpoint matches the batches that were yielded. Otherwise one batch is drawn ahead, and
-    ranks tell each other what they have, and whether one ``is_to_end``. A rank that never had a batch gets a batch of another.
+    ranks exchange whether they have a batch, and whether one ``is_to_end``. A rank that never had a batch gets a batch of another.
 
     ``longest`` is the number of batches of the rank that has the most, None if unknown; ``is_one_empty``: the loader of a rank is
     known to have none.

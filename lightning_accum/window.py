@@ -61,7 +61,7 @@ class Window:
         self.discard()
 
     def discard(self) -> None:
-        """Forget what has been accumulated so far."""
+        """Drop the accumulated state."""
         self.entries: list[Entry] = []  # the micro-batches with a loss so far, on this rank
         self._function: FunctionOfMean | None = None
         self.left_out = 0

@@ -209,8 +209,8 @@ class Loop(Passes):
     def _refuse_step(self) -> None:
         if self._micro_batch is not None:
             raise UsageError(
-                "The loop steps its optimizer by itself, inside of a window of the Accumulator. Leave optimizer.step() out:"
-                " accumulator.step() steps it at the end of a window."
+                "The loop calls optimizer.step() inside a window of the Accumulator. Leave optimizer.step() out: "
+                "accumulator.step() steps it at the end of a window."
             )
 
     def _keep_gradients(self, is_between_windows: bool = False) -> None:

@@ -130,7 +130,7 @@ class Passes:
         return batch
 
     def plan_ahead(self, batch: Any) -> None:
-        """Plan how it is split."""
+        """Plan how this batch is split."""
         splitting, step = self._accumulation.splitting, cast("LossOfBatch", self._loss_of)  # without it nothing is trimmed
         assert splitting is not None
         proof = partial(difference_by_padding, trained=self._training, training_step=step, weight=self.policy.weight)

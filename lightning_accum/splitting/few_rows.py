@@ -207,8 +207,8 @@ class JoiningError(AccumulationError, ValueError):
 
     def __str__(self) -> str:
         return (
-            f"The batches of the window cannot be put together to the full batch: {self.found}. Say how: verify(join=...) takes a"
-            " function join(batches) that returns one batch; or verify one batch that is split, with micro_batch=."
+            f"The batches of the window cannot be joined to the full batch: {self.found}. Say how: verify(join=...) takes a "
+            "function join(batches) that returns one batch; or verify one batch that is split, with micro_batch=."
         )
 
 

@@ -64,9 +64,8 @@ def read_lengths(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[
     value up to the end of a row. Reads values, which waits for an accelerator, so call it while the batch is on the host.
 
     ``key`` is the path, its last part, or the last words of its last part (``lengths`` for ``encoder_lengths`` and
-    ``decoder_lengths``), of masks of shape (rows, columns), not 0 where there is no padding (but 0 there if it is called
-    ``key_padding_mask``), or of lengths of shape (rows,). Returns the lengths by the size of their dimension: an encoder-decoder
-    has two.
+    ``decoder_lengths``), of masks of shape (rows, columns), nonzero at tokens (but 0 at tokens in a ``key_padding_mask``), or of
+    lengths of shape (rows,). Returns the lengths by the size of their dimension: an encoder-decoder has two.
 
     Raises:
         ArgumentError: there is no ``key``, or it is neither a mask nor lengths.

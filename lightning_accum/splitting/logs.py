@@ -66,7 +66,7 @@ Key: TypeAlias = tuple[str, str, int]
 
 
 class BatchLog:
-    """Collects what is logged in a micro-batch, as ``output.logs`` of :class:`Output`; :func:`joined_logs` joins them."""
+    """Collects the logs of a micro-batch, as ``output.logs`` of :class:`Output`; :func:`joined_logs` joins them."""
 
     def __init__(self) -> None:
         self._logged: dict[Key, Logged] = {}
@@ -148,7 +148,7 @@ def joined_logs(outputs: Sequence[Output], warn: Callable[[str], None]) -> Itera
     """The logs of the whole batch, in the order of logging.
 
     A mean is weighted: a value with a graph by its own denominator, ``loss.detach()`` by the weight of the loss, any other value by
-    its ``batch_size``, or by the weight of the loss if none was given. ``reduce_fx`` sum, min and max are applied as they are. A
+    its ``batch_size``, or by the weight of the loss if none was given. ``reduce_fx`` sum, min and max are applied unchanged. A
     metric that shows a value of the step shows the value of the whole batch. If a name is logged several times in a step, the first
     values of the micro-batches make the first value of the batch, and so on.
     """

@@ -78,7 +78,7 @@ class Part:
 
 
 class Layout:
-    """How a batch is made of ``size`` rows: which parts have one entry a row, and which are shared.
+    """A batch of ``size`` rows: which parts have one entry a row, and which are shared.
 
     ``known`` has the kinds of parts in earlier batches, by path, which stay: a table of 5 entries is still shared in a last batch
     of 5 rows. ``samples`` are the batch sizes of the loader, empty if unknown; if known, rows must be samples.

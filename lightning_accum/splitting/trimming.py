@@ -100,8 +100,8 @@ def _prove(own: Lengths, lengths: Sequence[Lengths], layout: Layout, proof: Proo
     except NeedsTrimmingError:
         if any(max(each.of_rows) < each.columns for each in lengths):
             raise
-    # a module that takes the longest row for the number of columns is asked of all kinds of padding at once: beside the shortest
-    # row of each stands one without padding, so that all columns are needed; then each is on its own
+    # a module may use the longest row as the number of columns. So first check all kinds of padding at once, each with its shortest
+    # row and a row without padding, so that all columns are needed; then each kind alone
     rows = sorted({each.of_rows.index(number) for each in lengths for number in (max(each.of_rows), min(each.of_rows))})
     return proof(layout.take(rows), *(layout.take([row], kept_columns([row], lengths)) for row in rows))
 

@@ -193,7 +193,7 @@ class FSDP2Sync(ShardedSync):
         for own, gradient in self.accumulated(own for own in parameters if own in sharding).items():
             if own in kept:
                 gradient.copy_(kept[own])
-            else:  # not None: other ranks wait for this one in the reduction of what each micro-batch has given a gradient to
+            else:  # zeros, not None: other ranks wait for this one in the reduction of parameters with a gradient
                 gradient.zero_()
 
     def sums_narrower_than(self, dtype: torch.dtype) -> torch.dtype | None:

@@ -39,7 +39,7 @@ class DeferredSteps:
                 self._undo.enter_context(self._intercepted(one) if isinstance(one, Optimizer) else self._scheduler_deferred(one))
 
     def find_held(self) -> None:
-        """Defer schedulers, too, that the module keeps for itself, of such optimizers; and optimizers, where the Trainer has none.
+        """Also defer the module's own schedulers of these optimizers; and its own optimizers, if the Trainer has none.
 
         Other optimizers, such as of an inner loop, are not changed.
         """

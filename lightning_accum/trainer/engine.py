@@ -34,7 +34,7 @@ from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.windows import Windows
 
-_MOVES = ("on_after_batch_transfer", "transfer_batch_to_device")  # hooks that a batch comes to the device by
+_MOVES = ("on_after_batch_transfer", "transfer_batch_to_device")  # hooks that transfer a batch to the device
 
 
 class Engine(Strategy, Trained):
@@ -45,7 +45,7 @@ class Engine(Strategy, Trained):
     gradient_reads: AbstractContextManager[Any] | None = None  # notices hooks that look at gradients inside of a window
     world_size: int
     global_rank: int
-    ranks: Ranks = Ranks(torch.device("cpu"))  # those of the training; one alone before there are any
+    ranks: Ranks = Ranks(torch.device("cpu"))  # the ranks of the training; a single rank before a fit
     reduces_every_backward_by_itself = False
     """Whether, in manual optimization, the engine averages gradients over the ranks in every backward."""
     manual: ManualWindows | None = None

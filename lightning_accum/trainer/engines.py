@@ -30,7 +30,7 @@ _Sync = TypeVar("_Sync", bound=str)
 
 
 def checked_sync(sync: _Sync, *others: str) -> _Sync:
-    """The argument ``sync`` of a strategy, which is an error if it is none of the values."""
+    """The argument ``sync`` of a strategy, or an error for any other value."""
     with misconfigured():
         check_is_one_of("sync", sync, "window", "micro_batch", *others)
     return sync
@@ -97,8 +97,8 @@ class DDPAccumulationStrategy(AccumulationMixin, pl.strategies.DDPStrategy):
     Args:
         args: see :class:`lightning.pytorch.strategies.DDPStrategy`; so are the keyword arguments.
         sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"`` (Accelerate's
-            ``sync_each_batch``); where loader batches are split, at the end of each, since the ranks may come to different
-            numbers of micro-batches. The result is the same.
+            ``sync_each_batch``); if loader batches are split, at the end of each, since ranks may have different numbers of
+            micro-batches. The result is the same.
         kwargs: see above.
 
     Raises:
@@ -137,7 +137,7 @@ class DDPAccumulationStrategy(AccumulationMixin, pl.strategies.DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.manual is not None:  # its windows reduce gradients themselves, each backward by itself
+        if self.manual is not None:  # its windows reduce gradients themselves, after each backward
             assert isinstance(self.model, DistributedDataParallel)
             if self.manual.micro_batches_begun == 1:
                 sync_buffers(self.model)
@@ -179,7 +179,7 @@ class ShardedMixin(AccumulationMixin):
         return self.sync.forward(self.module.training_step, *args, **kwargs)
 
     def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step as the engine wants it."""
+        """Run a step inside the engine's own preparation."""
         with self.precision_plugin.train_step_context():
             return self.run_as_engine(step, *args, **kwargs)
 

@@ -104,7 +104,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         """Begin a loader batch, and a window with it, if none is open. Returns whether the window ends with it."""
         seen = self.batch_progress.total.ready
         if seen == self.begun or seen != self._advanced:
-            raise seams.broken(f"{runs}.run was called twice for a loader batch, or not by _TrainingEpochLoop.advance.")
+            raise seams.broken(f"{runs}.run was called twice for a loader batch, or outside of _TrainingEpochLoop.advance.")
         self.begun = seen
         if not boundary.is_under_way:
             boundary.begin(self.window_size())
@@ -132,7 +132,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 
     @override
     def _should_check_val_epoch(self) -> bool:
-        if self.trainer.should_stop and self._is_in_counted_window:  # Lightning validates where it stops
+        if self.trainer.should_stop and self._is_in_counted_window:  # Lightning validates before it stops
             return False
         return super()._should_check_val_epoch()
 
@@ -201,7 +201,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         is_of_steps = interval == "step"
-        # the first thing that Lightning does after every loader batch, also where it was None and nothing ran
+        # Lightning's first action after every loader batch, even if it was None and nothing ran
         if is_of_steps and not update_plateau_schedulers and self.batch_progress.total.ready != self.begun:
             self._end_batch_that_did_not_run()
         if self.strategy.lr_scheduler_configs and not (is_of_steps and self._should_accumulate()):
@@ -269,8 +269,8 @@ class AccumulatingFitLoop(_FitLoop):
         is_processed = epoch.processed == epoch.ready  # type: ignore[attr-defined]  # the tracker of epochs has it
         if not self.restarting or not is_processed or not epoch_loop.batch_progress.is_last_batch:
             return
-        # The checkpoint is from after the last batch of an epoch. Lightning has ended that epoch, or does so once more where
-        # max_steps is set, but takes the next for the one that was under way: without its start, and on what its loader had left
+        # The checkpoint is from after the last batch of an epoch. Lightning has ended that epoch, or ends it again if max_steps is
+        # set. But it resumes the next epoch as if it had begun: without its start hooks, and on the rest of its loader
         if self.restarted_on_epoch_end:
             self.epoch_progress.increment_completed()
         self.reset_restart_stage()

@@ -70,8 +70,8 @@ def result_of(output: Any) -> ClosureResult:
 class DatasetRows(FewRows):
     """Batches of samples from the dataset, built by the loader's ``collate_fn``, if the rows of a batch cannot be told apart.
 
-    They are drawn from a copy of the dataset, and what ``collate_fn`` changes is put back. If there are none, a CannotCheckError
-    says why.
+    They are drawn from a copy of the dataset, and changes by ``collate_fn`` are undone. If there are none, a CannotCheckError says
+    why.
     """
 
     kept = None
@@ -163,7 +163,7 @@ def transferred(trainer: pl.Trainer, batch: Any) -> Any:
 def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) -> None:
     """Check the loader batch in ``kwargs`` (the arguments of ``training_step``) and row-wise submodules, while this is due.
 
-    Called on all ranks at each loader batch; ``kwargs`` are empty where this rank has no batch.
+    Called on all ranks at each loader batch; ``kwargs`` are empty if this rank has no batch.
     """
     accumulation, row_wise = strategy.accumulation, strategy.row_wise
     assert accumulation is not None

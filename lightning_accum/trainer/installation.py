@@ -81,7 +81,7 @@ def naming_launcher(strategy: Engine) -> Any:
         # sharding strategies may have no launcher, for example under torchrun, where DDP's launcher starts no process either
         launcher = strategy._launcher = _SubprocessScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)  # type: ignore[attr-defined]
     if launcher is not None and "launch" not in vars(launcher):
-        # an attribute and not a class, since a launcher is pickled where it spawns processes
+        # an attribute and not a class, since a launcher is pickled to spawn processes
         launcher.launch = partial(_launch, type(launcher).launch, launcher)  # type: ignore[method-assign]
     return launcher
 

@@ -154,7 +154,7 @@ class ManualWindows(Windows):
 
     def _look_for_changes(self) -> None:
         """Compare the parameters of the first and the last forward of a window."""
-        if self._reduces_by_itself:  # they are others between forward and backward
+        if self._reduces_by_itself:  # parameters differ between forward and backward
             return
         if self.changes.is_under_way and not self.current.defers_steps:
             if not self.current.stepped:
@@ -173,7 +173,7 @@ class ManualWindows(Windows):
         for parameter, gradient in given.items():
             parameter.grad = gradient if parameter not in before else before[parameter] + gradient
         for parameter, gradient in before.items():
-            if parameter not in given:  # a copy where it is restored later, since the module may clip or clear what it sees
+            if parameter not in given:  # a copy if it is restored later, since the module may clip or clear it
                 parameter.grad = gradient if is_boundary else gradient.clone()
 
     def _close(self, call: Call, scale: float) -> dict[nn.Parameter, Tensor]:
@@ -198,7 +198,8 @@ class ManualWindows(Windows):
 
     @contextmanager
     def trying_out(self, moves: bool = False) -> Iterator[list[Tensor]]:
-        """In here ``training_step`` is tried out: losses are collected, no backward runs, nothing steps (``moves``: a little).
+        """Inside, ``training_step`` runs as a trial: losses are collected, no backward runs, and steps do nothing (``moves``: a
+        little).
 
         Optimizers have the parameters that the module has now: a trial in a wider type replaces those.
         """

@@ -97,7 +97,7 @@ class GradientNoiseScale(pl.Callback):
         self.smoothing = smoothing
         self._accumulation: Accumulation | None = None
         self._optimizers: list[Optimizer] = []
-        self._undo, self._hooks = ExitStack(), 0  # removes the hooks, of which there were so many
+        self._undo, self._hooks = ExitStack(), 0  # remove the hooks
         self._watched: MutableMapping[Tensor, bool] = {}
         self._norms: dict[int, Tensor] | None = None
         """Collects the gradient norms of a backward, by parameter number; None if none are needed."""

@@ -133,7 +133,7 @@ class WindowOptimization(_AutomaticOptimization):
         return loss
 
     def step(self, outcome: Outcome, again: Callable[[], Outcome] | None) -> Outcome:
-        """Make the optimizer step of a window that has ended, and count it if it happened. Returns what came of it last.
+        """Make the optimizer step of a window that has ended, and count it if it happened. Returns the last outcome.
 
         Its closure may ask to run all of it ``again``; None if its data is gone.
         """
@@ -151,7 +151,7 @@ class WindowOptimization(_AutomaticOptimization):
         is_changed = watch.end_step(is_empty)
         has_stepped = is_changed or is_empty
         if closed.is_last and ranks.size == ranks.world_size:
-            trainer._signal_connector.received_sigterm = True  # a rank got SIGTERM: all end, after the loader batch under way
+            trainer._signal_connector.received_sigterm = True  # a rank got SIGTERM: all end after the current loader batch
         accumulation.after_optimizer_step(has_stepped and accumulation.is_step)
         if accumulation.is_step:
             self.optim_progress.optimizer.step.increment_ready()
@@ -248,7 +248,7 @@ class WindowManualOptimization(_ManualOptimization):
                 strategy.end_window()
                 closed = manual.closed
             if self.optim_step_progress.total.completed > before:
-                window = closed[0] if closed else ClosedWindow(math.nan, math.nan, 1)  # if nothing was weighed
+                window = closed[0] if closed else ClosedWindow(math.nan, math.nan, 1)  # if no loss was weighted
                 call_window_hooks(self.trainer, window._replace(loader_batches=loader_batches, has_stepped=not window.is_empty))
         return outputs
 

@@ -50,12 +50,12 @@ class Seam(NamedTuple):
 
 
 def changed() -> list[Seam]:
-    """What is not as it was read."""
+    """The seams that differ from the versions read."""
     return [seam for seam in LIGHTNING if not seam.is_read()]
 
 
 def check_nothing_is_missing(table: Iterable[Seam] | None = None) -> None:
-    """Called when a strategy is made: what has gone that has to be there is a SeamError."""
+    """Raise a SeamError if a required method is missing. Called when a strategy is constructed."""
     if gone := [seam for seam in (LIGHTNING if table is None else table) if seam.is_missing()]:
         missing = [f"{seam} ({seam.why})" for seam in gone]
         library = gone[0].owner.partition(".")[0]
@@ -71,7 +71,7 @@ def broken(seen: str) -> SeamError:
 
 
 def in_words(differing: list[Seam]) -> str:
-    """What is not as it was read."""
+    """The seams that differ from the versions read."""
     if not differing:
         return f"All methods of {_lightning()} match the versions read."
     number = f"{len(differing)} method{'s differ' if len(differing) > 1 else ' differs'}"
@@ -103,7 +103,7 @@ def specialised(instance: Any, mixin: type, *, is_users_first: bool = False, **s
 
 
 def own_attributes(kind: type) -> set[str]:
-    """The attributes that a class and its bases annotate, as far as they are in this package."""
+    """The attributes that a class and its bases in this package annotate."""
     return {
         name for base in kind.__mro__ if base.__module__.startswith("lightning_accum.") for name in inspect.get_annotations(base)
     }

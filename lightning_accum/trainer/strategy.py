@@ -240,7 +240,7 @@ class AccumulationMixin(Engine):
                 )
         if windows is None:
             return
-        # begin to train, or go on from a checkpoint: inside an epoch Lightning leaves out on_train_epoch_start
+        # begin or resume: inside an epoch Lightning skips on_train_epoch_start
         self.begin_epoch()
         epoch_loop = trainer.fit_loop.epoch_loop
         ready, seen = epoch_loop.batch_progress.current.ready, epoch_loop.batch_progress.total.ready

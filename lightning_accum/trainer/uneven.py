@@ -26,7 +26,7 @@ class WindowFetcher(_PrefetchDataFetcher):
     """
 
     strategy: Engine
-    longest: int | None  # batches in an epoch of the rank that has the most; None where some length is not known
+    longest: int | None  # batches in an epoch of the longest loader; None if a length is unknown
     is_one_empty: bool  # the loader of a rank has no batch
     states: deque[list[dict[str, Any]]]
     """States of the loaders that have one: after the last batch yielded, and after each batch drawn ahead."""

@@ -75,7 +75,7 @@ class ValidatingEpochLoop(_TrainingEpochLoop):
 
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
-        """Validation comes after the last loader batch: in a checkpoint taken at its end, too, where Lightning leaves it out."""
+        """Whether validation runs after the last loader batch, also on a resume from its end, for which Lightning skips it."""
         if self.validation is None:
             return super()._should_check_val_fx(data_fetcher)
         return self.validation.after == self.batch_progress.total.ready
@@ -96,7 +96,7 @@ class ValidatingEpochLoop(_TrainingEpochLoop):
             validation.after = 0  # else Lightning would count its batches again
 
     def _is_validation_broken_off(self, validation: ValidationClock) -> bool:
-        """The checkpoint that training goes on from was taken in a validation, and before all of its batches had run."""
+        """Whether the checkpoint was taken in a validation, before all of its batches had run."""
         if not self.restarting or not 0 < validation.after == self.batch_progress.total.ready:
             return False
         batches, current = self.val_loop.batch_progress, self.val_loop.batch_progress.current

@@ -29,13 +29,13 @@ from lightning_accum.trainer.from_lightning import Closure, callbacks_of, is_lig
 
 LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
 AROUND_BACKWARD = ("on_before_backward", "on_after_backward")
-CLOSE_WINDOWS = 3  # the windows in which the watch is close where all of Lightning's methods are those that were read
+CLOSE_WINDOWS = 3  # the first windows, which are watched closely even if all methods match the versions read
 _TOLERANCE = 1e-2  # of a factor: what gradients are rounded to in the narrowest type; a loss that is divided is at least halved
 _OF_A_STEP = "LightningModule.optimizer_step, LightningOptimizer.step, Strategy.optimizer_step, Precision.optimizer_step"
 
 
 class Watch:
-    """Compares, at each boundary, what was called with what was to be called; what hooks of the module's own do is left to them.
+    """Compares the calls with the expected ones at each boundary. The module's own hooks are not checked.
 
     Which loader batches ran, and how often, the loops compare by the numbers that they have (``epochs.py``).
     """
@@ -111,7 +111,7 @@ class Watch:
 
     @contextmanager
     def zero_grad(self, optimizer: Optimizer) -> Iterator[None]:
-        """The gradients of an earlier window are cleared in here."""
+        """Inside, the gradients of an earlier window are cleared."""
         found = next(((own, own.grad, own.grad._version) for own in parameters_of(optimizer) if own.grad is not None), None)
         yield
         if found is not None and found[0].grad is found[1] and found[1]._version == found[2]:
@@ -187,7 +187,7 @@ class Watch:
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
-        found_inf = getattr(optimizer, "found_inf", None)  # of an optimizer that unscales by itself (`fused=True`)
+        found_inf = getattr(optimizer, "found_inf", None)  # of an optimizer that unscales in its step (`fused=True`)
         self._has_stepped |= not (isinstance(found_inf, Tensor) and bool(found_inf))
 
     def end_step(self, is_empty: bool) -> bool:
@@ -217,7 +217,7 @@ class Watch:
 
     @contextmanager
     def ticks(self, due: list[Any]) -> Iterator[None]:
-        """Each of these schedulers steps in here, as often as it is there."""
+        """Inside, each of these schedulers steps once for each time that it is listed."""
         schedulers = [config.scheduler for config in due if not config.reduce_on_plateau]
         counted = [
             s for s in schedulers if type(s).__module__.startswith("torch.") and isinstance(getattr(s, "last_epoch", None), int)
@@ -227,8 +227,8 @@ class Watch:
         ticked = [scheduler.last_epoch - count for scheduler, count in zip(counted, before, strict=True)]
         if ticked != [sum(s is other for other in counted) for s in counted] and self._is_lightnings("lr_scheduler_step"):
             raise seams.broken(
-                f"Schedulers stepped {ticked} times where one step was due (_TrainingEpochLoop._update_learning_rates,"
-                " LightningModule.lr_scheduler_step)."
+                f"Schedulers stepped {ticked} times, but one step was due (_TrainingEpochLoop._update_learning_rates, "
+                "LightningModule.lr_scheduler_step)."
             )
 
 
@@ -257,7 +257,7 @@ class WindowClosure(Closure):
         return None if loss is None else loss.detach()  # as Lightning's closure
 
     def outcome(self) -> Outcome:
-        """What came of its loader batch last."""
+        """The last outcome of its loader batch."""
         if not self._is_called:
             self.consume_result()  # raises that the closure was not called
         return self._outcome

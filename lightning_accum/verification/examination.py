@@ -20,7 +20,7 @@ from lightning_accum.verification.step import Change, Step, StepRunner, Tensors
 
 _SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6  # running averages may be in float32 in any precision
 _SMALLEST_SHARE = 1e-2
-"""Of the gradient's typical size: smaller gradients are compared with this size.
+"""Relative to the gradient's typical size: smaller gradients are compared with this size.
 
 The gradient of a key's bias in attention is 0 up to rounding, so its relative error would be 1."""
 
@@ -35,7 +35,7 @@ _MENDS = {
     "padding": "Mask the padding in the module and in its loss; or let the loader pad all batches to one length.",
     "state": "No argument helps. Reset it in training_step, or update it once in on_train_batch_start.",
     "weight": 'weight="auto", which reads the denominators from the losses: the gradients are then equal.',
-    "gradient": 'GradientAccumulation(micro_batch="offload"), which runs the batch as it is. Look for a count that can be 0 in a '
+    "gradient": 'GradientAccumulation(micro_batch="offload"), which runs the batch whole. Look for a count that can be 0 in a '
     "micro-batch, and for operations over all rows of a batch.",
     "optimizer step": "Compare what configure_optimizers and the hooks around the step do with a window: they may count loader"
     " batches.",

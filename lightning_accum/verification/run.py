@@ -78,7 +78,7 @@ class Report:
         return f"Not equal: {self.module} trains differently {where} than on the full batch ({names})."
 
     def __repr__(self) -> str:
-        """As plain text of up to 100 columns."""
+        """The report as plain text, up to 100 columns wide."""
         paragraphs = [[self.verdict, self.compared]]
         for found in self.breaks:
             without = "" if found.without is None else f" with it, by {found.without:.2g} without"

@@ -1,6 +1,6 @@
 """Terms of a loss with different weights, which are counted over a window before it runs.
 
-A loss is often a sum of means over different counts: a cross entropy over tokens and an error over samples. Of the full batch, term
+A loss is often a sum of means over different counts: a cross entropy over tokens and an error over samples. In the full batch, term
 ``t`` has the gradient ``sum_i d_ti g_ti / sum_i d_ti``, where ``d_ti`` is its denominator in micro-batch ``i``. So the gradient of
 each term is multiplied by ``d_ti / sum_i d_ti`` in the backward of its micro-batch, and the sums are known before the first
 backward: each micro-batch has run forward once without a backward, or explicit weights have counted its batch. If a window is one

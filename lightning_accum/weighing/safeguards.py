@@ -85,7 +85,7 @@ def warn_of_batch_norm(module: nn.Module, is_split: bool, is_window_long: bool, 
     """Warn of BatchNorm layers, which normalise by the statistics of a micro-batch, not of the window.
 
     Args:
-        module: that is trained.
+        module: the module in training.
         is_split: loader batches are split into micro-batches.
         is_window_long: a window may have several loader batches.
         warn: takes a warning to be seen once.
@@ -116,7 +116,7 @@ def warn_of_hooks(module: nn.Module, warn: Callable[[str], None], is_checked: bo
     """Warn of parameters whose hooks see the gradients of micro-batches.
 
     Args:
-        module: that is trained.
+        module: the module in training.
         warn: takes the warning.
         is_checked: the check runs hooks of tensors (``register_hook``), and finds the relevant ones.
     """

@@ -67,7 +67,7 @@ class Arrived(NamedTuple):
         above: the factors on the way to the loss.
         path: the kinds of nodes between the addition and this node.
         is_vector: whether it is a vector of numbers, each a separate summand.
-        places: of parameters, by their id: terms of other heads are others.
+        places: indices of parameters, by id, which tell the terms of several heads apart.
     """
 
     share: Denominator
@@ -116,7 +116,7 @@ def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mappin
     Args:
         loss: a scalar with its graph.
         below: the node to start from, and the index of its output; None for the loss itself.
-        places: of parameters, by their id: terms of other heads are others.
+        places: indices of parameters, by id, which tell the terms of several heads apart.
 
     Raises:
         UnreadableLossError: a node cannot run, as after a backward.

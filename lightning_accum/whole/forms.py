@@ -103,7 +103,7 @@ class Form(NamedTuple):
     """Where the rows are in calls of one kind."""
 
     inputs: tuple[bool, ...]  # which of the input leaves have one entry a row
-    dims: tuple[int | None, ...]  # the dimension of each output leaf that has the rows; None if it is the same for all
+    dims: tuple[int | None, ...]  # the row dimension of each output leaf; None if all rows share the numbers
 
 
 def number_of_rows(layer: Layer, arguments: Tree, of_batch: int | None) -> int:
@@ -134,8 +134,8 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
         if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
             raise RowWiseError.of(
                 layer.name,
-                f"{name} ({type(inner).__name__}) normalises by the statistics of the rows beside it, so that the whole batch has"
-                f" other outputs. {HINT}",
+                f"{name} ({type(inner).__name__}) normalises by the statistics of its micro-batch, so its outputs differ from the "
+                f"whole batch's. {HINT}",
             )
     tries, places = [fitting], [place for place, fits in enumerate(fitting) if fits]
     if len(places) > 1 and not layer.is_sharded:

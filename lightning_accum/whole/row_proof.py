@@ -166,7 +166,7 @@ class _Proof:
         with ExitStack() as stack:
 
             def batch() -> Any:
-                """The rows, once everything is put back, the module's calls too."""
+                """Return the rows after everything is restored, including the module's calls."""
                 stack.enter_context(row_wise.step(number))
                 return self.take(range(number))
 
@@ -195,10 +195,10 @@ class _Proof:
         kind = type(self.row_wise.module.get_submodule(name)).__name__
         seen = found.seen if found.size == math.inf else f"relative error of {found.seen}: {found.size:.2g}"
         raise RowWiseError(
-            f"row_wise={first!r} runs {first!r} in micro-batches, and with {name} ({kind}) in micro-batches the step of some"
+            f"row_wise={first!r} runs {first!r} in micro-batches, but with {name} ({kind}) in micro-batches the step of some"
             f" rows is not that of the rows together ({seen}). Its outputs or gradients for a row depend on other rows (a mean over"
-            " rows, experts that take so many, a hook that normalises gradients); or the loss uses what a call leaves in an"
-            f" attribute or a hook, which is of one micro-batch alone: have {first!r} return it, with one entry a row. {HINT}"
+            " rows, experts with a capacity, a hook that normalises gradients); or the loss reads an attribute or a hook, which"
+            f" holds one micro-batch only: have {first!r} return this value, with one entry a row. {HINT}"
         )
 
     def _innermost(self, trial: Trial, name: str, number: int) -> str:

@@ -47,9 +47,9 @@ class RowWise:
         True
     """
 
-    module: nn.Module  # that is trained
+    module: nn.Module  # the module in training
     names: Sequence[str]  # of its submodules
-    size: int | Tokens | None  # rows, or tokens, of a micro-batch; None to run calls as they are, in a trial
+    size: int | Tokens | None  # rows, or tokens, of a micro-batch; None to run calls unchanged, in a trial
     device: torch.device  # the device of the module
     largest: Callable[..., Sequence[float]] | None = None  # maximum over the ranks, if they wait for each other in each forward
     draws: NoiseOfCall | None = None  # gives rows their random numbers in a trial
