@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('lightning-accum')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="show the effect of exact accumulation", description=DEMO))
-    _add_verify(commands.add_parser("verify", help="prove a module of yours", description=VERIFY))
+    _add_verify(commands.add_parser("verify", help="verify your module", description=VERIFY))
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.command(arguments))

@@ -183,9 +183,9 @@ class Accumulation(Windows):
             self._unread = error  # other ranks do not know of it: all raise at the end of the window
             if (self.world_size == 1 or self.policy.on_nonfinite != "propagate") and not self._is_one_micro_batch():
                 raise
-            contribution, reading = Contribution(math.nan if self.world_size > 1 else None), Reading()  # one alone needs no weight
+            contribution, reading = Contribution(math.nan if self.world_size > 1 else None), Reading()  # one rank needs no weight
             if self.window.counted is not None and not is_left:
-                self.window.counted.agree()  # as the others do
+                self.window.counted.agree()  # like the other ranks
         if is_left:
             value = loss.item() if loss.is_cpu else loss.detach()  # Lightning steps, without a device sync
             self.closed = ClosedWindow.alone(value, 1.0 if contribution.weight is None else contribution.weight)
@@ -316,7 +316,7 @@ class Accumulation(Windows):
             self.closed = self._without_slope(self.closed)
         if not self.closed.has_doubts:
             self.later.doubted.clear()
-        if self.closed.is_flagged and self._sizes is not None:  # with a policy of all ranks
+        if self.closed.is_flagged and self._sizes is not None:  # the flag is the same on all ranks
             self._sizes.agree(self.ranks)
         self._begin_window(seen)
         self.total_left_out += self.closed.left_out

@@ -108,7 +108,7 @@ class Check:
             return  # parts of a batch prove nothing
         found = self._find(rows)
         if found.adds_up and before is None and (found.are_alike or has_layers_of_zeros(checked)):
-            with suppress(CannotCheckError), perturbed(checked.module):  # outputs or statistics of 0 may hide a dependence
+            with suppress(CannotCheckError), perturbed(checked.module):  # zeros may hide a dependence
                 again = self._find(rows)
                 found = again if not again.adds_up or found.verdict.deviation is None else found
         if not found.adds_up and rows.are_single:
@@ -135,7 +135,7 @@ class Check:
         now = now.telling_heads(checked.module.parameters()) if own.places else now  # a wider trial has its own parameters
         accumulation.weigher.learn(now)
         is_one, before_this = not own.counts_first and len(found.terms) == 1, accumulation.window.constant
-        accumulation.window.constant = next(iter(found.constants.values()), before_this) if is_one else None  # not all rows show it
+        accumulation.window.constant = next(iter(found.constants.values()), before_this) if is_one else None  # some rows hide it
         if own.counts_first and not known.counts_first:
             if not self._is_later and checked.on_any(accumulation.window.has_weight):
                 accumulation.counted_next = [*own.modes]  # this window has begun with one weight
@@ -185,7 +185,7 @@ class Check:
                 looks = looks_at(checked, trial, rows, names)
             leaves_something = self._before is None and not leaves_nothing(checked, trial, looks[0].whole)
             found = self._deciding.decide(looks, names, trial)._replace(leaves_something=leaves_something)
-            if found.adds_up and not checked.on_any(any(key & 255 for key in found.terms)):  # one of two may be absent
+            if found.adds_up and not checked.on_any(any(key & 255 for key in found.terms)):  # one term may be absent
                 return found
             if not checked.sync.is_waited_for_in_forward and not names.places:  # FSDP has other parameters in forward
                 of_heads = found.known.names.telling_heads(parameters)

@@ -35,9 +35,9 @@ def check_format(state: Mapping[str, Any]) -> None:
 class PartialLoss:
     """One loss of an unfinished window."""
 
-    weight_scale: float | None  # what the weights, and so the gradients, were divided by
-    weighed: list[dict[str, Any]]  # what Window.weighed says of the micro-batches of all ranks
-    gradients: dict[str, Tensor]  # summed over the ranks, on the host, by parameter; empty on ranks that do not keep them
+    weight_scale: float | None  # the divisor of the weights, and so of the gradients
+    weighed: list[dict[str, Any]]  # the Window.weighed of all ranks
+    gradients: dict[str, Tensor]  # summed over the ranks, on the host, by parameter; empty on ranks that do not save them
     term_totals: list[float] | None = None  # the denominator of each term over the whole window, if terms are counted first
     loader_batches_left: float = 0  # of that window
     units: dict[int, dict[Any, float]] = field(default_factory=dict)  # see Weigher.units_to_keep
@@ -53,7 +53,7 @@ class PartialWindow:
     tokens: int | None  # tokens that it must reach, if tokens end it
     ranks: int  # ranks whose gradients are averaged
     losses: list[PartialLoss]  # in the order of their backward calls
-    scale: float = 1.0  # by which a GradScaler had multiplied the losses
+    scale: float = 1.0  # the factor of a GradScaler on the losses
     left_out: int = 0  # micro-batches that were not finite, over all ranks
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,8 +107,8 @@ def restore_loss(
 ) -> None:
     """Give a loss and the parameters what a checkpoint holds, or raise a ValueError if a parameter has another shape now.
 
-    The first rank has all weights, and each rank its part of the gradients, whose mean over the ranks ends the window. ``scale``
-    is the present scale of the losses, divided by the scale in the checkpoint.
+    The first rank gets all weights, and each rank a part of the gradients. The end of the window averages them over the ranks.
+    ``scale`` is the present scale of the losses, divided by the scale in the checkpoint.
     """
     sums = window.sums
     known = window.weigher.known

@@ -104,7 +104,7 @@ def _copy(batch: Any) -> Any:
     """Copy a batch, since a step may write into it."""
 
     def copied(leaf: Any) -> Any:
-        return leaf.clone() if type(leaf) is Tensor and not leaf.requires_grad else deepcopy(leaf)  # in a tenth of the time
+        return leaf.clone() if type(leaf) is Tensor and not leaf.requires_grad else deepcopy(leaf)  # ten times as fast as deepcopy
 
     with suppress(Exception):
         return tree_map(copied, batch)

@@ -121,11 +121,11 @@ def train(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
 
 
 def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
-    for stream in (sys.stdout, sys.stderr):  # an exception is raised where the demo runs
+    for stream in (sys.stdout, sys.stderr):  # errors are raised in the demo's process
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     logging.disable()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # matrices this small are no faster on more
+    torch.set_num_threads(1)  # more threads are not faster for small matrices
     record = _Record()
     strategy: Any = "ddp" if mix.ranks > 1 else "auto"
     how: dict[str, Any] = {"callbacks": [record], "accumulate_grad_batches": mix.window}

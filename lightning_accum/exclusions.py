@@ -69,7 +69,7 @@ class Asked:
         """The option that makes ranks wait for each other in every micro-batch; empty if there is none."""
         if self.engine != "ddp":
             return ""
-        if self.sync == "micro_batch" or self.is_static_graph:  # its gradients are reduced in one backward
+        if self.sync == "micro_batch" or self.is_static_graph:  # gradients are reduced in one backward
             one_backward = "static_graph=True" if self.is_static_graph else 'sync="micro_batch"'
             return f"{self.strategy}({one_backward})"
         modules = () if self.module is None else self.module.named_modules()

@@ -43,7 +43,7 @@ def reraise_first_rank_error(passing: tuple[type[BaseException], ...] = ()) -> I
     _run += 1
     try:
         yield
-    except BaseException as error:  # torch.distributed.checkpoint's CheckpointException is no Exception
+    except BaseException as error:  # torch.distributed.checkpoint's CheckpointException is not an Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, RankFailedError, *passing)):
             raise
         is_distributed = dist.is_available() and dist.is_initialized()

@@ -28,7 +28,7 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
     number = min(found.number, MOST_ROWS)
     rows = found.whole if isinstance(found, SplitRows) else partial(found.take, range(number))
     others = found.whole if isinstance(found, SplitRows) else partial(found.take, [0] * number)
-    is_moved = not checked.sync.is_waited_for_in_forward  # a converged buffer, as of a spectral norm, changes with its parameters
+    is_moved = not checked.sync.is_waited_for_in_forward  # a converged buffer (spectral norm) changes with its parameters
     # on another rank the next step may have no loss
     is_told = checked.is_window_long and is_moved and not checked.on_any(trial.mode.has_waited)
     with suppress(CannotCheckError), perturbed(checked.module) if is_moved else nullcontext(), trial.held():
@@ -48,7 +48,7 @@ def leaves_nothing(checked: Checked, trial: Trial, whole: Measured) -> bool:
         now = trial.result(whole.batch, checked.next_step if checked.is_window_long else None)
     except CannotCheckError:  # it runs once
         return False
-    is_written = any(  # an equal value may have converged, and ``.data`` counts no change
+    is_written = any(  # an equal value may have converged, and ``.data`` changes no version
         buffer is not before or version_of(buffer) != version or not buffer.equal(value)
         for buffer, (before, version, value) in zip(checked.module.buffers(), held, strict=False)
     )

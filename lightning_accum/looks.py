@@ -136,7 +136,7 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str
     policy = accumulation.policy
     size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
     if size is None and (plan := accumulation.plan) is not None and plan.is_read:
-        size = plan.pieces[0].count  # of the longest rows
+        size = plan.pieces[0].count  # the micro-batch of the longest rows
     found: FewRows | SplitRows | None = None
     reason: CannotCheckError = UnsuitableRowsError("a rank has no batch with enough rows")
     try:
@@ -199,7 +199,7 @@ def split_rows(checked: Checked, batch: Any, size: int | None = None) -> SplitRo
 def _drawn_if_misread(checked: Checked, found: FewRows | SplitRows) -> FewRows | None:
     """Rows of the dataset, if two samples of it show that what was read as the rows of a window's batch are none."""
     with suppress(CannotCheckError):
-        is_seen = checked.accumulation.splitting is not None and not checked.is_window_long  # by parts of the batch itself
+        is_seen = checked.accumulation.splitting is not None and not checked.is_window_long  # with shared parts of the batch itself
         if not is_seen and checked.of_dataset is not None and isinstance(found, FewRows):
             return drawn if found.is_misread((drawn := checked.of_dataset()).take([0, 1])) else None
     return None

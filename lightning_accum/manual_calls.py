@@ -29,11 +29,11 @@ class ManualMicroBatch:
     batch: Any = None
     defers_steps: bool = False  # steps of optimizers and schedulers are deferred, since it does not end its window
     moves: bool = False  # a deferred step changes parameters a little
-    is_running: bool = False  # it is in training_step
+    is_running: bool = False  # training_step is running
     next_call: int = 0  # the number of its next backward call
     stepped: list[str] = field(default_factory=list)  # the optimizers whose step it has called
     versions: list[int] = field(default_factory=list)  # of the parameters before it
-    before: dict[nn.Parameter, Tensor] | None = None  # what was in .grad before its first backward
+    before: dict[nn.Parameter, Tensor] | None = None  # the .grad before its first backward
     begun: float = field(default_factory=time.monotonic)  # when it entered training_step
 
     def warn_of_others(self, stepped: list[str], calls: int, warn: Callable[[str], None]) -> None:

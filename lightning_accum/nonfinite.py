@@ -88,7 +88,7 @@ class Guard:
             self._inform(f"{where} is left out: {fault}.")
         else:
             self._has_warned = True
-            found = f"{where} is left out, as it is not finite: {fault}."
+            found = f"{where} is not finite, and is left out: {fault}."
             self._warn(f"{found} Others may follow; `window/skipped_micro_batches` counts them.")
 
     def end_micro_batch(self) -> bool:

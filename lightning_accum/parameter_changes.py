@@ -47,7 +47,7 @@ def _version(gradient: Tensor | None) -> int:
 
 def _is_other(now: Tensor | None, gradient: Tensor | None, version: int, values: Tensor | None) -> bool:
     is_same = now is gradient and _version(now) == version
-    if values is None or (is_same and not values.is_cpu):  # no copy from a device; on the host ``.data`` counts no change
+    if values is None or (is_same and not values.is_cpu):  # no copy from a device; on the host ``.data`` changes no version
         return not is_same
     elements = elements_of(now)
     return elements.shape != values.shape or not torch.equal(elements, values)
@@ -111,7 +111,7 @@ class ParameterChanges:
         ]
         changed: dict[str, float] = {}
         for (name, tensor, *_), (difference, size, usual) in zip(pairs, torch.stack(norms).tolist() if norms else (), strict=True):
-            eps = torch.finfo(tensor.dtype).eps  # normalising again changes a few elements, or all by one rounding
+            eps = torch.finfo(tensor.dtype).eps  # repeated normalising changes a few elements, or all by rounding
             if difference > 16 * eps * size or usual > 2 * eps:
                 changed[name] = difference / size
         if changed:

@@ -59,7 +59,7 @@ class Policy:
         """A window ends when the weights of its micro-batches reach its tokens, which is not known ahead."""
         return isinstance(self.window, Tokens)
 
-    @cached_property  # it is asked after each window
+    @cached_property  # read after each window
     def has_varying_windows(self) -> bool:
         """The number of loader batches may differ between windows."""
         return isinstance(self.window, Mapping) or callable(self.window)
@@ -110,7 +110,7 @@ class Policy:
 
     def may_count_first(self, is_long: bool) -> bool:
         """Whether the terms of a window can be counted before it runs."""
-        goes_on = TAILS[self.tail].goes_on and is_long  # with the next pass over the data, whose batches are not there yet
+        goes_on = TAILS[self.tail].goes_on and is_long  # a window continues in the next epoch, whose batches are not known yet
         return not goes_on and self.on_nonfinite != "skip" and not self.row_wise
 
     def may_be_longer_than_one(self, trainers_own: int) -> bool:

@@ -212,7 +212,7 @@ def _apart(whole: Measured, parts: Sequence[Measured], factors: Sequence[float],
 
 def _constant(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> float:
     """The constant in each weight, as in ``sum / (count + 1e-8)``, if it is small and the same in all looks; else 0."""
-    found = list[tuple[float, float]]()  # of each look: rounding, and the constant it shows
+    found = list[tuple[float, float]]()  # for each look: rounding, constant
     numbers, share = set[int](), 0.0
     for look in looks:
         weights = [weight for part in look.parts if (weight := part.weight(key, mode))]
@@ -223,7 +223,7 @@ def _constant(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> float:
         numbers.add(len(weights))
         found.append((_ROUNDINGS * eps * sum(weights) / (len(weights) - 1), excess))
         share = max(share, abs(excess) / sum(weights))
-        is_in_all = min(weights) > 0.99 * abs(excess) and max(weights) > 1.01 * abs(excess)  # it may be all of a part's weight
+        is_in_all = min(weights) > 0.99 * abs(excess) and max(weights) > 1.01 * abs(excess)  # it may be a part's whole weight
         if not is_in_all or abs(excess) > 1:
             return 0.0
     rounding, constant = min(found, default=(0.0, 0.0))  # of the most precise look

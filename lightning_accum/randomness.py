@@ -124,7 +124,7 @@ def _generators_of_others() -> Iterator[_Generator]:
 
 
 def _is_same(state: Any, other: Any) -> bool:
-    if isinstance(state, dict):  # numpy's, with an array in it
+    if isinstance(state, dict):  # numpy's state, which holds an array
         return all(_is_same(value, other[name]) for name, value in state.items())
     is_same = state == other
     return is_same if isinstance(is_same, bool) else bool(is_same.all())

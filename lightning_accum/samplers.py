@@ -52,8 +52,7 @@ class SameOrderSampler(DistributedSampler[Any]):
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
             raise WrongTypeError(
                 f"SameOrderSampler(dataset): expected a dataset with __len__, not an iterable one, found {type(dataset).__name__}; "
-                "pass an IterableDataset to its DataLoader without a sampler, and let its __iter__ choose the samples of each "
-                "rank"
+                "pass an IterableDataset to its DataLoader without a sampler, and let its __iter__ choose the samples of each rank"
             )
         super().__init__(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=False)
 

@@ -246,11 +246,10 @@ class Window:
             )
         if closed.do_factors_differ:
             warn(
-                "A factor of the loss changes inside a window, or differs between ranks (such as the slope of relu(mean - c) "
-                "on either side of c), or some micro-batches lack a penalty on parameters. Factors and penalties are treated "
-                "as constants; if this one is not constant, the window differs from its full batch. Anneal a factor by "
-                "global_step, which is constant within a window, not by batch_idx; if a factor depends on the batch, pass an "
-                "explicit weight."
+                "A factor of the loss changes inside a window, or differs between ranks (such as the slope of relu(mean - c) on "
+                "either side of c), or some micro-batches lack a penalty on parameters. Factors and penalties are treated as "
+                "constants; if this one is not constant, the window differs from its full batch. Anneal a factor by global_step, "
+                "which is constant within a window, not by batch_idx; if a factor depends on the batch, pass an explicit weight."
             )
         if closed.is_miscounted:
             warn(

@@ -158,9 +158,8 @@ class Totals(NamedTuple):
             )
         if self.negative or not math.isfinite(self.weight):
             raise ArgumentError(
-                f"Some weights of the window's {self.micro_batches:.0f} micro-batches are negative, infinite or NaN (their"
-                f" sum is {self.weight:g}). A weight is the denominator of a mean loss; see the `weight` argument of"
-                " GradientAccumulation."
+                f"Some weights of the window's {self.micro_batches:.0f} micro-batches are negative, infinite or NaN (their sum is "
+                f"{self.weight:g}). A weight is the denominator of a mean loss; see the `weight` argument of GradientAccumulation."
             )
         if self.sums and self.weight:
             raise ArgumentError(
@@ -176,7 +175,7 @@ class Totals(NamedTuple):
         """
         if not self.terms:
             return False
-        # Cauchy-Schwarz: sum d^2/n >= (sum d)^2 / sum n, and equal only where all d are proportional to n
+        # Cauchy-Schwarz: sum d^2/n >= (sum d)^2 / sum n, with equality only if all d are proportional to n
         disagree = self.spread * (self.sums or self.weight) / self.terms**2 - 1 > rounding
         if self.sums and disagree:
             raise ArgumentError(

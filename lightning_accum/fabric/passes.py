@@ -121,7 +121,7 @@ class Passes:
         own, parts, part = 1 if plan is None else len(plan.pieces), iter([batch] if plan is None else plan), None
         rounds = self._session.rounds(own)
         for position in range(rounds):
-            part, is_again = next(parts, part), position >= own  # other ranks have more
+            part, is_again = next(parts, part), position >= own  # other ranks have more micro-batches
             is_end, rows = ends_window and position == rounds - 1, None if plan is None or is_again else plan.rows
             yield MicroBatch(part, rows, position, rounds, is_end and overlaps, is_shadow or is_again), is_end
 
@@ -131,7 +131,7 @@ class Passes:
 
     def plan_ahead(self, batch: Any) -> None:
         """Plan how this batch is split."""
-        splitting, step = self._accumulation.splitting, cast("LossOfBatch", self._loss_of)  # without it nothing is trimmed
+        splitting, step = self._accumulation.splitting, cast("LossOfBatch", self._loss_of)  # without loss_of nothing is trimmed
         assert splitting is not None
         proof = partial(difference_by_padding, trained=self._training, training_step=step, weight=self.policy.weight)
         splitting.begin(batch, proof)

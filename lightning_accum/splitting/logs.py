@@ -97,7 +97,7 @@ class BatchLog:
             self._logged[key] = Logged(logged, arguments, weighed, None, call, leaf, offset)
             return
         if value.grad_fn is None:
-            self._may_be_loss[key] = value  # kept until the loss is known: no other tensor can have its memory
+            self._may_be_loss[key] = value  # kept alive until the loss is known, so that no other tensor reuses its memory
         else:
             with suppress(UnreadableLossError):
                 weighed = Weighed(*weight_alone(value))

@@ -159,8 +159,8 @@ class DDPSync(WrappedSync):
         if not self._used and self._ddp.static_graph:
             self._used = [parameter for parameter in self._trainable if parameter.grad is not None]
         # In the forward after a reduction DistributedDataParallel sends buffers to all ranks, and after the first also the order in
-        # which gradients came. That is done here, on all ranks together: their next forwards are of micro-batches, and one rank may
-        # have one when another has none left in its loader batch.
+        # which gradients came. Do this here, on all ranks together: a later forward may run on one rank only, since ranks have
+        # different numbers of micro-batches.
         sync_buffers(self._ddp)
         self._ddp.require_forward_param_sync = False
         self._ddp.reducer._rebuild_buckets()

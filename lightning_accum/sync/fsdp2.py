@@ -250,7 +250,7 @@ def _whole_gradient(sharded: Any) -> Tensor | None:
 
 def _type_of_sum(group: Any, sharded: Any) -> torch.dtype:
     policy, parameter = getattr(sharded, "mp_policy", None) or group.mp_policy, sharded.sharded_param
-    has_own_sum = "unsharded_accumulated_grad" in vars(sharded)  # else it is in the parameter's grad, whatever it reduces in
+    has_own_sum = "unsharded_accumulated_grad" in vars(sharded)  # else it is in the parameter's grad, for any reduce type
     asked_for = policy.param_dtype if has_own_sum else parameter.grad_dtype
     dtype: torch.dtype = policy.reduce_dtype or asked_for or parameter.dtype
     return dtype

@@ -151,7 +151,7 @@ class ShardedSync(WrappedSync):
         self._outputs.clear()  # outputs may be large, and a backward does not need them
         self._note(has_loss=not micro_batch.is_shadow_batch)
         if self._last is None or not micro_batch.is_shadow_batch:
-            # a part of a batch is on the device, a whole one stays on the host, if there is one
+            # a part of a batch is on the device; a whole batch is kept on the host, if available
             is_part = micro_batch.number > 1 or self.batch_on_host is None
             self._last = (micro_batch.batch if is_part else self.batch_on_host, is_part)
 

@@ -212,7 +212,7 @@ class GradientAccumulation(pl.Callback):
 
     def disconnect(self) -> None:
         """End a fit, or a failed one: keep only its state for a checkpoint. Called by the strategy."""
-        with suppress(RuntimeError):  # a device that has failed
+        with suppress(RuntimeError):  # raised by a failed device
             self._state = self._counts()
         self._strategy = None
 

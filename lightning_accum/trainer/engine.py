@@ -50,12 +50,12 @@ class Engine(Strategy, Trained):
     """Whether, in manual optimization, the engine averages gradients over the ranks in every backward."""
     manual: ManualWindows | None = None
     """The windows of manual optimization; None for automatic optimization, and if a window is one micro-batch on one rank."""
-    watch: Watch  # checks that Lightning calls what replaces its own; there in a fit
+    watch: Watch  # checks that Lightning calls the replaced methods; set in a fit
     module: pl.LightningModule = Strategy.lightning_module  # type: ignore[assignment]  # a property
     row_wise: RowWise | None = None
     """Runs submodules in micro-batches, in steps that see the whole batch; None without ``row_wise=``."""
     offload: Offload | None = None  # moves tensors that autograd saves; None without offloading
-    session: Session  # runs loader batches; there with :attr:`accumulation`
+    session: Session  # runs loader batches; set with :attr:`accumulation`
 
     @property
     def windows(self) -> Windows | None:
@@ -128,7 +128,7 @@ class Engine(Strategy, Trained):
             data: Any = self.trainer().datamodule  # type: ignore[attr-defined]  # set by a connector
             owners: list[tuple[Any, type]] = [(self.module, pl.LightningModule), (data, pl.LightningDataModule)]
             if all(is_lightnings(own, hook, kind) for own, kind in owners[: 1 + (data is not None)] for hook in _MOVES):
-                splitting.look_at(batch)  # else it comes out as another
+                splitting.look_at(batch)  # else it returns another object
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override

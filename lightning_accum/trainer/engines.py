@@ -132,7 +132,7 @@ class DDPAccumulationStrategy(AccumulationMixin, pl.strategies.DDPStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        if self.manual is None:  # else nothing is left to DistributedDataParallel that it could delay
+        if self.manual is None:  # else DistributedDataParallel reduces nothing
             super().post_backward(closure_loss)
 
     @override
@@ -229,7 +229,7 @@ class FSDPAccumulationStrategy(ShardedMixin, pl.strategies.FSDPStrategy):
 
     @override
     def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.model is self.lightning_module:  # the user wrapped parts of it
+        if self.model is self.lightning_module:  # the user has wrapped parts of the module
             return step(*args, **kwargs)
         assert self.model is not None
         with forward_replaced(self.module, step):

@@ -87,7 +87,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         boundary, seen = self._boundary, self.batch_progress.total.ready
         if boundary is None:
             return super()._should_accumulate()
-        if self.begun == seen:  # asked five times a loader batch
+        if self.begun == seen:  # called five times a loader batch
             return seen < boundary.ends_at
         return not (self._is_cut_by_the_end(boundary) or boundary.is_reached(seen, self.window_size))
 
@@ -151,7 +151,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         accumulation.end_loader_batch(seen)
         if accumulation.boundary.size != math.inf or accumulation.boundary.position(seen) <= 0:
             return
-        if accumulation.is_full() or self._is_cut_by_the_end(accumulation.boundary):  # the first is asked on all ranks
+        if accumulation.is_full() or self._is_cut_by_the_end(accumulation.boundary):  # the first runs on all ranks
             accumulation.boundary.cut_short(seen)
             self.optimization.step_without_batch()
 
@@ -210,13 +210,13 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     def _end_batch_that_did_not_run(self) -> None:
         progress = self.batch_progress
         is_forgotten = progress.current.started < progress.current.ready  # type: ignore[attr-defined]  # the tracker has it
-        # on_train_batch_start ends an epoch with a batch that Lightning then calls the last
+        # on_train_batch_start may end an epoch, and Lightning then treats this batch as the last
         ends_epoch = is_forgotten and progress.is_last_batch and progress.current.ready < self.trainer.num_training_batches
         if ends_epoch and self._boundary is not None and not self._boundary.is_under_way:
             self._boundary.close(progress.total.ready)
             return
         if is_forgotten and not ends_epoch:
-            progress.increment_started()  # which it forgets for None, and then resumes one batch too early
+            progress.increment_started()  # Lightning skips this for None, and would resume one batch too early
         elif not is_forgotten and self._boundary is not None:
             runs = "_AutomaticOptimization" if self.strategy.manual is None else "_ManualOptimization"
             raise seams.broken(f"A loader batch was trained without a call of {runs}.run.")

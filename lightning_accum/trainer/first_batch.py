@@ -147,14 +147,14 @@ def _bytes_of(dataset: Any) -> int:
 def _samples_of(dataset: Any, number: int) -> list[Any]:
     """Samples spread over the dataset, fewer if they take long."""
     number, end, samples = min(number, len(dataset)), monotonic() + _SECONDS, list[Any]()
-    for place in sorted(range(number), key=lambda place: place % (number // MOST_ROWS or 1)):  # the first are from all over
+    for place in sorted(range(number), key=lambda place: place % (number // MOST_ROWS or 1)):  # the first are spread out
         if len(samples) < MOST_ROWS or monotonic() < end:
             samples.append(dataset[place * (len(dataset) - 1) // (number - 1 or 1)])
     return samples
 
 
 def transferred(trainer: pl.Trainer, batch: Any) -> Any:
-    """A batch of the loader, as ``training_step`` gets it."""
+    """A batch of the loader, as passed to ``training_step``."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)

@@ -59,7 +59,7 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
 class NotingPrecision(pl.plugins.Precision):
     """Clips through the strategy, and keeps the norm, which Lightning drops."""
 
-    clips_as: Engine  # a plugin of the user's may have a `strategy` of its own
+    clips_as: Engine  # a user's plugin may have its own `strategy`
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -144,7 +144,7 @@ class ManualWindows(Windows):
             current.before = dict(before)
         for parameter in before:
             parameter.grad = None
-        if self._reduces_by_itself:  # a mean over ranks with different factors
+        if self._reduces_by_itself:  # the reduction would mix ranks with different factors
             loss, factor = (loss * factor).to(loss.dtype), 1.0
         is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         with gradients_of_zero(loss) if is_weightless else nullcontext():
@@ -218,11 +218,11 @@ class ManualWindows(Windows):
             self.current, self.tried = before, None
             for group, parameters in zip(groups, of_groups, strict=True):
                 group["params"] = parameters
-            for parameter, is_trained in trained:  # toggle_optimizer takes it, and an error may leave it so
+            for parameter, is_trained in trained:  # an error may occur after toggle_optimizer has changed it
                 parameter.requires_grad_(is_trained)
 
     def end_training_step(self, seen: int) -> None:
-        """Leave training_step, with loader batch number ``seen``; an error on all ranks if they stepped other optimizers."""
+        """Leave training_step, with loader batch number ``seen``. Raises on all ranks if they stepped different optimizers."""
         current = self.current
         current.is_running, is_boundary = False, not current.defers_steps
         if self.ranks.size > 1 and self._reduces_by_itself:
@@ -264,7 +264,7 @@ class ManualWindows(Windows):
     def call(self, index: int) -> Call:
         """The call of a ``training_step`` that has the number ``index``, from 0."""
         if index == len(self.calls):
-            # not from the first weights: other ranks may be at other calls, since they may have other numbers of micro-batches
+            # not from the first weights: ranks may be at different calls, since they may have different numbers of micro-batches
             weight_scale = 1.0 if self.ranks.size > 1 and not self._reduces_by_itself else None
             self.calls.append(Call(self, weight_scale))
             self.of_losses.append(self.calls[index].window)
@@ -304,7 +304,7 @@ class ManualWindows(Windows):
 
     @override
     def _loss_scale_of(self, training: Trained) -> float:
-        return 1.0  # the sums are without it
+        return 1.0  # the sums are not scaled
 
     def may_step(self, name: str, optimizer: Optimizer) -> bool:
         """Whether the optimizer of this name steps now, or at the boundary."""

@@ -115,7 +115,7 @@ class GradientNoiseScale(pl.Callback):
         scale, low, high = max(s, 0.0) / g if g > 0 else math.inf, 0.0, math.inf
         four = 4 * squares / (total**2 - squares)  # two standard errors of a mean, squared, divided by the variance
         of_s, of_g = four * (ss - s * s), four * (gg - g * g)
-        if s > 0 and of_s < s * s and g > 0 and of_g < g * g:  # of the logarithm of a ratio of two means
+        if s > 0 and of_s < s * s and g > 0 and of_g < g * g:  # the variance of the logarithm of a ratio of two means
             error = math.exp(math.sqrt(max(of_s / s**2 + of_g / g**2, 0.0)))
             low, high = scale / error, scale * error
         one = weight / samples if samples > 0 else math.nan  # sample
@@ -147,7 +147,7 @@ class GradientNoiseScale(pl.Callback):
             raise MisconfiguredError(f"GradientNoiseScale needs the gradient of each micro-batch, but {found}. Or leave it out.")
         assert accumulation is not None
         self._sums = self._sums.to(accumulation.window.device, accumulation.window.dtype)
-        self._watched = WeakTensorKeyDictionary()  # parameters of FSDP2 come and go
+        self._watched = WeakTensorKeyDictionary()  # FSDP2 replaces parameters
         for unit in strategy.sync.units if isinstance(strategy.sync, ShardedSync) else ():
             # a rank has whole parameters from just before the forward, and their gradients, before reduction, are its own
             self._undo.callback(unit.register_forward_pre_hook(partial(self._watch_whole, list(unit.modules()))).remove)
@@ -161,7 +161,7 @@ class GradientNoiseScale(pl.Callback):
         del self._micro_batches[len(window.entries) - 1 :]  # of a batch that runs again, or of a window that was dropped
         if not self._micro_batches:
             for optimizer in self._optimizers:
-                self._watch(parameters_of(optimizer))  # some may have been frozen so far
+                self._watch(parameters_of(optimizer))  # some may have been frozen before
         samples = count_samples(micro_batch.batch)
         self._norms, self._current = {}, (weight, math.nan if samples is None else samples)
 
@@ -221,13 +221,13 @@ class GradientNoiseScale(pl.Callback):
         assert closed is not None
         own = torch.stack([torch.zeros(6, dtype=window.dtype, device=window.device), *self._micro_batches]).sum(0)
         gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
-        # each rank has its shard, or the whole, which then counts once for each
+        # each rank has its shard, or the whole gradient, which is then counted by every rank
         norms = (_norm_of(g) / (1 if isinstance(g, DTensor) else math.sqrt(ranks.size)) for g in gradients)
         over_ranks = torch.cat((own, _sum_of_squares(norms, window.device, window.dtype).reshape(1)))
         if ranks.size > 1:
             dist.all_reduce(over_ranks, group=ranks.group)
         squares, weight, counted, as_counted, samples, sums, gradient = over_ranks.unbind()
-        squares = squares * (closed.slope / scale) ** 2  # of the gradients of means, if the loss is a function of its mean
+        squares = squares * (closed.slope / scale) ** 2  # for a function of a mean, the gradients are those of the mean
         if getattr(optimizer, "_step_supports_amp_scaling", False):  # it unscales in its step
             gradient = gradient / scale**2
         gradient = torch.where(sums > 0, gradient / weight**2, gradient)
@@ -236,7 +236,7 @@ class GradientNoiseScale(pl.Callback):
         one = torch.ones_like(s)
         new = torch.stack((one, s, g, s * s, g * g, weight, samples, one, one))
         in_window = torch.where(sums > 0, closed.micro_batches, closed.weight)
-        is_whole = (as_counted - in_window).abs() <= 1e-5 * as_counted  # and was not resumed in its middle
+        is_whole = (as_counted - in_window).abs() <= 1e-5 * as_counted  # and was not resumed half-way
         decay = self.smoothing ** torch.tensor([1.0] * 7 + [2.0, 0.0], dtype=new.dtype, device=new.device)
         self._sums = torch.where(is_whole & (counted > 1) & new[:6].isfinite().all(), decay * self._sums + new, self._sums)
         total, s, g, weight, samples = (self._sums[_SUMMED.index(name)] for name in ("1", "S", "G", "weight", "samples"))

@@ -40,7 +40,7 @@ class WindowOptimization(_AutomaticOptimization):
 
     strategy: Engine
     skips_backward: bool = False  # no training: StochasticWeightAveraging passes over the data
-    batch: Any = None  # the last loader batch of the epoch under way
+    batch: Any = None  # the last loader batch of the current epoch
     _others: Sequence[Any] = ()  # the other arguments of ``training_step``
     _is_silent: bool = False  # no hooks around ``training_step`` and its backward
 
@@ -204,11 +204,11 @@ class WindowOptimization(_AutomaticOptimization):
         if self._is_silent:
             loss.backward(grad_output)  # type: ignore[no-untyped-call]
             return
-        if is_users and grad_output is not None:  # it may not pass its keyword arguments on: it gets the product instead
+        if is_users and grad_output is not None:  # it may drop keyword arguments, so it gets the product instead
             loss, grad_output = loss * grad_output, None
         kwargs = {} if grad_output is None else {"gradient": grad_output}
         is_close = strategy.watch.is_close
-        scale = strategy.loss_scale() if is_close and strategy.has_lightnings_precision else None  # which waits for the device
+        scale = strategy.loss_scale() if is_close and strategy.has_lightnings_precision else None  # this waits for the device
         with strategy.watch.gradient_of_loss(loss, grad_output, scale) if is_close else _NOTHING_AROUND:
             call._call_strategy_hook(self.trainer, "backward", loss, strategy.optimizers[0], **kwargs)
 
@@ -273,7 +273,7 @@ def call_window_hooks(trainer: pl.Trainer, window: ClosedWindow) -> None:
     listeners = [owner for owner in owners if callable(getattr(owner, "on_window_end", None))]
     if not listeners:
         return
-    with replacing(module, _current_fx_name="on_train_batch_end"):  # `self.log` works as there
+    with replacing(module, _current_fx_name="on_train_batch_end"):  # `self.log` works as in that hook
         for owner in listeners:
             owner.on_window_end(*((window,) if owner is module else (trainer, module, window)))
 
@@ -309,7 +309,7 @@ def _is_silent(trainer: Any, strategy: Engine) -> bool:
     owners += [(pl.LightningModule, trainer.lightning_module), (pl.strategies.Strategy, strategy)]
     owners += [(pl.plugins.Precision, trainer.precision_plugin)]
     return all(
-        isinstance(owner, kind)  # a callback may be of another class, and have no such hook
+        isinstance(owner, kind)  # a callback may be of another class without this hook
         and _HOOKS_OF[kind](type(owner)) == _SHIPPED[kind]
         and vars(owner).keys().isdisjoint(_AROUND_A_STEP[kind])
         for kind, owner in owners

@@ -30,7 +30,7 @@ class BatchResults(_ResultCollection):
     """Gives the logs of a shadow batch no weight, and stores how the batches of this fit are logged."""
 
     strategy: Any = None  # the Engine of the fit, whose file imports this one
-    batch_log: BatchLog | None = None  # takes what is logged, while a split batch runs
+    batch_log: BatchLog | None = None  # collects logs while a split batch runs
     is_left_out: bool = False  # the current batch is left out of the logs
     replaced: dict[int, tuple[Any, dict[str, Any]]]
     """The module and its metrics, and the replacements of their methods while a split batch runs: the same functions for all
@@ -48,7 +48,7 @@ class BatchResults(_ResultCollection):
             value, batch_size = _neutral(metric, value), 0
         super().update_metrics(key, value, batch_size)
         if self.strategy is not None and self.strategy.world_size > 1 and metric.is_tensor and metric.meta.is_mean_reduction:
-            # Lightning averages it over the ranks, which cuts off the fraction of a whole number
+            # Lightning averages it over the ranks, which would truncate an integer
             metric.cumulated_batch_size = exact(metric.cumulated_batch_size)
 
 
@@ -58,7 +58,7 @@ def _neutral(metric: _ResultMetric, value: Tensor) -> Tensor:
     if metric.meta.is_mean_reduction and isinstance(last, Tensor):
         return last.clone()
     default = torch.as_tensor(metric._defaults["value"])
-    return default.to(value.device, value.dtype if value.is_floating_point() else default.dtype)  # on all ranks one type
+    return default.to(value.device, value.dtype if value.is_floating_point() else default.dtype)  # the same type on all ranks
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def _noting(results: BatchResults, metric: Metric) -> Callable[[], Any]:
 
     def compute_and_note() -> Any:
         value = compute()
-        if results.batch_log is not None and not metric._should_unsync:  # only `forward` says so
+        if results.batch_log is not None and not metric._should_unsync:  # only `forward` sets this
             results.batch_log.note_call(metric, value)
         return value
 

@@ -25,10 +25,10 @@ READ = "Lightning 2.6.0 to 2.6.6"  # the versions that fingerprints are of
 class Seam(NamedTuple):
     """A method of another library."""
 
-    owner: str  # the class or module that has it, by its whole name
+    owner: str  # the full name of its class or module
     name: str
-    why: str  # what its replacement here does otherwise
-    read: str  # fingerprints of those that were read; none of an attribute that only has to be there
+    why: str  # how its replacement differs
+    read: str  # fingerprints of the versions read; empty for an attribute that only has to exist
 
     def __str__(self) -> str:
         return f"{self.owner.rpartition('.')[2]}.{self.name}"

@@ -44,7 +44,7 @@ class AccumulationMixin(Engine):
     """A mixin in front of a strategy of Lightning."""
 
     _hiding: ExitStack
-    _fit: ExitStack | None = None  # undoes what a fit does to the Trainer, its optimizers and callbacks, and to this strategy
+    _fit: ExitStack | None = None  # undoes the changes of a fit to the Trainer, its optimizers and callbacks, and this strategy
     _from_before: frozenset[str] = frozenset()  # the attributes that the strategy had before the fit
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,7 +52,7 @@ class AccumulationMixin(Engine):
         super().__init__(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} for `import {pl.__name__}`>"  # Lightning shows it where it refuses one of the other package
+        return f"<{type(self).__name__} for `import {pl.__name__}`>"  # Lightning shows it in an error about the other package
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -106,8 +106,8 @@ class AccumulationMixin(Engine):
 
     @override
     def setup_environment(self) -> None:
-        # torch's pool of threads does not survive a fork: the first thread that needs it makes a new one, and several at once fail
-        # or abort ("Invalid thread pool!", pytorch/pytorch#178535; read in torch 2.13 and 2.15); here there is only one
+        # torch's thread pool does not survive a fork: the first thread that needs it creates a new one, and several at once fail or
+        # abort ("Invalid thread pool!", pytorch/pytorch#178535; read in torch 2.13 and 2.15); here there is only one
         torch.set_num_threads(torch.get_num_threads())
         super().setup_environment()
         trainer: Any = self.trainer()
@@ -115,7 +115,7 @@ class AccumulationMixin(Engine):
         if self._fit is None:
             return
         self._hiding.close()
-        every = _policies(trainer)[0].policy.validate_every  # several are an error later
+        every = _policies(trainer)[0].policy.validate_every  # several raise an error later
         if every is not None and not trainer.fast_dev_run:
             self._fit.enter_context(validating_every(every, trainer))
 
@@ -246,7 +246,7 @@ class AccumulationMixin(Engine):
         ready, seen = epoch_loop.batch_progress.current.ready, epoch_loop.batch_progress.total.ready
         is_inside_epoch = epoch_loop.restarting and ready < trainer.num_training_batches
         into_window = ready % trainer.accumulate_grad_batches if is_inside_epoch else 0  # as Lightning counts
-        steps = trainer.global_step if self.manual is None else 0  # which counts the steps of all optimizers
+        steps = trainer.global_step if self.manual is None else 0  # global_step counts the steps of all optimizers
         partial = windows.restart(seen, into_window, steps, seen - into_window, trainer.accumulate_grad_batches)
         if partial is not None:
             windows.restore(partial, self)

@@ -1,4 +1,4 @@
-"""Whether Lightning calls what stands in for its own, once and in the order that was read, and divides nothing on the way.
+"""Checks that Lightning calls the replaced methods once and in the expected order, and divides nothing in between.
 
 It also warns of user hooks that see gradients inside a window.
 """
@@ -30,7 +30,7 @@ from lightning_accum.trainer.from_lightning import Closure, callbacks_of, is_lig
 LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
 AROUND_BACKWARD = ("on_before_backward", "on_after_backward")
 CLOSE_WINDOWS = 3  # the first windows, which are watched closely even if all methods match the versions read
-_TOLERANCE = 1e-2  # of a factor: what gradients are rounded to in the narrowest type; a loss that is divided is at least halved
+_TOLERANCE = 1e-2  # tolerance of a factor: rounding in the narrowest type; a division at least halves the loss
 _OF_A_STEP = "LightningModule.optimizer_step, LightningOptimizer.step, Strategy.optimizer_step, Precision.optimizer_step"
 
 
@@ -43,11 +43,11 @@ class Watch:
     def __init__(self, module: pl.LightningModule, progress: Any) -> None:
         self.is_read = not seams.changed()  # all of Lightning's methods are those that were read
         self._close_windows = CLOSE_WINDOWS if self.is_read else math.inf
-        self._progress = progress  # Lightning's, of the loader batches of training
-        self.is_close = True  # what needs hooks on tensors is looked at too: in the first windows, or always if not all were read
-        self.may_skip_steps = False  # the optimizer may leave out a step, as a GradScaler makes it
-        self.moves_first = False  # the optimizer was seen to change parameters before it calls its closure, as one that looks ahead
-        self.called: set[str] = set()  # what of Lightning's has begun the fit so far
+        self._progress = progress  # Lightning's count of training's loader batches
+        self.is_close = True  # whether checks with tensor hooks run: in the first windows, or always if a method differs
+        self.may_skip_steps = False  # the optimizer may skip a step, as with a GradScaler
+        self.moves_first = False  # the optimizer has changed parameters before its closure, like look-ahead optimizers
+        self.called: set[str] = set()  # Lightning's methods that have begun the fit so far
         self._epoch: int | None = None
         self._optimizer: Optimizer | None = None
         self._hooks: list[RemovableHandle] = []
@@ -60,18 +60,18 @@ class Watch:
         self._is_lightnings = partial(is_lightnings, module)
 
     def begin(self) -> None:
-        """Training begins, maybe after a run that failed: tuners try some."""
+        """Begin training, perhaps after a failed run, as in tuners."""
         self.called.add("Strategy.on_train_start")
         self._is_stepping, self._epoch, self._left = False, None, set()
 
     def begin_epoch(self, number: int) -> None:
-        """An epoch is about to run."""
+        """Begin an epoch."""
         for seam in ("Strategy.setup", "_FitLoop.setup_data", "Strategy.on_train_start"):
             if seam not in self.called:
                 raise seams.broken(f"{seam} was not called before the first loader batch.")
         if number == self._epoch:
             raise seams.broken(f"_TrainingEpochLoop.run was called twice for epoch {number}.")
-        self._epoch, self._rates = number, None  # schedulers of epochs step inside of windows that are carried on
+        self._epoch, self._rates = number, None  # epoch schedulers step inside windows with tail="carry"
 
     @contextmanager
     def training_step(self, module: pl.LightningModule) -> Iterator[None]:
@@ -89,13 +89,13 @@ class Watch:
 
     @contextmanager
     def gradient_of_loss(self, loss: Tensor, gradient: Tensor | None, scale: float | None) -> Iterator[None]:
-        """In the backward of a micro-batch its loss gets ``gradient`` once, times the ``scale`` of a GradScaler (None: unknown)."""
+        """Expect the loss to get ``gradient`` once in the backward, times the ``scale`` of a GradScaler (None: unknown)."""
         own, self._own = self._own if self._own is not None else loss, None
         if not self._is_lightnings("backward") or not own.requires_grad or scale is None:
             yield
             return
         expected = scale * (1.0 if gradient is None else float(gradient))
-        arrived: list[Tensor] = []  # copies: a backward may write into the gradient that it gets
+        arrived: list[Tensor] = []  # copies, since a backward may write into its gradient
         handle = own.register_hook(lambda found: arrived.append(found.clone()))  # type: ignore[no-untyped-call]
         try:
             yield
@@ -126,11 +126,11 @@ class Watch:
             )
 
     def note_rates(self, optimizer: Optimizer) -> None:
-        """A loader batch has ended that does not end its window."""
+        """End a loader batch inside a window."""
         self._rates = _rates_of(optimizer)
 
     def find_other_rates(self, optimizer: Optimizer, warn: Callable[[str], None]) -> None:
-        """The next one begins: somebody may have stepped a scheduler in between."""
+        """Begin the next loader batch: other code may have stepped a scheduler before it."""
         before, self._rates = self._rates, None
         if before is not None and before != (now := _rates_of(optimizer)):
             warn(
@@ -140,12 +140,12 @@ class Watch:
             )
 
     def attend(self, optimizer: Optimizer) -> None:
-        """See the steps of an optimizer, the only one, that come after windows."""
+        """Watch the steps of the only optimizer."""
         if optimizer is self._optimizer:
             return
         self.forget_optimizer()
         self._optimizer = optimizer
-        if getattr(type(optimizer).step, "hooked", False):  # some that wrap another optimizer leave out Optimizer.__init__
+        if getattr(type(optimizer).step, "hooked", False):  # some wrappers of optimizers skip Optimizer.__init__
             after, before = optimizer.register_step_post_hook, optimizer.register_step_pre_hook
             self._hooks = [after(self._after_optimizer), before(self._before_optimizer)]
 
@@ -156,7 +156,7 @@ class Watch:
         self._optimizer, self._hooks = None, []
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        """A window has ended, and its step is about to be made."""
+        """Called before the step of a window."""
         self.expect_schedulers()
         self.attend(optimizer)
         self._depth, self._steps, self._is_stepping = 0, 0, True
@@ -164,12 +164,12 @@ class Watch:
         self._before_step, self._rates = self._seen_of(optimizer), None  # a window of tokens ends after its loader batch
 
     def _seen_of(self, optimizer: Optimizer) -> tuple[list[int], list[Tensor]]:
-        """How often each parameter was changed, and in the first windows some of its elements: ``p.data`` counts no change."""
+        """The version of each parameter, and in the first windows some of its elements, since ``p.data`` changes no version."""
         parameters = [*parameters_of(optimizer)]
         return [p._version for p in parameters], [elements_of(p) for p in parameters if self.is_close]
 
     def find_moves(self) -> None:
-        """The optimizer calls its closure: see whether it has changed parameters before that in this step."""
+        """Called by the optimizer's closure: check whether this step has changed parameters before it."""
         assert self._optimizer is not None
         (versions, values), (versions_now, values_now) = self._before_step, self._seen_of(self._optimizer)
         self.moves_first |= versions_now != versions or not all(map(torch.equal, values_now, values))
@@ -179,7 +179,7 @@ class Watch:
         progress = self._progress.current
         is_running = progress.started == progress.ready > progress.processed
         if self._depth > 1 or not (is_running or self._is_stepping):
-            return  # a step that calls super().step() is one; between loader batches the user steps
+            return  # a step that calls super().step() counts once; between loader batches the user may step
         self._steps += 1
         if (self._steps > 1 or not self._is_stepping) and self._is_lightnings("optimizer_step"):
             seen = "for the second time in a window" if self._is_stepping else "no window has ended"
@@ -191,7 +191,7 @@ class Watch:
         self._has_stepped |= not (isinstance(found_inf, Tensor) and bool(found_inf))
 
     def end_step(self, is_empty: bool) -> bool:
-        """The step of a window is over. Returns whether the optimizer has stepped: a GradScaler that found an inf calls none."""
+        """Called after the step of a window. Returns whether the optimizer has stepped: a GradScaler may skip it."""
         self._close_windows -= 1
         self.is_close = self._close_windows > 0
         may_be_skipped = is_empty or self.may_skip_steps or self._has_stepped or bool(self._steps)
@@ -201,17 +201,17 @@ class Watch:
         return self._has_stepped
 
     def schedulers_due(self) -> None:
-        """The clock has ticked."""
+        """Called after the clock has ticked."""
         self._left = {False, True}
 
     def take_turn(self, is_plateau: bool) -> bool:
-        """Whether schedulers of a kind may step now: they do so once after a step, however often Lightning asks."""
+        """Whether schedulers of a kind may step now: once after a step, however often Lightning asks."""
         is_left = is_plateau in self._left
         self._left.discard(is_plateau)
         return is_left
 
     def expect_schedulers(self) -> None:
-        """The next step is about to begin, or training has ended."""
+        """Called before the next step, and at the end of training."""
         if False in self._left:
             raise seams.broken("Schedulers were not stepped: _TrainingEpochLoop.update_lr_schedulers was not called.")
 
@@ -233,10 +233,11 @@ class Watch:
 
 
 class WindowClosure(Closure):
-    """A window that has run: the first call gives its loss, unless the optimizer has moved parameters; others run it again."""
+    """The closure of a window that has run: returns its loss once, if the optimizer has not changed parameters; else runs it
+    again."""
 
     def __init__(self, outcome: Outcome, again: Callable[[], Outcome] | None, watch: Watch) -> None:
-        super(Closure, self).__init__()  # what runs here are not the three functions that Closure would call
+        super(Closure, self).__init__()  # this does not run Closure's three functions
         self._outcome, self._again, self._watch = outcome, again, watch
         self._is_called = False
 
@@ -259,12 +260,12 @@ class WindowClosure(Closure):
     def outcome(self) -> Outcome:
         """The last outcome of its loader batch."""
         if not self._is_called:
-            self.consume_result()  # raises that the closure was not called
+            self.consume_result()  # raises an error if the closure was not called
         return self._outcome
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """All of its groups, trained or not."""
+    """The parameters of all groups, trained or frozen."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
@@ -277,7 +278,7 @@ def _rates_of(optimizer: Optimizer) -> list[float]:
 
 
 def gradient_reads(trainer: pl.Trainer, warn: Callable[[str], None]) -> TorchFunctionMode | None:
-    """Notices a hook around a backward, or the module's own, that looks at gradients of an unfinished window; None if none can."""
+    """Detects hooks around a backward that read gradients of an unfinished window; None if there are no such hooks."""
     hooks: dict[CodeType, str] = {}
     owners = [(owner, name) for owner in (*callbacks_of(trainer), trainer.lightning_module) for name in AROUND_BACKWARD]
     for owner, name in (*owners, (trainer.lightning_module, "backward")):
@@ -290,17 +291,17 @@ def gradient_reads(trainer: pl.Trainer, warn: Callable[[str], None]) -> TorchFun
 
 
 class _GradientReads(TorchFunctionMode):
-    """In here hooks that get or set the gradient of a tensor are noticed: by their code among the callers, and each once."""
+    """Inside, detects hooks that get or set the gradient of a tensor, by their code in the call stack, each once."""
 
     def __init__(self, left: dict[CodeType, str], warn: Callable[[str], None]) -> None:
         super().__init__()
         self._left, self._warn = left, warn
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._left and getattr(func, "__self__", None) is Tensor.grad:  # its getter or its setter
+        if self._left and getattr(func, "__self__", None) is Tensor.grad:  # the getter or the setter of .grad
             frame: Any = sys._getframe(1)
             while frame is not None and frame.f_code not in self._left:
-                # what runs in the middle of a backward is no part of the hook that called it
+                # code inside a nested backward does not belong to the hook that called it
                 frame = None if frame.f_code.co_name == "_engine_run_backward" else frame.f_back
             if frame is not None:
                 self._warn(

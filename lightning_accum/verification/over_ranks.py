@@ -143,7 +143,7 @@ def _run_rank(sent: bytes) -> Step:
 
 # --- processes, of the demo too ---------------------------------------------------------------------------------------
 
-MOST_SECONDS = 300.0  # the ranks of a step may take this long, all together
+MOST_SECONDS = 300.0  # time limit for all ranks of a step
 
 
 class RanksFailedError(MisconfiguredError):

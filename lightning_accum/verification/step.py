@@ -55,12 +55,12 @@ class Step(pl.Callback):
         self._trained: dict[str, nn.Parameter] = {}
         self.before: dict[str, Tensor] = {}  # the trained parameters
         self.after: dict[str, Tensor] = {}
-        self.gradients: list[dict[str, Tensor]] = []  # of each call of the closure, after backward
+        self.gradients: list[dict[str, Tensor]] = []  # gradients of each call of the closure, after backward
         self.buffers: dict[str, Tensor] = {}  # after the step
         self.loss = float("nan")  # of the batch or of the window
         self.losses: list[float] = []  # of all backwards
         self.dtype = torch.float64  # the narrowest type in the graph of the loss
-        self.parts = 1  # the micro-batches that the last loader batch was split into
+        self.parts = 1  # the number of micro-batches in the last loader batch
         self.weight: str | None = None  # of each micro-batch, in words
         self.warnings: list[str] = []
         self.noise: set[str] = set()  # the random operations that gave every row the same numbers
@@ -77,9 +77,8 @@ class Step(pl.Callback):
         found = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         if found != self._ranks:
             raise MisconfiguredError(
-                f"verify(devices={self._ranks}) gives each device its own batches, but"
-                f" {type(trainer.strategy).__name__} has {found} data-parallel ranks. Pass an object of the"
-                f" strategy whose data_parallel_size is {self._ranks}."
+                f"verify(devices={self._ranks}) gives each device its own batches, but {type(trainer.strategy).__name__} has "
+                f"{found} data-parallel ranks. Pass an object of the strategy whose data_parallel_size is {self._ranks}."
             )
         self.dropout, self.batch_norm = switch_off_dropout(pl_module), batch_norm_layers(pl_module)
         seed_everything(self._seed)
@@ -268,9 +267,8 @@ class StepRunner:
             vars(step).pop(name, None)
         if not step.gradients:
             raise MisconfiguredError(
-                f"{type(inner).__name__} took no optimizer step on {len(batches)}"
-                f" batch{'es' * (len(batches) > 1)}: training_step returned no loss, the loss had no weight, or its"
-                " gradient was not finite."
+                f"{type(inner).__name__} took no optimizer step on {len(batches)} batch{'es' * (len(batches) > 1)}: training_step "
+                "returned no loss, the loss had no weight, or its gradient was not finite."
             )
 
 

@@ -90,7 +90,7 @@ class Known(NamedTuple):
         )
 
     def joined(self, other: Known, begun: Mapping[int, Mode]) -> Known:
-        """Both together, if ``other`` was found to add up.
+        """The union with ``other``, which was found to add up.
 
         Args:
             other: the knowledge from some rows.

@@ -243,7 +243,7 @@ def _column(node: Node, index: int, arrived: Arrived, element: int) -> Arrived:
 
 
 def _summands(node: Node, kind: str, inputs: Sequence[_Input], sizes: Sequence[int], own: int, arrived: Arrived) -> _Below:
-    """The operands of an addition, of these sizes, that has ``own`` numbers."""
+    """The arrivals at the operands of an addition with ``own`` elements; ``sizes`` are the operands' numbers of elements."""
     result = []
     is_own = arrived.is_vector or ((own == 1 or kind in STACKS) and len(inputs) > 1 and arrived.total is None)
     for (place, child, at), numel in zip(inputs, sizes, strict=True):

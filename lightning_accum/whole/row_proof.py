@@ -108,8 +108,8 @@ class _Proof:
 
     row_wise: RowWise
     take: Callable[[Any], Any]  # returns a batch of some rows
-    number: int  # of rows, on the rank that has the fewest
-    kinds: dict[int, set[Hashable]] = field(default_factory=lambda: defaultdict(set))  # of calls, by the number of rows
+    number: int  # the number of rows, on the rank with the fewest
+    kinds: dict[int, set[Hashable]] = field(default_factory=lambda: defaultdict(set))  # the kinds of calls, by number of rows
 
     def run(self, trial: Trial) -> set[Hashable]:
         """Compare with perturbed and original parameters, and raise if a gradient differs. Returns the kinds of calls."""
