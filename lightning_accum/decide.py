@@ -123,7 +123,7 @@ class Deciding:
             (key, fit), *others = chosen.items()
             is_one_mean = not others and fit.mode != SUM and not checked.on_any(looks[0].whole.function is not None)
             if is_one_mean and not checked.sync.is_waited_for_in_forward and (adopted_fit := self._adopted(looks, key, eps)):
-                hidden = self._units(looks, key, fit._replace(modes=adopted_fit.modes))  # other rows may show fewer counts
+                hidden = self._units(looks, key, fit._replace(modes=adopted_fit.modes))  # fewer counts may fit other rows
                 known = known._replace(hidden={mode: unit for mode, unit in hidden.items() if callable(mode)})
             known = known._replace(words={key: term.words for key, term in terms.items()}, units=units)
             odd = [

@@ -90,7 +90,7 @@ class Mix(NamedTuple):
 
     @property
     def shape(self) -> str:
-        """Ranks x window x batch, and what keeps the ranks at one model: ``"2 x 4 x 4 DDP"``, ``"1 x 1 x 32/4"``."""
+        """Ranks x window x batch, and the type of data parallelism: ``"2 x 4 x 4 DDP"``, ``"1 x 1 x 32/4"``."""
         split = "" if self.micro_batch is None else f"/{self.micro_batch}"
         parallelism = " FSDP2" if self.is_sharded else " DDP" if self.ranks > 1 else ""
         return f"{self.ranks} x {self.window} x {self.batch}{split}{parallelism}"

@@ -152,8 +152,8 @@ class Totals(NamedTuple):
         """
         if self.weight == math.inf:
             raise ArgumentError(
-                "A loss is infinite, and its weight is 0 or infinite: a micro-batch divides a nonzero sum by a count of 0. "
-                "Without this micro-batch the window has no full batch. Mask the sum as the count is masked, (loss * "
+                "A loss is infinite, and its weight is 0 or infinite: a micro-batch divides a nonzero sum by a count of 0. The "
+                "window cannot equal its full batch without this micro-batch. Mask the sum as the count is masked, (loss * "
                 "mask).sum() / mask.sum(); or divide by a count that is never 0."
             )
         if self.negative or not math.isfinite(self.weight):

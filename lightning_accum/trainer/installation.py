@@ -64,7 +64,7 @@ class NotingPrecision(pl.plugins.Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         strategy, accumulation = self.clips_as, self.clips_as.accumulation
-        if accumulation is None:  # manual optimization clips itself
+        if accumulation is None:  # manual optimization does its own clipping
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
             norm, closed = strategy.clip_by_norm(self.main_params(optimizer), clip_val), accumulation.closed

@@ -102,7 +102,7 @@ class GradientNoiseScale(pl.Callback):
         self._norms: dict[int, Tensor] | None = None
         """Collects the gradient norms of a backward, by parameter number; None if none are needed."""
         self._current: tuple[Tensor | float | None, float] = (None, math.nan)  # of a micro-batch: weight (None for a sum), samples
-        self._micro_batches: list[Tensor] = []  # of the window so far, see end_backward
+        self._micro_batches: list[Tensor] = []  # the micro-batches of the window so far, see end_backward
         self._sums = torch.zeros(len(_SUMMED))
 
     @property
@@ -158,7 +158,7 @@ class GradientNoiseScale(pl.Callback):
         """Watch the next backward, of a micro-batch with a weight (None for a loss that is a sum). Called by the strategy."""
         assert self._accumulation is not None
         window = self._accumulation.window
-        del self._micro_batches[len(window.entries) - 1 :]  # of a batch that runs again, or of a window that was dropped
+        del self._micro_batches[len(window.entries) - 1 :]  # drop norms of a batch that runs again, or of a dropped window
         if not self._micro_batches:
             for optimizer in self._optimizers:
                 self._watch(parameters_of(optimizer))  # some may have been frozen before

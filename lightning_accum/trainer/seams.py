@@ -181,76 +181,76 @@ LIGHTNING = tuple(
 trainer.trainer.Trainer
     estimated_stepping_batches | is the number of windows | 781d79c6
 strategies.strategy.Strategy
-    connect | the fit begins: the loops are specialised | 1e0e2ace
-    launcher | all ranks raise what the first failed with | af63ddd0
-    setup_environment | the ranks are known | 6756a146
-    setup | accumulation begins | 52a40677
-    on_train_start | goes on inside the window of a checkpoint | 2f4bff3a
-    teardown | the fit ends | 99b4981d
-    __getstate__ | a copy is in no fit | cb0f97d9
-    batch_to_device | sees batches on the host, where their lengths are read | f914efb7
-    training_step | gathers shards where a step is tried out | 022c774d
+    connect | begins the fit: specialises the loops | 1e0e2ace
+    launcher | has all ranks raise the first rank's error | af63ddd0
+    setup_environment | creates the ranks | 6756a146
+    setup | begins accumulation | 52a40677
+    on_train_start | resumes inside the window of a checkpoint | 2f4bff3a
+    teardown | ends the fit | 99b4981d
+    __getstate__ | leaves the fit out of copies | cb0f97d9
+    batch_to_device | reads lengths of batches on the host | f914efb7
+    training_step | gathers shards for a trial of a step | 022c774d
     backward | runs the backward of a micro-batch once, with gradient= | 910f9f26
-    optimizer_step | steps of a module that optimizes by itself wait | f2e3a488
+    optimizer_step | defers the steps of manual optimization | f2e3a488
 strategies.ddp.DDPStrategy
     pre_backward | prepares DistributedDataParallel's reduction | b2401dc8
-    post_backward | reduces what manual optimization delayed | 46a7c777
+    post_backward | reduces gradients that manual optimization deferred | 46a7c777
 strategies.model_parallel.ModelParallelStrategy
-    setup_environment | makes the mesh of mesh= | da2b608a
-    distributed_sampler_kwargs | ranks that have parts of the same rows get the same | d29a04ee
+    setup_environment | creates the mesh of mesh= | da2b608a
+    distributed_sampler_kwargs | gives ranks with parts of the same rows the same batches | d29a04ee
 strategies.launchers.multiprocessing._MultiProcessingLauncher
     launch | starts the processes of the ranks | 58936217
 strategies.launchers.subprocess_script._SubprocessScriptLauncher
     launch | starts the processes of the ranks | 6a74faa8
 loops.fit_loop._FitLoop
-    setup_data | ranks of different lengths end together | f0180ab3 f09c9a94
-    reset | a checkpoint of an epoch's end begins the next | 75843e08
-    on_save_checkpoint | loaders are where training is, not where it has drawn ahead to | 3266f8a1
-    on_run_end | the last window ends with the training | b5d1b621
+    setup_data | ends ranks of different lengths together | f0180ab3 f09c9a94
+    reset | begins the next epoch after a checkpoint of an epoch's end | 75843e08
+    on_save_checkpoint | saves the loaders' position in training, without batches drawn ahead | 3266f8a1
+    on_run_end | ends the last window with the training | b5d1b621
 loops.training_epoch_loop._TrainingEpochLoop
-    done | a window that was counted before it ran is not left inside | 20215631
-    run | an unfinished window ends with its epoch | ad885a6e
-    on_run_start | a checkpoint of an epoch's end begins the next | 085e5587
+    done | does not stop inside a window that is counted first | 20215631
+    run | ends an unfinished window with its epoch | ad885a6e
+    on_run_start | begins the next epoch after a checkpoint of an epoch's end | 085e5587
     advance | trains on a loader batch | 9b9b8410
     on_advance_end | validates, steps plateau schedulers, stops at SIGTERM | e66f9489
-    _broadcast_sigterm_tensor | ranks learn of SIGTERM with the weights | f63f4808
-    _build_kwargs | the signature of training_step is inspected once | 909b6965
-    _should_accumulate | a window ends where the boundary says | 75952ac1
-    on_save_checkpoint on_load_checkpoint | validation goes on counting them | 18155a51 af6d3a59
-    _should_check_val_epoch | a window that was counted before it ran is not stopped to validate | 91a9a650
-    update_lr_schedulers | called twice a loader batch, the last time when it is over | 3d41394b
-    _update_learning_rates | schedulers step when their clock says | 27370be6
-    _should_check_val_fx | validates every so many optimizer steps | 0ae30d22
-    _num_ready_batches_reached | says which loader batch is the last |
+    _broadcast_sigterm_tensor | sends SIGTERM to all ranks with the weights | f63f4808
+    _build_kwargs | inspects the signature of training_step once | 909b6965
+    _should_accumulate | ends a window at its boundary | 75952ac1
+    on_save_checkpoint on_load_checkpoint | keeps the counters of validation | 18155a51 af6d3a59
+    _should_check_val_epoch | does not validate inside a window that is counted first | 91a9a650
+    update_lr_schedulers | is called twice a loader batch, the second time at its end | 3d41394b
+    _update_learning_rates | steps schedulers by their clock | 27370be6
+    _should_check_val_fx | validates by optimizer steps | 0ae30d22
+    _num_ready_batches_reached | finds the last loader batch |
 loops.optimization.automatic._AutomaticOptimization
     run | runs a loader batch, and steps at a boundary | 4097f294
     _on_before_zero_grad _optimizer_zero_grad | clear gradients, with their hooks |
 loops.optimization.closure.AbstractClosure
     __call__ | gives the loss of a window that has run | c8773f8b
 loops.optimization.manual._ManualOptimization
-    run | a loader batch begins and ends, and a window with it | bde82f8c
-    _on_before_step _on_after_step | counts the steps that do not wait | 158c1bd3 44da92f0
+    run | begins and ends loader batches and windows | bde82f8c
+    _on_before_step _on_after_step | counts the steps that are not deferred | 158c1bd3 44da92f0
 loops.fetchers._PrefetchDataFetcher
-    __iter__ __next__ | ranks of different lengths end together; windows are drawn ahead | 46027b64 7dee5f74
+    __iter__ __next__ | ends ranks of different lengths together; draws windows ahead | 46027b64 7dee5f74
 trainer.connectors.data_connector._DataConnector
     _prepare_dataloader | deals SameOrderSampler and BalancedBatchSampler to the ranks | 7ca31a88
-    _resolve_sampler | Lightning's own sampler repeats no samples | 53f73aba
+    _resolve_sampler | has Lightning's own sampler repeat no samples | 53f73aba
 trainer.connectors.logger_connector.logger_connector._LoggerConnector
     progress_bar_metrics | shows the loss of the last window | f49f5874
-    on_batch_end | takes in what was logged in a loader batch | 328cf288
-    log_metrics | a window's metrics are in the row of its step | e81ba200
+    on_batch_end | collects the logs of a loader batch | 328cf288
+    log_metrics | logs a window's metrics in the row of its step | e81ba200
 trainer.connectors.logger_connector.result._ResultCollection
-    update_metrics | what a shadow batch logs has no weight | 0120c270
+    update_metrics | gives the logs of a shadow batch no weight | 0120c270
 trainer.connectors.signal_connector._SignalConnector
-    _sigterm_notifier_fn | SIGTERM waits until all ranks know | b1525db4
+    _sigterm_notifier_fn | defers SIGTERM until all ranks know | b1525db4
 trainer.call
-    _call_lightning_module_hook _call_strategy_hook | call hooks, with what Lightning does around them |
+    _call_lightning_module_hook _call_strategy_hook | call hooks with Lightning's set-up |
 core.module.LightningModule
-    _on_before_batch_transfer | a batch that is drawn ahead is transferred as others are |
+    _on_before_batch_transfer | transfers a batch that is drawn ahead |
 utilities.combined_loader.CombinedLoader
-    _state_dicts | where loaders are, for a checkpoint |
+    _state_dicts | the position of loaders, for a checkpoint |
 plugins.precision.precision.Precision
-    clip_grad_by_norm | its norm is shown | 67e0f6be
+    clip_grad_by_norm | records the norm | 67e0f6be
 """,
     )
 )
@@ -260,11 +260,11 @@ FSDP2 = tuple(
         "torch.distributed.fsdp._fully_shard.",
         """
 _fully_shard.FSDPModule
-    _get_fsdp_state | leads to the state of each unit |
+    _get_fsdp_state | returns the state of each unit |
 _fsdp_state.FSDPState
-    _register_root_post_backward_final_callback | reduces what was accumulated, at the end of a backward |
+    _register_root_post_backward_final_callback | reduces accumulated gradients at the end of a backward |
 _fsdp_param_group.FSDPParamGroup
-    post_backward | all parameters of a group are reduced, where any has a gradient |
+    post_backward | reduces all parameters of a group, if any has a gradient |
 """,
     )
 )
