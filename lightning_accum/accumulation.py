@@ -191,8 +191,9 @@ class Accumulation(Windows):
             self.closed = ClosedWindow.alone(value, 1.0 if contribution.weight is None else contribution.weight)
             return Weighed(self.closed.weight, is_weightless=False)
         if not self.checks_left:
-            doubt = self.later.note(micro_batch.batch, contribution, self.is_checked and is_new_graph)
-            if self.is_checked and self.splitting is None and self.later.note_lengths(micro_batch.batch):
+            is_checked = self.is_checked
+            doubt = self.later.note(micro_batch.batch, contribution, is_checked and is_new_graph)
+            if is_checked and self.splitting is None and self.later.note_lengths(micro_batch.batch):
                 doubt = 1.0
             self.window.note_doubt(doubt)
         if self.window.counted is not None and contribution.of_terms is None and self._unread is None:

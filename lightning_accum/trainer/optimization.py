@@ -94,21 +94,23 @@ class WindowOptimization(_AutomaticOptimization):
 
     def _begin(self, kwargs: Mapping[str, Any], accumulation: Accumulation) -> bool:
         """Begin a loader batch; ``kwargs`` are empty if this rank has none. Returns whether it ends its window."""
-        strategy, splitting = self.strategy, accumulation.splitting
+        strategy, splitting, epoch_loop = self.strategy, accumulation.splitting, self.epoch_loop
         self.skips_backward = self._skip_backward
         if self.skips_backward:
             accumulation.window.discard()
         if kwargs:
             self.batch, *self._others = kwargs.values()
             self._is_silent = _is_silent(self.trainer, strategy)
-        ends_window: bool = self.epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
+        ends_window: bool = epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
+        seen: int = epoch_loop.begun
         if strategy.watch.is_close:
             strategy.watch.find_other_rates(strategy.optimizers[0], accumulation.warn_once)
         if splitting is not None:
             splitting.plan = None
             if kwargs:
                 self.plan_ahead(self.batch)
-        if not self.skips_backward and (kwargs or strategy.world_size > 1):
+        is_looked_at = strategy.row_wise is not None or accumulation.checks_left or seen == accumulation.boundary.closed_at + 1
+        if is_looked_at and not self.skips_backward and (kwargs or strategy.world_size > 1):
             try_out(self.trainer, strategy, kwargs)
         return ends_window
 
