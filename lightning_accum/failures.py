@@ -93,7 +93,7 @@ def _first(own: tuple[int, str] | None = None, patience: float = 0.0) -> tuple[i
     key, found = f"lightning_accum/first_failure/{_run}", list[tuple[int, str]]()
 
     def ask() -> None:
-        """Ask the store, in a thread of its own."""
+        """Ask the store, in a separate thread."""
         with suppress(Exception):
             store = _store()
             if own is None:

@@ -90,11 +90,11 @@ class ParameterChanges:
         """
         if changed := self.gradients.changed():
             raise UsageError(
-                f"Between two micro-batches of a window the gradient of '{changed[0]}' was cleared or changed, by training_step or"
-                " by a callback: the window would not take the step of its full batch, and no step was made. Leave zero_grad to"
-                " Lightning, clip once a window, in on_before_optimizer_step, and if a step needs gradients of its own, as"
-                " adversarial examples do, take torch.autograd.grad(...) instead of backward(), or have the batch run whole:"
-                ' micro_batch="offload", and a window of 1. check=False leaves this out.'
+                f"Between two micro-batches of a window the gradient of '{changed[0]}' was cleared or changed, by training_step or "
+                "by a callback: the window would not take the step of its full batch, and no step was made. Leave zero_grad to "
+                "Lightning, and clip once a window, in on_before_optimizer_step. If a step needs its own gradients, as for "
+                "adversarial examples, use torch.autograd.grad(...) instead of backward(), or run the batch whole: "
+                'micro_batch="offload", and a window of 1. check=False turns this check off.'
             )
 
     def end(self, micro_batches: int) -> None:

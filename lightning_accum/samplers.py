@@ -174,7 +174,7 @@ class BalancedBatchSampler(SameOrderSampler):
 
     @property
     def sampler(self) -> BalancedBatchSampler:
-        """Where Lightning looks for ``set_epoch``."""
+        """The object whose ``set_epoch`` Lightning calls."""
         return self
 
     @override

@@ -61,7 +61,7 @@ class Session:
     # --- one loader batch -----------------------------------------------------------------------------------------
 
     def run(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
-        """Run a loader batch, as the training loop hands it over.
+        """Run a loader batch of the training loop.
 
         Args:
             step: runs its micro-batches.

@@ -65,7 +65,7 @@ def assert_window_equals_batch(
     """Assert that each window takes the step of its full batch, with SGD and with AdamW, in float64.
 
     The module trains twice from the same parameters: in windows, and with plain Lightning in one process on one batch a window.
-    Parameters, logged losses and the number of optimizer steps have to agree. Switch dropout off; let noise be part of the rows.
+    Parameters, logged losses and the number of optimizer steps must agree. Switch dropout off; let noise be part of the rows.
 
     Args:
         module: a LightningModule (it is copied), or a function that returns one with the same parameters at each call.
@@ -245,7 +245,7 @@ def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float
 
 
 class _BatchesByRank(pl.LightningDataModule):
-    """Each data-parallel rank has loader batches of its own: rows, or None."""
+    """Gives each data-parallel rank its own loader batches: rows, or None."""
 
     def __init__(self, by_rank: Sequence[Sequence[Rows | None]], collate: Callable[[Any], Any]) -> None:
         super().__init__()

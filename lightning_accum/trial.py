@@ -159,7 +159,7 @@ class Trial:
         self.mode.restore(rows, total)
 
     def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
-        """Have the next step begin as the first did; for ``rows`` see :meth:`NoiseOfRows.restart`."""
+        """Restore the state of the first step for the next one; for ``rows`` see :meth:`NoiseOfRows.restart`."""
         assert self._snapshot is not None
         self._snapshot.restore()
         self.mode.restore(rows, total)

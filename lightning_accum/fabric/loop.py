@@ -64,8 +64,8 @@ class Loop(Passes):
                     yield micro_batch.batch
                     if not self._is_backward_done:
                         raise UsageError(
-                            "The loop went on without accumulator.backward(loss). Call it once in every micro-batch, in place of"
-                            " loss.backward(): accumulator.backward(None) if there is no loss; and accumulator.step() after it."
+                            "The loop went on without accumulator.backward(loss). Call it once in every micro-batch, instead of "
+                            "loss.backward(), and accumulator.step() after it. Without a loss, call accumulator.backward(None)."
                         )
                     self._refuse_unfinished()
                     self._micro_batch = None
@@ -157,7 +157,7 @@ class Loop(Passes):
         micro_batch = self._inside("step")
         if not self._is_backward_done:
             self._refuse_unfinished()
-            raise UsageError("step is called before accumulator.backward(loss), or backward(None) if there is no loss")
+            raise UsageError("step is called before accumulator.backward(loss); without a loss call accumulator.backward(None)")
         if self._is_step_done:
             raise UsageError("step is called twice in a micro-batch")
         self._is_step_done = True

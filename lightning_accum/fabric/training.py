@@ -93,7 +93,7 @@ class Training(Trained):
             if any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules()):
                 return "A sharded model needs Fabric and fully_shard (FSDP2): pass Fabric(strategy=ModelParallelStrategy(...))"
             if ddp is not None and ddp.process_group.size() != dist.get_world_size():
-                return "DistributedDataParallel has a process group of its own, which has to contain all ranks"
+                return "the process group of DistributedDataParallel must contain all ranks"
             return None
         if not _is_wrapper(model, "module"):
             return "The model was not set up: call model, optimizer = fabric.setup(model, optimizer) first"

@@ -87,7 +87,7 @@ class FewRows:
         return lists | {path: tensor.cpu() for path, tensor in self._own.tensors.items() if tensor.dim() == 1}
 
     def take(self, rows: Sequence[int]) -> Any:
-        """Some of them, as a new batch."""
+        """Some of the rows, as a new batch."""
         size = self._layout.size
         order = self._order if self._layout is self._own else range(size)
         return self._layout.take([order[row % size] for row in rows])

@@ -342,7 +342,7 @@ def may_be_samples(batch: Any) -> bool:
 
 
 def _may_be_of_several_loaders(root: Part) -> bool:
-    """All tensors have one size, and no entry has the label of a sample, as ``(image, 3)`` has."""
+    """Whether all tensors have one size, and no entry looks like a sample with a label, ``(image, 3)``."""
     sizes = {part.size for part in root.walk() if part.is_tensor}
     values = (v for e in root.value for v in (e.values() if isinstance(e, dict) else e if isinstance(e, tuple) else ()))
     return len(sizes) == 1 and not any(isinstance(value, (int, float)) for value in values)

@@ -109,7 +109,7 @@ def _prove(own: Lengths, lengths: Sequence[Lengths], layout: Layout, proof: Proo
 def difference_by_padding(
     padded: Any, *trimmed: Any, trained: Trained, training_step: Callable[[Any], Any], weight: Any
 ) -> str | None:
-    """Compare the weight and the gradient of the same rows with and without padding, as the check compares rows and their parts.
+    """Compare the weight and the gradient of the same rows with and without padding, like the check of rows and their parts.
 
     It is a :data:`Proof`. All changes are undone. It never waits for other ranks, which may have nothing to check.
     """

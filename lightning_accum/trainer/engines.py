@@ -62,7 +62,7 @@ class AccumulationStrategy(AccumulationMixin, pl.strategies.SingleDeviceStrategy
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The one device, as the Trainer's connector asks for it; None until it is known."""
+        """The single device, for the Trainer's connector; None until it is known."""
         return [self.root_device] if self._has_device else None
 
     @parallel_devices.setter
@@ -91,8 +91,7 @@ class AccumulationStrategy(AccumulationMixin, pl.strategies.SingleDeviceStrategy
 class DDPAccumulationStrategy(AccumulationMixin, pl.strategies.DDPStrategy):
     """Exact gradient accumulation over DistributedDataParallel, ``Trainer(strategy="accum_ddp")``.
 
-    Also registered with the suffixes of Lightning's own: ``_spawn``, ``_fork``, ``_notebook`` and
-    ``_find_unused_parameters_true``.
+    Also registered with Lightning's suffixes: ``_spawn``, ``_fork``, ``_notebook`` and ``_find_unused_parameters_true``.
 
     Args:
         args: see :class:`lightning.pytorch.strategies.DDPStrategy`; so are the keyword arguments.
@@ -150,7 +149,7 @@ class DDPAccumulationStrategy(AccumulationMixin, pl.strategies.DDPStrategy):
 
 
 class ShardedMixin(AccumulationMixin):
-    """In front of Lightning's strategies for FSDP1 and FSDP2."""
+    """A mixin in front of Lightning's strategies for FSDP1 and FSDP2."""
 
     reduces_every_backward_by_itself = True
 

@@ -1,7 +1,7 @@
 """Hands the decisions of Lightning's training loop about accumulation to the strategy, for one fit.
 
-The loops of a Trainer keep their identity and their progress, since checkpoints, tuners and callbacks hold on to them: each
-gets a subclass of its own class instead of a successor, for as long as a fit takes.
+Checkpoints, tuners and callbacks refer to the loops of a Trainer, so loops are not replaced: each gets a subclass of its class
+during a fit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIGTERMException = pl.utilities.exceptions.SIGTERMException
 
 @contextmanager
 def installed(trainer: pl.Trainer) -> Iterator[None]:
-    """In here the strategy of a Trainer decides; after it all objects are of their own types. It may end with a late SIGTERM."""
+    """Inside, the strategy of a Trainer decides; afterwards all objects have their own types. It may end with a late SIGTERM."""
     strategy = cast("Engine", trainer.strategy)
     fit_loop, epoch_loop, signals = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector
     plugin, kinds = trainer.precision_plugin, (pl.plugins.Precision, pl.plugins.FSDPPrecision)

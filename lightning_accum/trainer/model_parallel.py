@@ -47,7 +47,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"``. Once a window sends less, but
             holds whole gradients on every rank until the window ends; the other holds shards. ``"shard"`` is for ``fully_shard``
             over a mesh of two dimensions, replicas of shards: it reduces within the shards at every micro-batch and over the
-            replicas once a window. It holds shards, and between replicas it sends what ``"window"`` does. The result is the same.
+            replicas once a window. It holds shards, and sends as much between replicas as ``"window"``. The result is the same.
         kwargs: see above.
 
     Raises:

@@ -88,7 +88,7 @@ class WindowOptimization(_AutomaticOptimization):
         return outcome
 
     def _run_again(self, run: Callable[[], Outcome]) -> Outcome:
-        """The optimizer calls its closure again, in a hook of its own and maybe without gradients."""
+        """Called if the optimizer calls its closure again, in its own hook and perhaps without gradients."""
         with torch.enable_grad(), replacing(self.trainer.lightning_module, _current_fx_name="training_step"):
             return run()
 

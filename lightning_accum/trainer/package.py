@@ -58,7 +58,7 @@ _REGISTRIES = {f"{package}.strategies": package for package in PACKAGES}
 
 
 class _Finder(MetaPathFinder):
-    """Adds the strategies to a package of Lightning's when that is loaded."""
+    """Adds the strategies to a package of Lightning when it is loaded."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in _REGISTRIES:
@@ -85,7 +85,7 @@ def register() -> None:
 
 
 def _register(strategies: ModuleType) -> None:
-    """Add the strategies to Lightning's, under the names of its own with ``accum`` in front."""
+    """Register the strategies with Lightning, by Lightning's names with ``accum`` in front."""
     registry, package = strategies.StrategyRegistry, _REGISTRIES[strategies.__name__]
     entries: list[tuple[str, str, dict[str, Any]]] = [("accum", "AccumulationStrategy", {})]
     entries += [("accum_model_parallel", "ModelParallelAccumulationStrategy", {})]

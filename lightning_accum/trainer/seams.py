@@ -87,9 +87,9 @@ def _lightning() -> str:
 
 @contextmanager
 def specialised(instance: Any, mixin: type, *, is_users_first: bool = False, **state: Any) -> Iterator[None]:
-    """Give an object a subclass of its own class, with a ``mixin``, and take it back with all that the mixin annotates.
+    """Inside, an object's class is a subclass with a ``mixin``; afterwards class and annotated attributes are restored.
 
-    With ``is_users_first`` a class of the user's overrides what the mixin does.
+    With ``is_users_first`` the user's class overrides the mixin.
     """
     original = instance.__class__
     instance.__class__ = _subclass(mixin, original, is_users_first)

@@ -41,7 +41,7 @@ class Watch:
     """
 
     def __init__(self, module: pl.LightningModule, progress: Any) -> None:
-        self.is_read = not seams.changed()  # all of Lightning's methods are those that were read
+        self.is_read = not seams.changed()  # all of Lightning's methods match the versions read
         self._close_windows = CLOSE_WINDOWS if self.is_read else math.inf
         self._progress = progress  # Lightning's count of training's loader batches
         self.is_close = True  # whether checks with tensor hooks run: in the first windows, or always if a method differs
@@ -248,8 +248,8 @@ class WindowClosure(Closure):
         if self._is_called or self._watch.moves_first:
             if self._again is None:
                 raise UsageError(
-                    "The optimizer calls its closure more than once in a step, as LBFGS does, or after it has changed parameters. "
-                    "A window of several loader batches cannot run again: their data is gone. Use a window of 1, or another "
+                    "The optimizer calls its closure more than once in a step (LBFGS), or after it has changed parameters. A "
+                    "window of several loader batches cannot run again: their data is gone. Use a window of 1, or another "
                     "optimizer."
                 )
             self._outcome = self._again()

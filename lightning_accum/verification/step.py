@@ -47,7 +47,7 @@ class Step(pl.Callback):
     """The record of one optimizer step. Tensors are copies in host memory, by name; complex ones are viewed as real.
 
     With ``given`` gradients of another step, the step uses these, before clipping and its hooks, which compares everything after
-    the backward. The number of data-parallel ``ranks`` has to be the same.
+    the backward. The number of data-parallel ``ranks`` must be the same.
     """
 
     def __init__(self, seed: int = 0, given: Sequence[Tensors] = (), ranks: int = 1) -> None:

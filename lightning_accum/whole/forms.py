@@ -100,7 +100,7 @@ def is_near(found: Tensor, expected: Tensor) -> Tensor:
 
 
 class Form(NamedTuple):
-    """Where the rows are in calls of one kind."""
+    """The positions of rows in calls of one kind."""
 
     inputs: tuple[bool, ...]  # which of the input leaves have one entry a row
     dims: tuple[int | None, ...]  # the row dimension of each output leaf; None if all rows share the numbers
