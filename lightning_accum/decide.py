@@ -64,7 +64,7 @@ class Deciding:
 
     @property
     def known(self) -> Known:
-        """The knowledge from earlier rows."""
+        """The modes found in earlier rows."""
         return self.checked.accumulation.weigher.known
 
     @property

@@ -195,8 +195,8 @@ class Windows:
             return None
         if not self.is_between_loader_batches:
             self._warn(
-                "This checkpoint is taken inside a loader batch, part of which is already in the gradients of the window. It does "
-                "not hold them: a training that resumes from it takes its first step on the rest of the window."
+                "This checkpoint is taken inside a loader batch, part of which is already in the gradients of the window. The "
+                "checkpoint lacks these gradients: after a resume the first step uses the rest of the window."
             )
             return None
         training.sync.reduce_for_checkpoint()

@@ -319,9 +319,8 @@ class ManualWindows(Windows):
             return False
         if self.current.is_running and not self.closed and not self._micro_batches():
             self.warn_once(
-                f"training_step steps {name}, and no micro-batch of the window has called self.manual_backward: the gradients, from"
-                " loss.backward() or the module's own code, are those of the last micro-batch of this rank alone. Call"
-                " self.manual_backward(loss)."
+                f"training_step steps {name}, but no micro-batch of the window has called self.manual_backward. Other backwards, "
+                "such as loss.backward(), only count for the last micro-batch of this rank. Call self.manual_backward(loss)."
             )
         is_empty = bool(self.closed) and all(closed.is_empty for closed in self.closed)
         if is_empty:
