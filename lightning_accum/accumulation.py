@@ -244,12 +244,16 @@ class Accumulation(Windows):
 
     def add_without_loss(self, micro_batch: MicroBatch) -> None:
         """Add a micro-batch for which training_step returned None."""
-        self._has_run_without_loss |= micro_batch.batch is not None and not micro_batch.is_shadow_batch
+        has_batch = micro_batch.batch is not None and not micro_batch.is_shadow_batch
+        self._has_run_without_loss |= has_batch
         self.closed = None
         if self.is_passthrough():
             self.closed = ClosedWindow.empty()
-        else:
-            self._add_empty(micro_batch)
+            return
+        is_checked = not self.checks_left and self.verdict is not None and self.verdict.deviation is not None
+        if has_batch and is_checked and self.later.note_missing_loss(micro_batch.batch):
+            self.window.note_doubt(1.0)
+        self._add_empty(micro_batch)
 
     def _add_empty(self, micro_batch: MicroBatch) -> None:
         if self.window.counted is not None:

@@ -16,6 +16,7 @@ from lightning_accum.prove import (
     aliases,
     fit_of,
     goes_by_rows,
+    has_factors,
     keys_of,
     looped,
     measured_of,
@@ -27,7 +28,7 @@ from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.counts import counts_of, name_of
-from lightning_accum.weighing.known import Known
+from lightning_accum.weighing.known import VARIES, Known
 from lightning_accum.weighing.terms import ONCE, SUM, Mode, Term
 from lightning_accum.weighing.weight import words_of
 
@@ -133,6 +134,7 @@ class Deciding:
                 for name, is_so in term.oddities(next(iter(known.units_of(term)))).items()
                 if is_so
             ]
+            odd += [(key, VARIES) for key, mode in known.modes.items() if mode == SUM and checked.on_any(has_factors(looks, key))]
             of_samples = frozenset(key for key, mode in known.modes.items() if goes_by_rows(looks, key, mode))
             known, refused = self._combined(looks, known._replace(seen=frozenset(odd), of_samples=of_samples), terms)
             if refused is not None:

@@ -13,7 +13,7 @@ from lightning_accum.looks import Checked, Rows, agree_on_rows, split_rows
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
-from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LATER_WEIGHTS, OF_LENGTHS
+from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LATER_WEIGHTS, OF_LENGTHS, OF_NO_LOSS
 from lightning_accum.weighing.known import Known
 from lightning_accum.weighing.later import Reason
 
@@ -63,12 +63,13 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
             raise
         raise DoesNotAddUpError(f"{error} {OF_LENGTHS}") from None
     except CannotCheckError as problem:
-        if not checked.on_any(is_count or reason == "new terms"):
-            return  # it is weighted as before, and nothing contradicts that
-        accumulation.warn_once(
-            "The loss of a micro-batch has terms that the checked batches did not have, and the new terms could not be checked: "
-            f"{problem}."
-        )
+        if checked.on_any(reason == "no loss"):
+            accumulation.warn_once(f"{OF_NO_LOSS} ({problem}).")
+        elif checked.on_any(is_count or reason == "new terms"):  # else it is weighted as before, and nothing contradicts that
+            accumulation.warn_once(
+                "The loss of a micro-batch has terms that the checked batches did not have, and the new terms could not be checked:"
+                f" {problem}."
+            )
         return
     now = accumulation.weigher.known
     is_other = any(now.modes[key] != mode and not callable(mode) for key, mode in before.modes.items())

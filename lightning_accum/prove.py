@@ -263,6 +263,13 @@ def ratios(looks: Sequence[Look], first: tuple[int, Mode], other: tuple[int, Mod
     return least, most
 
 
+def has_factors(looks: Sequence[Look], key: int) -> bool:
+    """Whether a sum has several constant factors, as losses have that are each divided by a count of their own."""
+    factors = [float(one.terms[key].factor(SUM)) for one in measured_of(looks) if key in one.terms]
+    known = [factor for factor in factors if factor]
+    return bool(known) and max(known) - min(known) > 1e-6 * abs(max(known))
+
+
 def goes_by_rows(looks: Sequence[Look], key: int, mode: Mode) -> bool:
     """Whether the weight of a term is the number of rows, in each part."""
     parts = [(part, size) for look in looks for part, size in zip(look.parts, look.sizes, strict=True)]

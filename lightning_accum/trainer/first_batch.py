@@ -208,7 +208,7 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[st
         with windows.trying_out(moves) as losses:
             run(batch)
         found = torch.stack([loss.detach().reshape(()) for loss in losses])
-        places = torch.arange(1.0, len(found) + 1, device=found.device)  # so that losses cannot cancel
+        places = torch.arange(1, len(found) + 1, device=found.device)  # losses cannot cancel; a float would count as rounded
         return torch.where((found == 0).any(), torch.nan, (places * found).sum())  # a loss of 0 proves nothing
 
     how: dict[str, Any] = {"is_manual": True, "of_dataset": partial(DatasetRows, trainer)}

@@ -29,6 +29,10 @@ OF_LENGTHS = (
     "The samples were padded to different lengths, like the loader batches of a window. If the loss depends on padding, mask the "
     "padding, or have the loader yield your effective batch."
 )
+OF_NO_LOSS = (
+    "training_step returned None for a micro-batch, which then adds nothing to its window. If its rows would count in the full"
+    " batch, the window differs from it: return a loss without the part that is missing. It could not be checked"
+)
 OF_COMPILED = (
     "The terms of the loss have different weights, which torch.compile hides. Compile only the network, self.net = "
     "torch.compile(self.net), and add up the terms outside of it."

@@ -12,7 +12,7 @@ from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.weighing.advice import OF_ANOTHER_MODE
 from lightning_accum.weighing.functions import OfMean, function_of_mean
 from lightning_accum.weighing.shares import NOWHERE, terms_of
-from lightning_accum.weighing.terms import Mode, Term, alike
+from lightning_accum.weighing.terms import Denominator, Mode, Term, alike
 
 
 class Reading(NamedTuple):
@@ -30,6 +30,10 @@ class Reading(NamedTuple):
     def of_mean(self) -> OfMean | None:
         """The function, without the graph."""
         return None if self.function is None else self.function._replace(below=None)
+
+
+VARIES = "varies"
+"""The constant factor of a sum is another in each part, and the parts add up."""
 
 
 class Known(NamedTuple):
@@ -79,6 +83,10 @@ class Known(NamedTuple):
     def units_of(self, term: Term) -> Mapping[Mode, float]:
         """The mode of a term, and its units."""
         return self.units.get(term.key) or ({} if term.words else self.hidden) or {term.default_mode: 1.0}
+
+    def factor_of(self, term: Term, mode: Mode) -> Denominator:
+        """The constant factors of a term, if they are to be the same in a window; 0 if that is unknown."""
+        return 0.0 if (term.key, VARIES) in self.seen else term.factor(mode)
 
     def read(self, loss: Tensor) -> Reading:
         """The terms of a loss."""

@@ -19,7 +19,7 @@ WINDOWS_TO_LOOK_AT = frozenset(8**power for power in range(1, 12))
 _MOST_SIZES = 4
 _COMPARED = 64
 """How many micro-batches after the first check have their lengths compared."""
-Reason: TypeAlias = Literal["new terms", "other numbers", "other lengths", "time"]
+Reason: TypeAlias = Literal["new terms", "other numbers", "other lengths", "no loss", "time"]
 """Why a micro-batch is checked: new terms, new numbers in the batch or weights, a new length of rows, or a regular check.
 """
 
@@ -49,7 +49,7 @@ class LaterLooks:
         self._has_other_lengths = False
         self._lengths: dict[tuple[Any, ...], torch.Size] = {}
         self._to_compare = _COMPARED
-        self._begun = 0
+        self._begun = self._missing = 0
         self._sizes: set[int] | None = set()
         """The numbers of nodes in the graphs of losses so far; None if they always differ, as with a loop over a list."""
         self.counts_left = 8
@@ -98,6 +98,13 @@ class LaterLooks:
         if isinstance(doubt, Tensor) or doubt:
             self.doubted.append((doubt, batch, reason))
         return doubt
+
+    def note_missing_loss(self, batch: Any) -> bool:
+        """Note the first micro-batch without a loss, and the second, the fourth, ...: its rows may count in the full batch."""
+        self._missing += 1
+        is_noted = self._missing.bit_count() == 1
+        self.doubted += [(1.0, batch, "no loss")] * is_noted
+        return is_noted
 
     def note_lengths(self, batch: Any) -> bool:
         """Note the first loader batch with new lengths, soon after training began. Returns whether it is this one."""

@@ -171,7 +171,7 @@ class Weigher:
                 names = ", ".join(term.words or "a term" for term in reading.terms if not term.is_penalty)
                 self.criterion = f"each term by its own count ({names}), with one more forward, which weight=[...] saves"
             of_terms = {term.key: weight for term, *_, weight in terms}
-            of_factors = {term.key: term.factor(mode) for term, mode, *_ in terms}
+            of_factors = {term.key: self.known.factor_of(term, mode) for term, mode, *_ in terms}
             return Contribution(None, (), 0.0, None, True, is_new, of_terms, of_factors, doubt)
         of_batch = [one for one in terms if one.mode != ONCE]
         # the term whose weight is logged: a cross entropy if there is one
@@ -188,7 +188,7 @@ class Weigher:
             if loss.isfinite():
                 raise UnreadableLossError(how_to_mend("a sum of losses with several factors"))
             weight = 1.0  # its gradient is not finite for any weight
-        factors, kinks = main.term.factor(main.mode), math.prod(one.term.kink for one in terms if one is not main)
+        factors, kinks = self.known.factor_of(main.term, main.mode), math.prod(one.term.kink for one in terms if one is not main)
         factors = factors * kinks if isinstance(factors, Tensor) or factors else kinks - 1.0
         self.criterion = self.criterion or words_of(main.term, main.mode)
         contribution = Contribution(weight, others, factors, of_mean, is_read, is_new, doubt=doubt)
