@@ -211,7 +211,7 @@ class Deciding:
             assert main is not None
             least, most = ratios(looks, (main, modes[main]), (key, mode))
             least, most = -checked.largest(-least), checked.largest(most)
-            if math.isfinite(most) and least < math.inf:
+            if 0 < most < math.inf:
                 ratio_of[key] = most
             is_one &= least < math.inf and math.isfinite(most) and most - least <= 1e-9 * most
             is_few = self.rows.number < MOST_ROWS and self.checked.accumulation.policy.split is None
