@@ -17,12 +17,13 @@ from lightning_accum.looks import (
     agree_on_rows,
     has_layers_of_zeros,
     has_several_terms,
+    look_in_training,
     looks_at,
     may_be_misread,
     parts_to_share,
     takes_rows_of_other_ranks,
 )
-from lightning_accum.prove import measured_of
+from lightning_accum.prove import measured_of, raised_in
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, UnsuitableRowsError, Verdict
@@ -193,6 +194,15 @@ class Check:
                     return own._replace(leaves_something=leaves_something)
             if found.adds_up:
                 return found
+            with suppress(CannotCheckError):
+                look, in_training = look_in_training(checked, trial, rows, found.known.names)
+                raisable = [one._replace(may_be_raised=True) for one in (*looks, look)]
+                own = self._deciding.decide(raisable, found.known.names, trial)
+                modes, parts = own.known.modes, [part for one in looks for part in one.parts]
+                is_read = own.terms.keys() <= modes.keys() and not raised_in(in_training, modes)
+                if own.adds_up and not checked.on_any(not is_read):
+                    self._accumulation.warn_once(advice.OF_RAISED_COUNTS)
+                    return own._replace(known=own.known._replace(raised=raised_in(parts, modes)), leaves_something=leaves_something)
             trial.keep_state(looks[0].whole.batch)  # a first forward may initialise the module from its rows
             begun = found.known.names._replace(aliases=names.aliases)
             looks = looks_at(checked, trial, rows, begun)

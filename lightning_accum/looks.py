@@ -240,6 +240,16 @@ def looks_at(checked: Checked, trial: Trial, rows: Rows, known: Known) -> list[L
     return looks + _as_memory_allows(checked, of_training, 1, lambda size: in_parts.halves(size) if size > number else [])
 
 
+def look_in_training(checked: Checked, trial: Trial, rows: Rows, names: Known) -> tuple[Look, Sequence[Measured]]:
+    """Two micro-batches as training has them, or one and its halves; and the micro-batches. Called on all ranks."""
+    found, size = rows.found, min(rows.found.of_batch, 2 * rows.size)
+    if isinstance(found, SplitRows):
+        raise CannotCheckError("a function cuts micro-batches")
+    in_parts = _InParts(checked, trial, found if found.kept is None else found.alone(), names)
+    look = in_parts.look(range(size), [range(size // 2), range(size // 2, size)], size)
+    return look, [look.whole] if size <= rows.size else look.parts
+
+
 def _as_memory_allows(checked: Checked, size: int, least: int, look: Callable[[int], list[Look]]) -> list[Look]:
     """The result of ``look`` for ``number`` rows, or for half as many if memory runs out, since ``"auto"`` starts with a whole
     batch."""

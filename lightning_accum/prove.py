@@ -111,6 +111,8 @@ class Look(NamedTuple):
 
     whole: Measured
     parts: Sequence[Measured]
+    may_be_raised: bool = False
+    """Counts below 1 may be raised to 1, so parts that count 1 may weigh less."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -177,6 +179,9 @@ def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) ->
     numbers = [math.nan if weight is None else weight for weight in weights]
     is_read = all(map(math.isfinite, (*numbers, math.nan if own is None else own)))
     total = sum(numbers) - max(0, sum(number != 0 for number in numbers) - 1) * constant if is_read else 0.0
+    raised = [n for part, n in zip(parts, numbers, strict=True) if look.may_be_raised and raised_in([part], {key: mode})]
+    if raised and own is not None:  # each of them counts less
+        total = min(max(own, total - sum(raised)), total)
     found = _apart(whole, parts, [number / total if total else 0.0 for number in numbers], key, rows)  # by all ranks
     if not is_read:
         return Deviation(math.inf, True, "the weight", rows)
@@ -184,7 +189,7 @@ def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) ->
     of_weights = abs(total - own) / max(abs(total), abs(own), 1e-300)
     if of_weights > 1e3 * eps:
         return Deviation(max(of_weights, 2 * rounding_of_gradients(eps)), True, "the weight", rows)
-    return found if total else Deviation(0.0, False, rows=rows)
+    return found._replace(has_evidence=found.has_evidence and not raised) if total else Deviation(0.0, False, rows=rows)
 
 
 def _apart(whole: Measured, parts: Sequence[Measured], factors: Sequence[float], key: int, rows: tuple[int, ...]) -> Deviation:
@@ -240,6 +245,12 @@ _SMALL = 1e-3
 def measured_of(looks: Sequence[Look]) -> list[Measured]:
     """All measured steps."""
     return [one for look in looks for one in (look.whole, *look.parts)]
+
+
+def raised_in(measured: Sequence[Measured], modes: Mapping[int, Mode]) -> frozenset[int]:
+    """The terms whose counts may have been raised to 1 in some of these."""
+    counted = [(key, one.terms[key], one.weight(key, mode)) for one in measured for key, mode in modes.items() if key in one.terms]
+    return frozenset(key for key, term, weight in counted if term.counts_one(weight))
 
 
 def keys_of(looks: Sequence[Look]) -> dict[int, Term]:

@@ -20,6 +20,10 @@ OF_COUNTS_OF_ONE = (
     "not checked. If the loss raises a count of 0 to 1, as clamp(min=1) does, they are wrong: have the loader yield larger "
     'batches, or pass weight="equal" for the mean of means.'
 )
+OF_RAISED_COUNTS = (
+    "The loss is divided by a count that is raised to 1 in single rows, as max(count, 1) does. Windows are exact while no"
+    " micro-batch counts so little; training ends with an error at the first that does. Larger loader batches make it rarer."
+)
 OF_ANOTHER_MODE = (
     "The weight that was read from the first loader batches does not fit this one, whose window has already begun. Say what the "
     "mean is divided by: GradientAccumulation(weight=...) with TokenCount(), SampleCount() or a function of the batch; or have the "

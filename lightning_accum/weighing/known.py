@@ -51,6 +51,7 @@ class Known(NamedTuple):
         words: each checked term in words, by key.
         of_samples: terms whose weight was always the number of rows.
         seen: the oddities of checked terms, by key, see :func:`lightning_accum.weighing.terms.Term.oddities`.
+        raised: the terms of which single rows have a small count that is raised to 1.
         counts_first: whether terms have different weights, which are counted before a window runs.
     """
 
@@ -64,6 +65,7 @@ class Known(NamedTuple):
     words: Mapping[int, str] = MappingProxyType({})
     of_samples: frozenset[int] = frozenset()
     seen: frozenset[tuple[int, str]] = frozenset()
+    raised: frozenset[int] = frozenset()
     counts_first: bool = False
 
     @property
@@ -120,5 +122,6 @@ class Known(NamedTuple):
             ratios={**self.ratios, **other.ratios},
             words={**self.words, **other.words},
             seen=self.seen | other.seen,
+            raised=self.raised | other.raised,
             counts_first=self.counts_first,
         )

@@ -125,6 +125,12 @@ class Term(NamedTuple):
                 is_one = on_host(are_alike & (share.numel() > 1 or not share.dim()) & is_one)
         return is_one
 
+    def counts_one(self, weight: Denominator | None) -> Denominator:
+        """Not 0 if its denominator is 1, whatever it is multiplied by."""
+        if weight is None or not self.is_divided:
+            return 0.0
+        return size_of(size_of(weight if self.is_mean else weight * self.number) - 1) < _ROUNDING
+
     def factor(self, mode: Mode) -> Denominator:
         """Its constant factors, which must be the same in all micro-batches of a window."""
         if mode == ONCE:

@@ -220,6 +220,8 @@ class Weigher:
             if term.key in self.known.units and mode != ONCE:
                 doubts += [doubt for name, doubt in term.oddities(mode).items() if (term.key, name) not in self.known.seen]
             doubt = term.may_be_raised(mode, weight, unit)
+            if term.key in self.known.raised and weight is not None:
+                doubts.append(term.counts_one(weight * unit))
             if isinstance(doubt, Tensor) or (doubt and not (term.key in self.known.of_samples and self._is_one(batch, rows))):
                 doubts.append(doubt)
         return sum(doubts)

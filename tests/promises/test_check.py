@@ -150,6 +150,31 @@ def test_a_term_that_begins_takes_the_steps_of_full_batches_from_the_first_on(po
     assert relative_error(*(module.parameters() for module in modules)) <= 1e-12
 
 
+def by_scores(net: nn.Module, batch: Any) -> Tensor:  # as YOLOv8's
+    outputs, scores = net(batch[0]), batch[1]
+    weights, total = scores.amax(1), max(scores.sum(), 1)
+    distances = ((outputs - batch[0]).abs().sum(1) * weights)[weights > 0]
+    return 0.5 * F.binary_cross_entropy_with_logits(outputs, scores, reduction="none").sum() / total + 7.5 * distances.sum() / total
+
+
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 8}])
+@pytest.mark.parametrize("is_raised_later", [False, True])
+def test_a_count_that_is_raised_to_1_in_single_rows_is_exact_until_it_is_raised_in_training(
+    policy: Any, is_raised_later: bool
+) -> None:
+    x, scores = torch.randn(2, 64, 4, dtype=torch.float64)
+    scores = 0.4 * scores.sigmoid() * (scores > 0)
+    scores[40:48] *= 0.01 if is_raised_later else 1.0
+    module, samples = Toy(by_scores), [*zip(x, scores, strict=True)]
+    with warned() as messages, pytest.raises(DoesNotAddUpError) if is_raised_later else nullcontext():
+        fit(module, DataLoader(samples, 8 if "window" in policy else 16), GradientAccumulation(**policy))  # type: ignore[arg-type]
+    assert len(messages) == 1
+    assert module.trainer.global_step == (2 if is_raised_later else 4)
+    if not is_raised_later:
+        fit(full := Toy(by_scores), DataLoader(samples, 16), strategy="auto")  # type: ignore[arg-type]
+        assert relative_error(module.parameters(), full.parameters()) <= 1e-12
+
+
 class Answers(list[Any]):
     """Samples, each of a question over a connection that counts them, which no copy has."""
 
