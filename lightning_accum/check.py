@@ -124,6 +124,8 @@ class Check:
             joined, found = found, self._find(alone)
             if found.adds_up:
                 accumulation.warn_once(advice.of_joined(joined.verdict))
+        if not found.adds_up and checked.on_any(rows.found.is_guess):
+            raise CannotCheckError("its rows cannot be told apart (split=function, which cuts a batch, tells them)")
         if not found.adds_up:
             raise DoesNotAddUpError(mends.of_losses(checked, rows, found.verdict, found.terms, found.mend))
         self._adopt(found)

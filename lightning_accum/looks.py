@@ -19,7 +19,7 @@ from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.prove import Look, Measured
 from lightning_accum.splitting.auto import is_out_of_memory
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
-from lightning_accum.splitting.rows import split_lists
+from lightning_accum.splitting.rows import split_lists, split_sources
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial import Trial
@@ -181,6 +181,8 @@ def _rows_of(
         if checked.of_dataset is not None and accumulation.splitting is None:
             with suppress(CannotCheckError):
                 return checked.of_dataset()
+        with suppress(CannotCheckError):  # as batches of labeled and of unlabeled samples
+            return SplitRows(batches[0], split_sources, size)
         raise
     if accumulation.row_wise is not None and found.of_batch < 2:
         raise UnsuitableRowsError("the first batch has 1 row")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_accum.errors import AccumulationError, UnsplittableBatchError
 from lightning_accum.splitting.lengths import IGNORE_INDEX, is_whole
-from lightning_accum.splitting.rows import Layout, Part, entries_of, parse, rebuilt, with_entries
+from lightning_accum.splitting.rows import Layout, Part, entries_of, parse, rebuilt, split_sources, with_entries
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 
 
@@ -27,6 +27,8 @@ class FewRows:
     Raises:
         CannotCheckError: no rows can be found in the batch.
     """
+
+    is_guess = False
 
     def __init__(
         self, batch: Any, samples: Collection[int] = (), before: Sequence[Any] = (), known: Mapping[str, str] | None = None
@@ -163,7 +165,7 @@ class SplitRows:
     kept = None
 
     def __init__(self, batch: Any, split: Callable[[Any, int], Sequence[Any]], micro_batch: int | None) -> None:
-        self._batch, self._split = batch, split
+        self._batch, self._split, self.is_guess = batch, split, split is split_sources
         try:
             for self._size in (micro_batch or 4, 2):  # smaller, if all rows are one part
                 self.number = self.of_batch = self.at_once = len(self._parts())

@@ -233,7 +233,9 @@ def parse(value: Any, path: str = "", key: Any = None) -> Part:
         part.parts = _parse_all(value.items(), path)
     elif isinstance(value, (list, tuple)):
         part.parts = _parse_all(enumerate(value), path)
-        if not (hasattr(value, "_fields") or hasattr(value, "n_fields")):  # a named tuple, what torch.max returns
+        kinds = {(inner.dtype, inner.dim()) if isinstance(inner, Tensor) else None for inner in value}
+        is_named = hasattr(value, "_fields") or hasattr(value, "n_fields")  # a named tuple, what torch.max returns
+        if not is_named and (not path or len(kinds) < 2 or None in kinds):  # and not inputs and labels
             part.size = len(value)
     elif is_record(value):
         part.parts = _parse_all(((f.name, getattr(value, f.name)) for f in dataclasses.fields(value)), path)
@@ -353,6 +355,16 @@ def is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
+def split_sources(batch: Any, size: int) -> list[Any]:
+    """Split a dict of batches, each with its own rows, such as labeled and unlabeled samples: ``size`` rows of the smallest."""
+    if not all(isinstance(source, (dict, list, tuple)) for source in batch.values()):
+        raise UnsplittableBatchError("split_sources: an entry of the batch is no batch.")
+    sources = {key: Layout(source) for key, source in batch.items()}
+    number = -(-min(source.size for source in sources.values()) // size)
+    cuts = [{key: slice(s.size * n // number, s.size * (n + 1) // number) for key, s in sources.items()} for n in range(number)]
+    return [{key: sources[key].take(rows) for key, rows in cut.items()} for cut in cuts]
+
+
 def split_lists(batch: Any, size: int) -> list[Any]:
     """Split a batch of lists with one entry a sample, such as the images and targets of a detector.
 
@@ -377,14 +389,14 @@ def split_lists(batch: Any, size: int) -> list[Any]:
     if isinstance(batch, list) and not any(isinstance(entry, (list, Tensor)) for entry in batch):
         return [batch[start : start + size] for start in range(0, len(batch), size)]
     entries: dict[Any, Any] = dict(batch if isinstance(batch, Mapping) else enumerate(batch))
-    sizes = {key: parse(entry).size for key, entry in entries.items()}
-    number = next((sizes[key] for key, entry in entries.items() if isinstance(entry, (list, tuple))), None)
-    if not number:
+    sizes = {key: parse(entry, "entry").size for key, entry in entries.items()}
+    numbers = [sizes[key] for key, entry in entries.items() if isinstance(entry, (list, tuple))]
+    if not numbers or not all(numbers):
         raise UnsplittableBatchError(
             f"split_lists: there is no list with one entry a sample in the batch, a {type(batch).__name__}."
         )
     parts = []
-    for start in range(0, number, size):
-        cut = {key: e[start : start + size] if sizes[key] == number else e for key, e in entries.items()}
+    for start in range(0, numbers[0] or 0, size):
+        cut = {key: e[start : start + size] if sizes[key] == numbers[0] else e for key, e in entries.items()}
         parts.append(cut if isinstance(batch, Mapping) else type(batch)(cut.values()))
     return parts

@@ -175,6 +175,22 @@ def test_a_count_that_is_raised_to_1_in_single_rows_is_exact_until_it_is_raised_
         assert relative_error(module.parameters(), full.parameters()) <= 1e-12
 
 
+def test_batches_of_labeled_and_of_other_samples_have_rows_of_their_own() -> None:  # as FixMatch's
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        inputs, labels = batch["labeled"]
+        weak, strong = batch["unlabeled"]
+        return F.cross_entropy(net(inputs), labels) + F.cross_entropy(net(strong), net(weak).argmax(1))
+
+    def collate(rows: Sequence[Any]) -> dict[str, list[Tensor]]:
+        inputs, labels, *others = zip(*rows, strict=True)
+        return {"labeled": [torch.stack(inputs), torch.stack(labels)], "unlabeled": [*map(torch.cat, others)]}
+
+    rows = [[(x, y, *torch.randn(2, 3, 4).double()) for x, y in zip(*batch, strict=True)] for batch in labelled(4, 4, 8, 8)]
+    with warned() as messages:
+        assert_window_equals_batch(Toy(loss), rows, GradientAccumulation(2), collate=collate)
+    assert not messages
+
+
 class Answers(list[Any]):
     """Samples, each of a question over a connection that counts them, which no copy has."""
 
