@@ -31,8 +31,7 @@ add("MASE by the batch's scale", "x y y5", lambda o, b, m: F.l1_loss(o, b.y) / b
 add("WAPE", "x y", lambda o, b, m: (o - b.y).abs().sum() / b.y.abs().sum())
 of_batch("normalised by the batch's variance", "x y", lambda o, b, m: F.mse_loss(o, b.y) / b.y.var(correction=0))
 add("weights of samples, divided by them", "x y w", lambda o, b, m: (b.w * (o - b.y).square().mean(1)).sum() / b.w.sum())
-add("weights of samples, divided before", "x y w", lambda o, b, m: ((b.w / b.w.sum()) * (o - b.y).square().mean(1)).sum(),
-    refused="weights that were normalised in the step are one over a count that the graph does not show")
+add("weights of samples, divided before", "x y w", lambda o, b, m: ((b.w / b.w.sum()) * (o - b.y).square().mean(1)).sum())
 add("missing values by nansum", "x y positive", lambda o, b, m:
     (F.mse_loss(o, b.y.masked_fill(~b.positive, math.nan).nan_to_num(0.0), reduction="none") * b.positive).nansum()
     / b.positive.sum())
