@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning_accum import mends
@@ -24,7 +25,7 @@ from lightning_accum.looks import (
     takes_rows_of_other_ranks,
 )
 from lightning_accum.prove import measured_of, raised_in
-from lightning_accum.splitting.few_rows import FewRows
+from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
@@ -174,6 +175,7 @@ class Check:
     def _find(self, rows: Rows) -> Found:
         return self._trial.in_widest_type(
             lambda trial: self._find_in(trial, rows),
+            rows.found.whole if isinstance(rows.found, SplitRows) else partial(rows.found.take, range(min(rows.number, MOST_ROWS))),
             lambda found: not self._checked.on_any(found.verdict.deviation is None),
         )
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -74,11 +74,11 @@ class ParameterChanges:
         """Compare the first window of the epoch."""
         self.is_due = self._warn is not None
 
-    def begin(self, module: nn.Module) -> None:
+    def begin(self, named_parameters: Mapping[str, Tensor]) -> None:
         """Save the parameters, after the first forward of a window that is compared. The check covers buffers."""
         self._windows_left = max(0, self._windows_left - 1)
         self.is_due, self.is_under_way = self._windows_left > 0, True
-        named = [(name, own) for name, own in module.named_parameters() if not is_lazy(own) and own.is_floating_point()]
+        named = [(name, own) for name, own in named_parameters.items() if not is_lazy(own) and own.is_floating_point()]
         self.gradients = KeptGradients([(name, own) for name, own in named if own.layout == torch.strided and not own.is_meta])
         self._before = [(name, tensor, _elements(tensor)) for name, tensor in self.gradients.parameters]
 

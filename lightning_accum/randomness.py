@@ -250,28 +250,39 @@ def _uniform(sample: _Sample, tensor: Tensor) -> Tensor:
     return sample(tensor.shape, lambda shape: torch.rand(shape, dtype=exact_dtype(tensor.device), device=tensor.device))
 
 
+def _widest(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The type to draw in, so that a module draws the same numbers in any floating-point type."""
+    return exact_dtype(device) if dtype.is_floating_point else dtype
+
+
 def _in_place(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
     if tensor.dim() == 0:
         return func(*args, **kwargs)
     if rest and isinstance(rest[0], Tensor):  # bernoulli_(probabilities)
         return tensor.copy_(_uniform(sample, tensor) < rest[0])
-    return tensor.copy_(sample(tensor.shape, lambda shape: func(tensor.new_empty(shape), *rest, **kwargs)))
+    dtype = _widest(tensor.device, tensor.dtype)
+    return tensor.copy_(sample(tensor.shape, lambda shape: func(tensor.new_empty(shape, dtype=dtype), *rest, **kwargs)))
 
 
 def _like(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
     if tensor.dim() == 0:
         return func(*args, **kwargs)
-    kwargs = {**kwargs, "memory_format": None} if "memory_format" in kwargs else kwargs
-    return sample(tensor.shape, lambda shape: func(tensor.new_empty(shape), *rest, **kwargs))
+    kwargs = {**kwargs, "memory_format": None} if "memory_format" in kwargs else {**kwargs}
+    dtype = kwargs.pop("dtype", None) or tensor.dtype
+    empty = partial(tensor.new_empty, dtype=_widest(tensor.device, dtype))
+    return sample(tensor.shape, lambda shape: func(empty(shape), *rest, **kwargs)).to(dtype)
 
 
 def _of_size(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
     place = next((place for place, value in enumerate(args) if isinstance(value, (list, tuple))), None)
     if place is None or not args[place]:
         return None if place is None else func(*args, **kwargs)
-    return sample(args[place], lambda shape: func(*args[:place], list(shape), *args[place + 1 :], **kwargs))
+    default = torch.get_default_dtype() if func.overloadpacket.__name__ in ("rand", "randn", "normal") else torch.int64
+    dtype = kwargs.get("dtype") or default
+    kwargs = {**kwargs, "dtype": _widest(_device_of(args, kwargs), dtype)}
+    return sample(args[place], lambda shape: func(*args[:place], list(shape), *args[place + 1 :], **kwargs)).to(dtype)
 
 
 def _bernoulli(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
@@ -287,7 +298,9 @@ def _normal(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
         return _of_size(sample, func, args, kwargs)
     total: Tensor = sum(tensors)  # type: ignore[assignment]
     mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
-    return mean + std * sample(total.shape, lambda shape: tensors[0].new_empty(shape).normal_())
+    return mean + std * sample(
+        total.shape, lambda shape: tensors[0].new_empty(shape, dtype=exact_dtype(total.device)).normal_()
+    ).to(total.dtype)
 
 
 _WAYS = {

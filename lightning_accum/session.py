@@ -47,7 +47,7 @@ class Session:
         self.guard = guard
         self._accumulation = accumulation
         self._announce = announce
-        self._module = trained.module
+        self._named_parameters = trained.parameters_by_name
         self._parameters = trained.parameters
         self._row_wise = accumulation.row_wise
         self._snapshotter = trained.snapshotter
@@ -221,7 +221,7 @@ class Session:
         # sharded modules have other parameters between forward and backward
         is_compared = is_after_forward and accumulation.changes.is_due and not self.sync.is_waited_for_in_forward
         if is_compared and not accumulation.is_passthrough():
-            accumulation.changes.begin(self._module)
+            accumulation.changes.begin(self._named_parameters())
         step.zero_grad()
 
     def _around_backward(self, loss: Tensor, micro_batch: MicroBatch, weighed: Weighed) -> AbstractContextManager[None]:

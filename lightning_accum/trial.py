@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accum.errors import AccumulationError, RowWiseError
-from lightning_accum.exact import exact_dtype, rounding
+from lightning_accum.exact import exact_dtype, rounding, rounding_of_gradients
 from lightning_accum.failures import have_all_left
 from lightning_accum.prove import ALL, Measured, sample
 from lightning_accum.randomness import RandomState, dropout_switched_off
+from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync, gradients_set_aside
 from lightning_accum.trial_mode import TrialMode, is_narrow, widened, widened_batch
 from lightning_accum.undo import Snapshot
@@ -48,9 +50,8 @@ class Trial:
     wait for each other in it.
 
     Args:
-        module: the module in training.
+        trained: the module in training, with what saves and restores it, and its optimizers.
         training_step: runs the module on a batch, logs nothing, and returns the output.
-        take_snapshot: saves the state that a step changes; see :class:`lightning_accum.undo.Undo`.
         backward: the backward of the engine that runs the module.
         largest: returns the largest of a number of each rank.
         dtype: the type to try the module in, if not its own.
@@ -58,16 +59,15 @@ class Trial:
 
     def __init__(
         self,
-        module: nn.Module,
+        trained: Trained,
         training_step: Step,
-        take_snapshot: Callable[[], Snapshot],
         backward: GradientSync,
         largest: Callable[[float], float],
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.module = module
+        self._of_fit, self.module = trained, trained.module
         self._training_step = training_step
-        self._take_snapshot = take_snapshot
+        self._take_snapshot = partial(trained.snapshotter.take, watches_parameters=False)
         self.backward = backward
         self.largest = largest
         self._dtype = dtype
@@ -96,18 +96,33 @@ class Trial:
         is_large = sum(parameter.numel() for parameter in self.module.parameters()) * dtype.itemsize > _MOST_BYTES
         if self.backward.is_waited_for_in_forward or not is_narrower or is_large:
             raise CannotCheckError(f"the module does not run in {dtype}")
-        return Trial(self.module, self._training_step, self._take_snapshot, self.backward, self.largest, dtype)
+        return Trial(self._of_fit, self._training_step, self.backward, self.largest, dtype)
 
-    def in_widest_type(self, look: Callable[[Trial], _T], is_answer: Callable[[_T], bool] = lambda _: True) -> _T:
+    def in_widest_type(
+        self, look: Callable[[Trial], _T], rows: Callable[[], Any] | None, is_answer: Callable[[_T], bool] = lambda _: True
+    ) -> _T:
         """The result of ``look`` in double precision if the module runs in it, else in single precision, else in its own type.
 
-        Rounding hides differences. The result in the module's own type always counts as an answer.
+        Rounding hides differences. The result in the module's own type always counts as an answer. It is the only one if ``rows``
+        are given that have another loss or gradient in the wider type: code that asks for the type, or that keeps parameters in a
+        list or an optimizer of its own, does not see the wider copies.
         """
+        own: Result | None = None
         for dtype in dict.fromkeys((exact_dtype(self.device), torch.float32)):
             with suppress(CannotCheckError):
-                if is_answer(found := look(self.widened(dtype))):
+                wide = self.widened(dtype)
+                if rows is not None:
+                    own = self._result_alone(rows) if own is None else own
+                    if self.largest(_difference(own, wide._result_alone(rows))) > rounding_of_gradients(self.eps):
+                        continue
+                if is_answer(found := look(wide)):
                     return found
         return look(self)
+
+    def _result_alone(self, rows: Callable[[], Any]) -> Result:
+        with self.held():
+            self.restore()
+            return self.result(rows)
 
     @property
     def eps(self) -> float:
@@ -320,19 +335,23 @@ class Trial:
     def held(self) -> Iterator[None]:
         """Inside, the module is set up for trials; afterwards it is restored."""
         with ExitStack() as stack:
+            of_fit = self._of_fit.parameters()
+            others = [own for own in of_fit if all(own is not parameter for parameter in self.module.parameters())]
+            if not self.backward.is_waited_for_in_forward:  # else the engine manages them
+                stack.enter_context(gradients_set_aside(of_fit))
             if (dtype := self._dtype) is not None:
                 self.together(lambda: stack.enter_context(widened(self.module, dtype)))  # memory may run out
+            parameters = [*self.module.parameters(), *others]
             self.backward.reshard()  # after a forward without a backward, gathered parameters remain in memory
             # FSDP sets the data of parameters by itself
-            self.mode.watch(self.module.parameters(), may_be_set=not self.backward.is_waited_for_in_forward)
-            self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            watched = parameters if dtype is None else [*parameters, *of_fit]
+            self.mode.watch(watched, may_be_set=not self.backward.is_waited_for_in_forward)
+            self._trained = [parameter for parameter in parameters if parameter.requires_grad]
             stack.callback(self.mode.watch, ())  # keep nothing in another type
             stack.callback(self._trained.clear)
             stack.enter_context(dropout_switched_off(self.module))
             outer = self._take_snapshot()
             stack.callback(outer.restore)
-            if not self.backward.is_waited_for_in_forward:  # else the engine manages them
-                stack.enter_context(gradients_set_aside(self.module.parameters()))
             stack.callback(self.mode.restore)
             freeze_batch_norm(self.module)
             self._snapshot, self._end, self.draws_others = self._take_snapshot(), None, False
@@ -350,6 +369,17 @@ def _users_code(kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[N
         raise
     except kinds as error:
         raise CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}") from error
+
+
+def _difference(one: Result, other: Result) -> float:
+    """The larger relative difference of two losses, and of their gradients by parameter; 0 if they are not finite."""
+    (loss, gradients), (other_loss, others) = one, other
+    apart = [abs(loss - other_loss) / max(abs(loss), abs(other_loss), 1e-300)]
+    least = 1e-2 * math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
+    for index in gradients.keys() | others.keys():
+        a, b = (own.get(index, torch.zeros(())) for own in (gradients, others))
+        apart.append(float((a - b).norm()) / max(float(a.norm()), float(b.norm()), least, 1e-300))
+    return max((size for size in apart if math.isfinite(size)), default=0.0)
 
 
 def _on_host(term: Term) -> Term:

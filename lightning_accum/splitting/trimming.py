@@ -116,9 +116,8 @@ def difference_by_padding(
     if held := trained.snapshotter.iterators():
         raise CannotCheckError(f"the module holds an iterator, {held[0]}, whose items cannot be put back")
     weigh = weight if callable(weight) else None if weight != "equal" else lambda batch: 1.0
-    take_snapshot = partial(trained.snapshotter.take, watches_parameters=False)
-    trial = Trial(trained.module, partial(_run_alone, trained.module, training_step), take_snapshot, GradientSync(), largest=float)
-    return trial.in_widest_type(lambda wide: _compare(wide, weigh, padded, trimmed))
+    trial = Trial(trained, partial(_run_alone, trained.module, training_step), GradientSync(), largest=float)
+    return trial.in_widest_type(lambda wide: _compare(wide, weigh, padded, trimmed), partial(copy, padded))
 
 
 def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, padded: Any, trimmed: Sequence[Any]) -> str | None:

@@ -34,13 +34,15 @@ from lightning_accum.whole.row_proof import prove_row_wise
 def unlogged_step(trainer: pl.Trainer, others: Sequence[Any]) -> Callable[[Any], Any]:
     """Run ``training_step`` on a batch and the ``others`` of its arguments, without logs.
 
-    It runs in full precision, which minimises rounding and hardly changes the loss.
+    In a wider copy of the module it runs in full precision, which minimises rounding and hardly changes the loss.
     """
     strategy, precision = cast("Engine", trainer.strategy), trainer.precision_plugin
 
     def training_step(batch: Any) -> Any:
-        is_half = isinstance(precision, pl.plugins.HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
-        is_plain = isinstance(precision, (pl.plugins.MixedPrecision, pl.plugins.HalfPrecision)) and not is_half
+        is_mixed = isinstance(precision, pl.plugins.MixedPrecision)
+        dtype = torch.float64 if is_mixed else torch.float32
+        is_wide = not any(is_narrow(parameter, dtype) for parameter in trainer.lightning_module.parameters())
+        is_plain = is_wide and (is_mixed or isinstance(precision, pl.plugins.HalfPrecision))
         context = nullcontext() if is_plain else precision.train_step_context()
         with torch.enable_grad(), context, logging_nothing(trainer):
             step = partial(call._call_lightning_module_hook, trainer, "training_step")

@@ -73,7 +73,7 @@ class ManualWindows(Windows):
         self.is_free_of_steps: bool | None = None
         """Whether no loss depends on an earlier step of the same ``training_step``; None if not checked."""
         self._module = cast("pl.LightningModule", trained.module)
-        self._named = dict(trained.module.named_parameters())
+        self._named, self._named_parameters = dict(trained.module.named_parameters()), trained.parameters_by_name
         self._parameters, self._loss_scale, self._reduces_by_itself = trained.parameters, trained.loss_scale, reduces_by_itself
         self.micro_batches_begun = 0  # those of the window
         self._most_calls = 0  # of ``manual_backward``, in any ``training_step`` so far
@@ -160,7 +160,7 @@ class ManualWindows(Windows):
             if not self.current.stepped:
                 self.changes.end(self.micro_batches_begun)
         elif self.changes.is_due and self.micro_batches_begun == 1 and self.current.defers_steps:
-            self.changes.begin(self._module)
+            self.changes.begin(self._named_parameters())
 
     def _take_gradients(self, call: Call, factor: float | Tensor, before: dict[nn.Parameter, Tensor]) -> None:
         """Add the gradients of a call, times ``factor``, to its sums; and to the gradients ``before``."""
@@ -310,11 +310,9 @@ class ManualWindows(Windows):
         """Whether the optimizer of this name steps now, or at the boundary."""
         self.current.stepped.append(name)
         if self.current.moves:
-            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             with torch.no_grad():
-                for parameter in self._module.parameters():
-                    if id(parameter) in own:
-                        parameter.mul_(1.01).add_(0.01)
+                for parameter in [own for group in optimizer.param_groups for own in group["params"]]:
+                    parameter.mul_(1.01).add_(0.01)
         if self.current.defers_steps:
             return False
         if self.current.is_running and not self.closed and not self._micro_batches():

@@ -29,7 +29,7 @@ from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync, gradients_in_place
 from lightning_accum.trial import Trial
-from lightning_accum.verdict import CannotCheckError, UnsuitableRowsError
+from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.terms import ONCE
 from lightning_accum.whole.forms import HINT
@@ -56,8 +56,7 @@ def prove_row_wise(
         return  # the engine holds its own gradients until the window ends
     row_wise.begin_proof()
     engine = trained.sync if trained.sync.is_waited_for_in_forward else _GradientsInPlace()
-    take_snapshot = partial(trained.snapshotter.take, watches_parameters=False)
-    trial = Trial(row_wise.module, step, take_snapshot, engine, lambda value: trained.ranks.largest(value)[0])
+    trial = Trial(trained, step, engine, lambda value: trained.ranks.largest(value)[0])
     try:
         take, number = trial.together(lambda: _rows_of(trained, batches, samples))
         number = -int(trial.largest(-number))
@@ -116,7 +115,7 @@ class _Proof:
         has_evidence = False
         for context in (perturbed(self.row_wise.module), nullcontext()):
             with context:
-                has_evidence |= trial.in_widest_type(self._look)
+                has_evidence |= trial.in_widest_type(self._look, partial(self.take, range(min(MOST_ROWS, self.number))))
         if not trial.largest(float(has_evidence)):
             raise UnsuitableRowsError("the first rows have no gradient")
         return set[Hashable]().union(*self.kinds.values())
