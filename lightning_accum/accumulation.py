@@ -242,7 +242,7 @@ class Accumulation(Windows):
             return None
         return grad_output
 
-    def add_without_loss(self, micro_batch: MicroBatch) -> None:
+    def add_without_loss(self, micro_batch: MicroBatch, may_be_checked: bool = True) -> None:
         """Add a micro-batch for which training_step returned None."""
         has_batch = micro_batch.batch is not None and not micro_batch.is_shadow_batch
         self._has_run_without_loss |= has_batch
@@ -251,7 +251,7 @@ class Accumulation(Windows):
             self.closed = ClosedWindow.empty()
             return
         is_checked = not self.checks_left and self.verdict is not None and self.verdict.deviation is not None
-        if has_batch and is_checked and self.later.note_missing_loss(micro_batch.batch):
+        if has_batch and may_be_checked and is_checked and self.later.note_missing_loss(micro_batch.batch):
             self.window.note_doubt(1.0)
         self._add_empty(micro_batch)
 

@@ -175,7 +175,7 @@ class Session:
         if accumulation.changes.is_under_way:  # in the first windows
             accumulation.changes.refuse_other_gradients()
         if loss is None or step.skips_backward:
-            accumulation.add_without_loss(micro_batch)
+            accumulation.add_without_loss(micro_batch, not self.sync.is_waited_for_in_forward)  # shards hold their gradients
             self.sync.backward_without_loss()
         else:
             weighed = accumulation.add(loss, micro_batch)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from real_modules.table import Exact, Refused, happens
 from support import Toy, ddp, error_of_updates, fit, labelled, loader, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -136,3 +139,37 @@ def test_rows_that_depend_on_each_other_by_less_than_half_precision_rounds_are_n
     with pytest.raises(RowWiseError) if part else nullcontext():
         fit(module, batches(8, 8), policy, precision=precision)
     assert module.trainer.global_step == (0 if part else 2)
+
+
+class InFloat32(pl.LightningModule):
+    """A list of its parameters, its type, and parameters of the optimizer alone: a copy in a wider type has none of them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.kind = nn.Linear(4, 1), kind
+        self.kept, self.outside = [self.net.weight], [nn.Parameter(torch.ones(4))]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.mse_loss(self.net(x), y)
+        if self.kind == "list":
+            loss = loss + (x @ self.kept[0].T).var(correction=0)
+        if self.kind == "type" and x.dtype == torch.float32:
+            loss = loss + self.net(x).var(correction=0)
+        if self.kind == "outside":
+            loss = loss + (x.mean(0) ** 2 * self.outside[0]).sum()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.outside], lr=0.1)
+
+
+@pytest.mark.parametrize("kind", ["plain", "list", "type", "outside"])
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 2}], ids=str)
+def test_a_module_of_float32_is_checked_as_it_is(kind: str, policy: dict[str, int]) -> None:
+    rows = list(zip(torch.randn(32, 4), torch.randn(32, 1), strict=True))
+    batches = [rows[start : start + 8] for start in range(0, 32, 8)]
+    arguments = {"limit": 1e-5, "trainer": {"precision": "32-true"}}
+    found = happens(partial(InFloat32, kind), batches, GradientAccumulation(**policy), [None], **arguments)
+    assert isinstance(found, Exact if kind == "plain" else Refused), found

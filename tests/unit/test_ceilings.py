@@ -23,14 +23,14 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 13_815,
-    "lines of the package": 20_180,
+    "lines of code": 13_855,
+    "lines of the package": 20_220,
     "files of the package": 105,
     "width of the package": 152,
     "lines of its largest file": 410,
     "files outside trainer/ that import Lightning": 0,
     "assignments to an attribute of another object": 148,
-    "lines of tests": 26_500,
+    "lines of tests": 26_515,
     "lines of tests in files that import private modules": 571,
 }
 
