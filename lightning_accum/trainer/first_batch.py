@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_accum import check
+from lightning_accum.exact import exact_dtype
 from lightning_accum.later_terms import check_again, check_doubted
 from lightning_accum.looks import Checked, have_one_loss
 from lightning_accum.splitting.few_rows import FewRows
@@ -40,7 +41,7 @@ def unlogged_step(trainer: pl.Trainer, others: Sequence[Any]) -> Callable[[Any],
 
     def training_step(batch: Any) -> Any:
         is_mixed = isinstance(precision, pl.plugins.MixedPrecision)
-        dtype = torch.float64 if is_mixed else torch.float32
+        dtype = exact_dtype(strategy.root_device) if is_mixed else torch.float32
         is_wide = not any(is_narrow(parameter, dtype) for parameter in trainer.lightning_module.parameters())
         is_plain = is_wide and (is_mixed or isinstance(precision, pl.plugins.HalfPrecision))
         context = nullcontext() if is_plain else precision.train_step_context()
