@@ -335,13 +335,13 @@ class Trial:
     def held(self) -> Iterator[None]:
         """Inside, the module is set up for trials; afterwards it is restored."""
         with ExitStack() as stack:
-            of_fit = self._of_fit.parameters()
-            others = [own for own in of_fit if all(own is not parameter for parameter in self.module.parameters())]
-            if not self.backward.is_waited_for_in_forward:  # else the engine manages them
-                stack.enter_context(gradients_set_aside(of_fit))
+            # parameters of sharded modules are managed by the engine
+            of_fit = [] if self.backward.is_waited_for_in_forward else self._of_fit.parameters()
+            others = dict.fromkeys(of_fit).keys() - {*self.module.parameters()}
+            stack.enter_context(gradients_set_aside(of_fit))
             if (dtype := self._dtype) is not None:
                 self.together(lambda: stack.enter_context(widened(self.module, dtype)))  # memory may run out
-            parameters = [*self.module.parameters(), *others]
+            parameters = [*self.module.parameters(), *(own for own in of_fit if own in others)]
             self.backward.reshard()  # after a forward without a backward, gathered parameters remain in memory
             # FSDP sets the data of parameters by itself
             watched = parameters if dtype is None else [*parameters, *of_fit]
