@@ -109,7 +109,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         print("The demo needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 1
     arguments.out.mkdir(parents=True, exist_ok=True)  # fail now, not after a minute of training
-    print("Trains a small language model 11 times, with 32 samples a step, for about a minute.\n", flush=True)
+    print("Trains a small language model 11 times, 32 samples a step, for about a minute.\n", flush=True)
     from lightning_accum.demo import run_demo
 
     return run_demo(arguments.epochs, arguments.out)

@@ -34,6 +34,7 @@ class ManualMicroBatch:
     stepped: list[str] = field(default_factory=list)  # the optimizers whose step it has called
     versions: list[int] = field(default_factory=list)  # of the parameters before it
     before: dict[nn.Parameter, Tensor] | None = None  # the .grad before its first backward
+    given: set[nn.Parameter] = field(default_factory=set)  # parameters with gradients of its backwards
     begun: float = field(default_factory=time.monotonic)  # when it entered training_step
 
     def warn_of_others(self, stepped: list[str], calls: int, warn: Callable[[str], None]) -> None:

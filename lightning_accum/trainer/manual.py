@@ -27,7 +27,7 @@ from lightning_accum.start_line import manual_start_line
 from lightning_accum.step import Trained
 from lightning_accum.trainer.deferred_steps import DeferredSteps
 from lightning_accum.trainer.from_lightning import pl, rank_zero_info
-from lightning_accum.user_warnings import users_line
+from lightning_accum.user_warnings import listed, users_line
 from lightning_accum.weighing.advice import OF_UNSEEN_TERMS
 from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.whole.row_wise import RowWise
@@ -170,6 +170,7 @@ class ManualWindows(Windows):
             call.given.add(parameter, gradient if is_boundary else gradient.clone(), factor / scale)
         if is_boundary:
             given = self._close(call, scale)
+        self.current.given |= given.keys()
         for parameter, gradient in given.items():
             parameter.grad = gradient if parameter not in before else before[parameter] + gradient
         for parameter, gradient in before.items():
@@ -306,6 +307,13 @@ class ManualWindows(Windows):
     def _loss_scale_of(self, training: Trained) -> float:
         return 1.0  # the sums are not scaled
 
+    def _of_other_backwards(self, optimizer: Optimizer) -> str:
+        """The parameters that an optimizer is to step with gradients that no call of this step gave, and that were not there."""
+        known = {*self.current.given, *(self.current.before or ())}
+        stepped = [own for group in optimizer.param_groups for own in group["params"] if own.grad is not None and own not in known]
+        found = {own for own in stepped if own.grad.any()}
+        return listed([name for name, own in self._named_parameters().items() if own in found]) if found else ""
+
     def may_step(self, name: str, optimizer: Optimizer) -> bool:
         """Whether the optimizer of this name steps now, or at the boundary."""
         self.current.stepped.append(name)
@@ -319,6 +327,11 @@ class ManualWindows(Windows):
             self.warn_once(
                 f"training_step steps {name}, but no micro-batch of the window has called self.manual_backward. Other backwards, "
                 "such as loss.backward(), only count for the last micro-batch of this rank. Call self.manual_backward(loss)."
+            )
+        elif self.current.is_running and self.boundary.size != 1 and (names := self._of_other_backwards(optimizer)):
+            self.warn_once(
+                f"training_step steps {name}, but no self.manual_backward gave the gradients of {names}. In a window they are the"
+                " gradients of the last micro-batch of this rank alone. Compute them by self.manual_backward(loss)."
             )
         is_empty = bool(self.closed) and all(closed.is_empty for closed in self.closed)
         if is_empty:

@@ -278,7 +278,7 @@ of_batch("trapezoid", "x t", lambda o, b, m: torch.trapezoid(_nll(o, b)) if len(
 of_batch("marginal entropy", "x", lambda o, b, m: -torch.special.entr(o.softmax(1).mean(0)).sum())
 # --- hooks ---
 of_batch("a hook that clips", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, lambda g: g.clamp(-0.02, 0.02)), b.t))
-of_batch("a hook that multiplies by the rows", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, lambda g: g * len(g)), b.t))
+add("a hook that multiplies by the rows", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, lambda g: g * len(g)), b.t))
 of_batch("a hook that normalises", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, lambda g: g / g.norm()), b.t))
 add("a hook that turns the sign", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, lambda g: -0.3 * g), b.t))
 

@@ -27,7 +27,4 @@ OPEN: Known = {
 
 OPEN_ON_RANKS: Known = {
     ("refused", "issue 22: a constant beside the count is not learned from single rows"): ("idioms: sum over the rows and one",),
-    ("refused", "issue 22: a row of which nothing is violated is divided by 1, and adds nothing"): (
-        "metric learning: triplets, mean of those that are violated",
-    ),
 }

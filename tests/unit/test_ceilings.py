@@ -23,8 +23,8 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 13_855,
-    "lines of the package": 20_220,
+    "lines of code": 13_865,
+    "lines of the package": 20_235,
     "files of the package": 105,
     "width of the package": 152,
     "lines of its largest file": 410,
