@@ -250,8 +250,8 @@ class Accumulation(Windows):
         if self.is_passthrough():
             self.closed = ClosedWindow.empty()
             return
-        is_checked = not self.checks_left and self.verdict is not None and self.verdict.deviation is not None
-        if has_batch and may_be_checked and is_checked and self.later.note_missing_loss(micro_batch.batch):
+        is_looked_at = has_batch and may_be_checked and self.is_checked and not self.checks_left
+        if is_looked_at and self.later.note_missing_loss(micro_batch.batch):
             self.window.note_doubt(1.0)
         self._add_empty(micro_batch)
 

@@ -212,12 +212,12 @@ class Check:
             looks = looks_at(checked, trial, rows, begun)
             if (again := self._deciding.decide(looks, begun, trial)).adds_up:
                 return again
-            if not (self._accumulation.splitting or self._checked.is_window_long) and self._checked.on_any(trial.mode.has_waited):
+            if not (self._accumulation.splitting or checked.is_window_long) and checked.on_any(trial.mode.has_waited):
                 raise GathersError("training_step gathers from other ranks")
-            if self._checked.on_any(trial.draws_others):
+            if checked.on_any(trial.draws_others):
                 raise CannotCheckError("training_step draws different random numbers for each batch")
             first = looks[0].whole
             same = trial.measure(first.batch, names, first.rows, first.total)
-            if self._checked.on_any(abs(same.loss - first.loss) > trial.tolerance * abs(first.loss)):
+            if checked.on_any(abs(same.loss - first.loss) > trial.tolerance * abs(first.loss)):
                 raise CannotCheckError("training_step returns a different loss for the same rows each time")
             return found

@@ -48,7 +48,7 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
     if checked.on_any(rows is None):
         return
     checked.sync.reshard()
-    trial, before = checked.trial(), accumulation.weigher.known
+    trial = checked.trial()
     try:
         if reason == "other lengths":  # the padding of a sample depends on its batch
             looked_at = agree_on_rows(checked, [rows], of_dataset=True)

@@ -347,7 +347,6 @@ def have_one_loss(checked: Checked, other: Checked) -> bool | None:
     Raises:
         DoesNotAddUpError: the losses differ on some rank: the other step changes parameters before its loss.
     """
-
     rows = partial(deepcopy, checked.accumulation.checked_rows)
 
     def measured(trial: Trial) -> tuple[float, float]:

@@ -193,11 +193,16 @@ def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) ->
 
 
 def _apart(whole: Measured, parts: Sequence[Measured], factors: Sequence[float], key: int, rows: tuple[int, ...]) -> Deviation:
-    differences: list[tuple[float, float]] = []
     expected = whole.gradient(key)
     given = [part.gradient(key, factor) for part, factor in zip(parts, factors, strict=True)]
     of_all = whole.gradient(ALL).values()
-    overall_of_all = math.sqrt(sum(float(gradient[gradient.isfinite()].square().sum()) for gradient in of_all))
+    size = apart(expected, given, math.sqrt(sum(float(gradient[gradient.isfinite()].square().sum()) for gradient in of_all)))
+    return Deviation(size or 0.0, size is not None, rows=rows)
+
+
+def apart(expected: Mapping[int, Tensor], given: Sequence[Mapping[int, Tensor]], of_all: float = 0.0) -> float | None:
+    """The largest relative error of a sum of gradients, by parameter; None if all are 0 beside one of size ``of_all``."""
+    differences: list[tuple[float, float]] = []
     for index in sorted({index for one in (expected, *given) for index in one}):
         shares = [one[index] for one in given if index in one]
         own = expected.get(index)
@@ -209,10 +214,10 @@ def _apart(whole: Measured, parts: Sequence[Measured], factors: Sequence[float],
         size = max(0.0 if own is None else float(own[seen].norm()), sum(float(one[seen].norm()) for one in shares))
         differences.append((float(difference[seen].norm()), size))
     overall = math.sqrt(sum(size**2 for _, size in differences))
-    least = max(_OF_A_PARAMETER * overall, 1e-9 * overall_of_all)
-    if overall <= 1e-13 * overall_of_all or overall == 0:
-        return Deviation(0.0, False, rows=rows)
-    return Deviation(max((d / max(size, least) for d, size in differences if d), default=0.0), True, rows=rows)
+    if overall <= 1e-13 * of_all or overall == 0:
+        return None
+    least = max(_OF_A_PARAMETER * overall, 1e-9 * of_all)
+    return max((d / max(size, least) for d, size in differences if d), default=0.0)
 
 
 def _constant(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_accum.errors import AccumulationError, RowWiseError
 from lightning_accum.exact import exact_dtype, rounding, rounding_of_gradients
 from lightning_accum.failures import have_all_left
-from lightning_accum.prove import ALL, Measured, sample
+from lightning_accum.prove import ALL, Measured, apart, sample
 from lightning_accum.randomness import RandomState, dropout_switched_off
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync, gradients_set_aside
@@ -337,15 +337,14 @@ class Trial:
         with ExitStack() as stack:
             # parameters of sharded modules are managed by the engine
             of_fit = [] if self.backward.is_waited_for_in_forward else self._of_fit.parameters()
-            others = dict.fromkeys(of_fit).keys() - {*self.module.parameters()}
+            of_module = {*self.module.parameters()}
             stack.enter_context(gradients_set_aside(of_fit))
             if (dtype := self._dtype) is not None:
                 self.together(lambda: stack.enter_context(widened(self.module, dtype)))  # memory may run out
-            parameters = [*self.module.parameters(), *(own for own in of_fit if own in others)]
+            parameters = [*self.module.parameters(), *(own for own in of_fit if own not in of_module)]
             self.backward.reshard()  # after a forward without a backward, gathered parameters remain in memory
             # FSDP sets the data of parameters by itself
-            watched = parameters if dtype is None else [*parameters, *of_fit]
-            self.mode.watch(watched, may_be_set=not self.backward.is_waited_for_in_forward)
+            self.mode.watch(dict.fromkeys((*parameters, *of_fit)), may_be_set=not self.backward.is_waited_for_in_forward)
             self._trained = [parameter for parameter in parameters if parameter.requires_grad]
             stack.callback(self.mode.watch, ())  # keep nothing in another type
             stack.callback(self._trained.clear)
@@ -372,14 +371,10 @@ def _users_code(kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[N
 
 
 def _difference(one: Result, other: Result) -> float:
-    """The larger relative difference of two losses, and of their gradients by parameter; 0 if they are not finite."""
+    """The relative difference of two losses, or of their gradients if that is larger; 0 for losses that are not finite."""
     (loss, gradients), (other_loss, others) = one, other
-    apart = [abs(loss - other_loss) / max(abs(loss), abs(other_loss), 1e-300)]
-    least = 1e-2 * math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
-    for index in gradients.keys() | others.keys():
-        a, b = (own.get(index, torch.zeros(())) for own in (gradients, others))
-        apart.append(float((a - b).norm()) / max(float(a.norm()), float(b.norm()), least, 1e-300))
-    return max((size for size in apart if math.isfinite(size)), default=0.0)
+    of_loss = abs(loss - other_loss) / max(abs(loss), abs(other_loss), 1e-300)
+    return max(of_loss if math.isfinite(of_loss) else 0.0, apart(gradients, [others]) or 0.0)
 
 
 def _on_host(term: Term) -> Term:
