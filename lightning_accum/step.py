@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -33,9 +32,9 @@ class Trained:
     """When gradients are reduced over the ranks."""
 
     @property
-    @abstractmethod
     def module(self) -> nn.Module:
         """The module without a wrapper."""
+        raise NotImplementedError
 
     @property
     def scaler(self) -> Any:
