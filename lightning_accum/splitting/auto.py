@@ -43,12 +43,7 @@ class NothingSmallerError(AccumulationError, torch.OutOfMemoryError):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it was raised from, says that memory ran out.
-
-    Example:
-        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("expected a tensor of shape (2, 3)"))
-        (True, False)
-    """
+    """Whether an error, or one that it was raised from, says that memory ran out."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
@@ -75,21 +70,7 @@ class MicroBatchSizes:
 
     A batch is one micro-batch until one fails. The limit is then half of its elements, rounded up to a power of two, so that rows
     of similar length have one size. In each later epoch the first loader batch that the limit splits is tried at twice the limit;
-    if it fits, this is the new limit.
-
-    Args:
-        snapshotter: undoes the changes of an attempt.
-        device: of the module.
-        say: prints the size that was found.
-
-    Example:
-        >>> device = torch.device("cpu")
-        >>> sizes = MicroBatchSizes(Undo(nn.Linear(1, 1), device), device, say=lambda found: None)
-        >>> sizes.size_for(cost=1000, rows=32)
-        32
-        >>> sizes.halve(cost=1000, rows=32, seen="CUDA out of memory")
-        >>> sizes.size_for(cost=1000, rows=32), sizes.size_for(cost=4000, rows=32), sizes.size_for(cost=100, rows=32)
-        (16, 4, 32)
+    if it fits, this is the new limit. ``say`` prints a size that was found.
     """
 
     def __init__(self, snapshotter: Undo, device: torch.device, say: Callable[[str], None]) -> None:
@@ -130,11 +111,7 @@ class MicroBatchSizes:
         return min(rows, max(1, self._limit * (1 + self._tries_more) // _rounded(cost)))
 
     def halve(self, cost: int, rows: int, seen: str) -> None:
-        """Halve the limit after a micro-batch ran out of memory; ``seen`` is the error.
-
-        Raises:
-            torch.OutOfMemoryError: it had one row.
-        """
+        """Halve the limit after a micro-batch ran out of memory; ``seen`` is the error. Raises it if there was one row."""
         if rows <= 1:
             raise NothingSmallerError(
                 f"A micro-batch of one sample (of cost {cost}) does not fit into memory, and cannot be split. Try shorter "

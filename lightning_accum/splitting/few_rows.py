@@ -22,10 +22,7 @@ class FewRows:
 
     The most informative rows come first, see :func:`_telling_first`. There are ``number`` rows, ``of_batch`` of them in the batch,
     and ``at_once`` in the larger of both batches. ``of_others`` are the rows of another batch that alternate with them. ``kept`` is
-    a copy of the first rows of the batch.
-
-    Raises:
-        CannotCheckError: no rows can be found in the batch.
+    a copy of the first rows of the batch. A CannotCheckError says why there are none.
     """
 
     is_guess = False
@@ -60,11 +57,7 @@ class FewRows:
         return found
 
     def by_turns(self, others: FewRows) -> FewRows:
-        """The first rows of this batch and of another, alternating.
-
-        Raises:
-            CannotCheckError: they are of different kinds.
-        """
+        """The first rows of this batch and of another, alternating. A CannotCheckError if they are of different kinds."""
         found, own = copy(self), min(self.of_batch, MOST_ROWS)
         joined = _joined([self.kept, others.kept], self._own)
         order = sorted(range(joined.size), key=lambda row: (row if row < own else row - own, row >= own))[:MOST_ROWS]
@@ -131,10 +124,6 @@ def _doubt_about(layout: Layout) -> str | None:
 def _telling_first(layout: Layout) -> list[int]:
     """Indices of rows, the most informative first: spread over the batch; then, for each tensor that is equal in all of these (a
     mask, a flag, weights of 1, labels without an ignored one), a row in which it differs.
-
-    Example:
-        >>> _telling_first(Layout({"x": torch.arange(12.0), "mask": torch.arange(12) != 5}))
-        [0, 5, 6, 3, 9, 1, 7, 4, 2, 8, 10, 11]
     """
     size = layout.size
     first = [*dict.fromkeys(place * (size - 1) // (MOST_ROWS - 1) for place in (0, 7, 4, 2, 6, 1, 5, 3))]
@@ -156,11 +145,7 @@ def _joined(batches: Sequence[Any], layout: Layout) -> Layout:
 
 
 class SplitRows:
-    """The first micro-batch of a batch that the user's function splits, whose size may not count samples.
-
-    Raises:
-        CannotCheckError: it cannot be cut once more.
-    """
+    """The first micro-batch of a batch that the user's function splits, whose size may not count samples."""
 
     kept = None
 
@@ -222,14 +207,6 @@ def join(batches: Sequence[Any], known: Mapping[str, str] | None = None) -> tupl
     Raises:
         JoiningError: their parts differ, their shared parts differ, or their columns differ without a mask or labels that mark
         padding.
-
-    Example:
-        >>> join([{"x": torch.ones(2, 3), "rate": 0.5}, {"x": torch.zeros(1, 3), "rate": 0.5}])[0]["x"].shape
-        torch.Size([3, 3])
-        >>> texts = [torch.tensor([[5, 6]]), torch.tensor([[7]])]
-        >>> join([{"ids": text, "labels": text.clone()} for text in texts])[0]["labels"]
-        tensor([[   5,    6],
-                [   7, -100]])
     """
     if len(batches) == 1:
         return batches[0], ""

@@ -66,13 +66,6 @@ def read_lengths(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[
     ``key`` is the path, its last part, or the last words of its last part (``lengths`` for ``encoder_lengths`` and
     ``decoder_lengths``), of masks of shape (rows, columns), nonzero at tokens (but 0 at tokens in a ``key_padding_mask``), or of
     lengths of shape (rows,). Returns the lengths by the size of their dimension: an encoder-decoder has two.
-
-    Raises:
-        ArgumentError: there is no ``key``, or it is neither a mask nor lengths.
-
-    Example:
-        >>> read_lengths({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])})
-        {4: Lengths(columns=4, of_rows=(3, 1), read_from=('attention_mask',))}
     """
     if key is not None:
         found = {path: tensor for path, tensor in tensors.items() if path == key or f"_{_name(path)}".endswith(f"_{key}")}

@@ -112,13 +112,7 @@ class BatchLog:
         self._returned.update((place, (call, i)) for place, i in places.items())
 
     def take(self, loss: Tensor | None, weighed: Weighed, rows: int) -> Mapping[Key, Logged]:
-        """Return the logs of the micro-batch that has run, and begin the next.
-
-        Args:
-            loss: of the micro-batch. A value logged without its graph, ``loss.detach()``, gets the weight of the loss.
-            weighed: its contribution to the window.
-            rows: the number of its samples.
-        """
+        """The logs of the micro-batch that has run. A value logged without its graph, ``loss.detach()``, gets the loss's weight."""
         logged, without_size = self._logged, Weighed(rows if weighed.weight is None else weighed.weight)
         for key, value in self._may_be_loss.items():
             if loss is not None and value.numel() == 1 and value.data_ptr() == loss.data_ptr():

@@ -94,15 +94,10 @@ class Plan:
 
 
 class Splitting:
-    """Splits the loader batches of a training.
+    """Splits the loader batches of a training, or has the user's ``split`` cut them.
 
-    Args:
-        size: of a micro-batch.
-        trim: whether to trim padding; or the key of the lengths of rows, see :func:`read_lengths`.
-        split: cuts batches instead.
-        warn: takes a warning that should be seen once.
-        samples: returns how many samples the loader puts into a batch; empty if unknown.
-        sizes: with ``"auto"``, those that fit into memory.
+    ``trim`` says whether to trim padding, or is the key of the lengths of rows, see :func:`read_lengths`. ``samples`` returns how
+    many samples the loader puts into a batch; empty if unknown. ``sizes`` are those that fit into memory, with ``"auto"``.
     """
 
     def __init__(
@@ -149,12 +144,7 @@ class Splitting:
             self.sizes.begin_epoch()
 
     def begin(self, batch: Any, proof: Proof) -> None:
-        """Plan a loader batch; ``proof`` is asked before padding is trimmed.
-
-        Raises:
-            UnsplittableBatchError: it has no rows, or no columns for :class:`Tokens`.
-            ArgumentError: the key for lengths is not in the batch.
-        """
+        """Plan a loader batch; ``proof`` is asked before padding is trimmed."""
         self._proof = proof
         self.plan = self._planned(batch)
 
@@ -165,11 +155,7 @@ class Splitting:
             self.begin(self.plan.batch, self._proof)
 
     def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
-        """Run the current loader batch; with ``"auto"``, until it fits into memory.
-
-        Raises:
-            torch.OutOfMemoryError: a micro-batch of one sample does not fit.
-        """
+        """Run the current loader batch; with ``"auto"``, until it fits into memory."""
         assert self.plan is not None
         sizes = self.sizes
         undo = None if sizes is None else sizes.begin_batch(mark(), self.plan.tensors)
@@ -277,11 +263,7 @@ class Splitting:
 
 
 def columns_of(tensors: Mapping[str, Tensor]) -> list[int]:
-    """Columns of all whole numbers in two dimensions, labels of a few classes among them; else of all features over time.
-
-    Raises:
-        UnsplittableBatchError: there are none.
-    """
+    """Columns of all whole numbers in two dimensions, labels of a few classes among them; else of all features over time."""
     tensors = {path: tensor for path, tensor in tensors.items() if tensor.dim() > 1}
     tokens = [tensor for tensor in tensors.values() if tensor.dim() == 2 and not tensor.is_floating_point()]
     columns = [tensor.shape[1] for tensor in tokens or tensors.values() if tensor.dim() < 4]

@@ -91,17 +91,6 @@ class Layout:
         shared_tensors: tensors whose dimension 0 is not the rows.
         columns: the sizes of the dimensions of rows.
         unexplained: tensors without rows that no earlier batch had, and whose dimensions are not columns.
-
-    Raises:
-        UnsplittableBatchError: no size or several sizes fit, a part cannot be split, or the rows are not samples.
-
-    Example:
-        >>> layout = Layout({"x": torch.arange(6).reshape(3, 2), "name": ["a", "b", "c"], "rate": 0.5})
-        >>> layout.size, list(layout.tensors)
-        (3, ['x'])
-        >>> layout.take(slice(1, 3))
-        {'x': tensor([[2, 3],
-                [4, 5]]), 'name': ['b', 'c'], 'rate': 0.5}
     """
 
     def __init__(self, batch: Any, known: Mapping[str, str] | None = None, samples: Collection[int] | None = None) -> None:

@@ -29,8 +29,8 @@ class FSDP2Sync(ShardedSync):
     within the shards at every micro-batch, and over the replicas once a window.
     """
 
-    def __init__(self, module: nn.Module, policy: ShardedSyncPolicy, engine: ShardedEngine, ranks: Ranks) -> None:
-        super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine)
+    def __init__(self, module: nn.Module, policy: ShardedSyncPolicy, engine: ShardedEngine, ranks: Ranks, *of_ranks: Any) -> None:
+        super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine, *of_ranks)
         self._groups = [group for unit in self.units for group in groups_of(unit)]
         self._trained, self._ranks = [sharded for group in self._groups for sharded in _trained_of(group)], ranks
         self._reached: set[Any] = set()

@@ -38,36 +38,6 @@ class ShardedEngine(Protocol):
         """The loss of an earlier batch with a loss, without logs."""
 
 
-class SharedRows:
-    """Whether ranks with parts of the same rows, as in context parallelism, had a loss in the same micro-batches of a window.
-
-    A rank without a loss would run another batch, whose keys and values the others would attend to. ``number`` is the same on ranks
-    with parts of the same rows.
-    """
-
-    def __init__(self, ranks: Ranks, number: int) -> None:
-        self._ranks, self._number, self._seen = ranks, number, 1
-
-    def note(self, has_loss: bool) -> None:
-        """A micro-batch has run."""
-        self._seen = (3 * self._seen + has_loss) % _PRIME
-
-    def forget(self) -> None:
-        """The window is dropped."""
-        self._seen = 1
-
-    def end_window(self) -> None:
-        """Raise, on all ranks, if some ranks with parts of the same rows had a loss, and others had none."""
-        found = set(self._ranks.gather((self._number, self._seen)))
-        self.forget()
-        if len(found) > len({number for number, _ in found}):
-            raise UsageError(
-                "A rank returned no loss, while other ranks with parts of the same rows returned one. With context_parallel or "
-                "sequence_parallel in mesh=, these ranks need the same batches, and training_step returns a loss for each part. "
-                "The loss of a part without labels may be NaN; its weight is 0."
-            )
-
-
 class ShardedSync(WrappedSync):
     """The base of FSDP1 and FSDP2: each forward and backward gathers parameters, and waits for the other ranks.
 
@@ -76,15 +46,27 @@ class ShardedSync(WrappedSync):
 
     If this rank has no loss, it still takes part in the forward and backward of the others: with the outputs of its sharded modules
     before training_step returned None, or by repeating the last micro-batch with a loss. Its gradients are zeros, its logs are
-    dropped, and its changes to the module are undone. ``units`` are the sharded modules.
+    dropped, and its changes to the module are undone.
+
+    Args:
+        units: the sharded modules.
+        may_lack_loss: whether this rank can take part without a loss.
+        of_same_rows: if ranks have parts of the same rows, as in context parallelism: the ranks, and a number that those with parts
+            of the same rows share.
     """
 
     is_waited_for_in_forward = True
     is_reduced_inside = True
 
-    def __init__(self, units: list[Any], policy: ShardedSyncPolicy, engine: ShardedEngine) -> None:
-        self.units = units
-        self.policy = policy
+    def __init__(
+        self,
+        units: list[Any],
+        policy: ShardedSyncPolicy,
+        engine: ShardedEngine,
+        may_lack_loss: bool = True,
+        of_same_rows: tuple[Ranks, int] | None = None,
+    ) -> None:
+        self.units, self.policy = units, policy
         self.batch_on_host: Any = None  # the last loader batch drawn, before its transfer to the device
         self._engine = engine
         self._last: tuple[Any, bool] | None = None
@@ -93,14 +75,14 @@ class ShardedSync(WrappedSync):
         below = {child for unit in units for child in unit.modules() if child is not unit}
         self._roots = [unit for unit in units if unit not in below]
         self._unused_roots = set(self._roots)
-        self.may_lack_loss = True  # whether this rank can take part without a loss
-        self.shared_rows: SharedRows | None = None  # if ranks have parts of the same rows
+        self._may_lack_loss, self._of_same_rows = may_lack_loss, of_same_rows
+        self._had_loss = 1  # which micro-batches of the window had a loss, as one number
         self._outputs: list[Tensor] = []
         self._handles = [unit.register_forward_hook(self._note_output) for unit in units]
 
     def _note_output(self, unit: nn.Module, arguments: Any, output: Any) -> None:
         self._unused_roots.discard(unit)
-        if self.may_lack_loss and torch.is_grad_enabled():
+        if self._may_lack_loss and torch.is_grad_enabled():
             leaves = torch.utils._pytree.tree_leaves(output)
             self._outputs += [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
@@ -116,7 +98,7 @@ class ShardedSync(WrappedSync):
     @override
     def _loss_without_batch(self) -> Tensor:
         """A loss that depends on the same modules as the losses of other ranks."""
-        if not self.may_lack_loss:
+        if not self._may_lack_loss:
             raise UsageError(
                 f"Rank {dist.get_rank()} has a loader batch without a loss, or fewer loader batches than others, so it cannot take "
                 f"part in row-wise submodules with {type(self._engine).__name__}. Have each loader batch of each rank give a loss, "
@@ -162,32 +144,39 @@ class ShardedSync(WrappedSync):
             self.backward_without_loss()
 
     def _note(self, has_loss: bool) -> None:
-        if self.shared_rows is not None:
-            self.shared_rows.note(has_loss)
+        self._had_loss = (3 * self._had_loss + has_loss) % _PRIME
 
     @override
     def without_weight(self, loss: Tensor, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        if self.shared_rows is None or micro_batch.is_shadow_batch:
+        if self._of_same_rows is None or micro_batch.is_shadow_batch:
             return super().without_weight(loss, micro_batch)
         return nullcontext()  # other parts of the rows attend to this one, and have their own losses
 
     @override
     def drop_accumulated(self) -> None:
         self.reduce_accumulated()
-        if self.shared_rows is not None:
-            self.shared_rows.forget()
+        self._had_loss = 1
 
     @override
     def end_window(self) -> None:
-        if self.shared_rows is not None:
-            self.shared_rows.end_window()
+        had_loss, self._had_loss = self._had_loss, 1
+        if self._of_same_rows is None:
+            return
+        ranks, number = self._of_same_rows
+        found = set(ranks.gather((number, had_loss)))
+        if len(found) > len({number for number, _ in found}):  # the others would attend to keys and values of another batch
+            raise UsageError(
+                "A rank returned no loss, while other ranks with parts of the same rows returned one. With context_parallel or "
+                "sequence_parallel in mesh=, these ranks need the same batches, and training_step returns a loss for each part. "
+                "The loss of a part without labels may be NaN; its weight is 0."
+            )
 
     @override
     def gradients_of(
         self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
     ) -> Sequence[Tensor | None]:
         try:
-            with nullcontext() if share or self.shared_rows is not None else gradients_of_zero(loss):
+            with nullcontext() if share or self._of_same_rows is not None else gradients_of_zero(loss):
                 return gradients_in_place(loss, share, parameters)
         finally:
             self._outputs.clear()

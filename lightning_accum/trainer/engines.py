@@ -156,7 +156,6 @@ class ShardedMixin(AccumulationMixin):
     @override
     def _make_sync(self) -> ShardedSync:
         sync = self._sync_of_units()
-        sync.may_lack_loss = self.row_wise is None
         assert self._fit is not None
         self._fit.callback(sync.close)
         return sync

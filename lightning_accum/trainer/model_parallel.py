@@ -20,7 +20,6 @@ from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.ranks import Ranks
 from lightning_accum.sync.base import ShardedSyncPolicy
 from lightning_accum.sync.fsdp2 import FSDP2Sync, groups_of, has_replicas
-from lightning_accum.sync.sharded import SharedRows
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engines import ShardedMixin, checked_sync
 from lightning_accum.trainer.from_lightning import MisconfiguredError, pl
@@ -193,7 +192,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         seams.check_nothing_is_missing(seams.FSDP2)
         if self._sync_policy == "shard":
             self._refuse_without_replicas(self.module)
-        sync = FSDP2Sync(self.module, self._sync_policy, self, self.ranks)
+        same_rows = (self.ranks, self.distributed_sampler_kwargs["rank"]) if self.same_rows() > 1 else None
+        sync = FSDP2Sync(self.module, self._sync_policy, self, self.ranks, self.row_wise is None, same_rows)
         size = self.gradient_mesh["data_parallel"].size()
         sharded = sync.parameters()
         left = [n for n, p in self.module.named_parameters() if p.requires_grad and p not in sharded]
@@ -214,8 +214,6 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
                 f"Gradients are divided by {factors.pop():g} (set_gradient_divide_factor), but must be averaged over {size} "
                 "data-parallel ranks. Leave it out: the weights of the window normalise them."
             )
-        if self.same_rows() > 1:
-            sync.shared_rows = SharedRows(self.ranks, self.distributed_sampler_kwargs["rank"])
         if self.policy.accumulate_dtype is not None:
             self._check_accumulate_dtype(sync, self.policy.accumulate_dtype)
         return sync

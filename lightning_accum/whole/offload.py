@@ -70,27 +70,14 @@ def copy_stream_for(device: torch.device) -> CopyStream | None:
 
 
 def offload_in_words(device: torch.device) -> str:
-    """The fate of tensors that autograd saves, for the start line.
-
-    Example:
-        >>> offload_in_words(torch.device("cpu"))
-        'nothing offloaded on a CPU'
-    """
+    """The fate of tensors that autograd saves, for the start line."""
     if copy_stream_for(device) is None:
         return f"nothing offloaded on a {device.type.upper()}"
     return "activations on the host"
 
 
 class Offload:
-    """Moves tensors that autograd saves to the host and back. On the CPU nothing is moved and no hook is set.
-
-    Example:
-        >>> offload, weight = Offload(torch.device("cpu")), torch.ones(3, requires_grad=True)
-        >>> with offload.engaged([weight]):
-        ...     weight.exp().sum().backward()
-        >>> weight.grad
-        tensor([2.7183, 2.7183, 2.7183])
-    """
+    """Moves tensors that autograd saves to the host and back. On the CPU nothing is moved and no hook is set."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, copy_stream_for(device)
@@ -190,11 +177,7 @@ class _Stored:
             stored.fetch()
 
     def take(self) -> Tensor:
-        """A tensor on the device with these bytes.
-
-        Raises:
-            RuntimeError: it was changed in place before they were on the host.
-        """
+        """A tensor on the device with these bytes. An error if it was changed in place before they were on the host."""
         if self._here is not None and not self._has_left:
             return _unchanged(self._here, self._version)
         if self._is_changed:

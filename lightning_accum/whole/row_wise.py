@@ -34,17 +34,6 @@ NoiseOfCall: TypeAlias = Callable[[int, Sequence[int], int], AbstractContextMana
 class RowWise:
     """Runs submodules in micro-batches, in steps that see the whole batch. Raises a ValueError if a name is not a submodule, or is
     inside another.
-
-    Example:
-        >>> model = nn.ModuleDict({"encoder": nn.Linear(2, 1)})
-        >>> row_wise, x = RowWise(model, ["encoder"], 2, torch.device("cpu")), torch.arange(8.0).reshape(4, 2)
-        >>> with row_wise.step():
-        ...     model["encoder"](x).std().backward()
-        >>> of_parts = model["encoder"].weight.grad.clone()
-        >>> model.zero_grad()
-        >>> model["encoder"](x).std().backward()
-        >>> torch.allclose(of_parts, model["encoder"].weight.grad)
-        True
     """
 
     module: nn.Module  # the module in training
