@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.errors import ArgumentError, NotFiniteError, UnreadableLossError, UsageError
+from lightning_accum.exact import on_host
 from lightning_accum.main_gradients import GradientSums, MainGradients
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.policy import Policy
@@ -187,8 +188,7 @@ class Accumulation(Windows):
             if self.window.counted is not None and not is_left:
                 self.window.counted.agree()  # like the other ranks
         if is_left:
-            value = loss.item() if loss.is_cpu else loss.detach()  # Lightning steps, without a device sync
-            self.closed = ClosedWindow.alone(value, 1.0 if contribution.weight is None else contribution.weight)
+            self.closed = ClosedWindow.alone(on_host(loss), 1.0 if contribution.weight is None else contribution.weight)
             return Weighed(self.closed.weight, is_weightless=False)
         if not self.checks_left:
             is_checked = self.is_checked

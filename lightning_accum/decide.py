@@ -181,19 +181,21 @@ class Deciding:
 
     def _adopted(self, looks: Sequence[Look], key: int, eps: float) -> Fit | None:
         """Counts of the batch with which a term adds up."""
-        whole = looks[0].whole.batch()
+        checked, whole = self.checked, looks[0].whole.batch()
         known = [mode for mode in self.known.units.get(key, ()) if callable(mode)]
-        fits = [self._fit(looks, key, (count,), eps) for count in known or self.checked.of_all(counts_of(whole))[0]]
+        fits = [self._fit(looks, key, (count,), eps) for count in known or checked.of_all(counts_of(whole))[0]]
         right = [fit for fit in fits if fit.mode is not None and not fit.is_open]
         if not right:
             return None
-        first, *others = right
+        # in half precision counts fit that are nearly right: those with several times the deviation of the best are left out
+        clear = _CLEARLY * checked.largest(max(min(fit.deviation.size for fit in right), min(_ROUNDINGS * eps, _OF_HALF)))
+        first, *others = [fit for fit in right if checked.largest(fit.deviation.size) <= clear]
         for fit in others:  # if all rows have the same gradient, counts fit that are not proportional
             least, most = ratios(looks, (key, first.mode), (key, fit.mode))  # type: ignore[arg-type]
-            if self.checked.on_any(not most - least <= 1e-9 * most):
+            if checked.on_any(not most - least <= 1e-9 * most):
                 return None
-        of_whole = {fit.mode: looks[0].whole.weight(key, fit.mode) for fit in right if fit.mode}
-        counts = tuple(mode for mode, weight in of_whole.items() if self.checked.on_any(bool(known or weight)))
+        of_whole = {fit.mode: looks[0].whole.weight(key, fit.mode) for fit in (first, *others) if fit.mode}
+        counts = tuple(mode for mode, weight in of_whole.items() if checked.on_any(bool(known or weight)))
         return first._replace(mode=counts[0], modes=counts) if counts else None
 
     def _combined(self, looks: Sequence[Look], known: Known, terms: dict[int, Term]) -> tuple[Known, tuple[str, str] | None]:
@@ -244,3 +246,10 @@ class Deciding:
         if (not adds_up or any(fit.mode == SUM for fit in chosen)) and self.checked.on_any(is_shared):
             raise CannotCheckError(f"weight={name_of(self.weight)} returns the same count for some rows of the batch as for all")
         return advice.of_argument('weight="auto"') if adds_up and not isinstance(self.weight, tuple) else None
+
+
+_CLEARLY = 4.0
+"""By this factor a count fits better than another."""
+_ROUNDINGS = 64
+_OF_HALF = 1e-3
+"""Deviations of as many roundings tell nothing, nor does one of this size in half precision, whose roundings even out."""

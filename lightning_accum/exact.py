@@ -21,6 +21,23 @@ def exact(tensor: Tensor) -> Tensor:
     return tensor.detach().to(exact_dtype(tensor.device))
 
 
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether its values are read without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def on_host(value: float | Tensor) -> float | Tensor:
+    """A float if the tensor is on the host; a tensor of a device stays there, detached."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.item() if is_on_host(value) else value.detach()
+
+
+def tensor_of(value: float | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor on the device, without a detour over the host, and without waiting for the device."""
+    return value.to(device, dtype) if isinstance(value, Tensor) else torch.full((), value, device=device, dtype=dtype)
+
+
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device, in a type that the device supports."""
     return tensor.to(device, exact_dtype(device) if tensor.dtype == torch.float64 else tensor.dtype)

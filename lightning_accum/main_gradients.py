@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_accum.errors import UsageError
+from lightning_accum.exact import on_host
 from lightning_accum.ranks import Ranks
 
 
@@ -27,7 +28,7 @@ def as_number(factor: Tensor | None) -> float | Tensor:
     """The factor of gradients as they are added, without a device sync; None is 1."""
     if factor is None:
         return 1.0
-    return factor.item() if factor.device.type == "cpu" else factor.detach().reshape(())
+    return on_host(factor.reshape(()))
 
 
 class GradientSums:

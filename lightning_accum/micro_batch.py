@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_accum.exact import exact_dtype, moved
+from lightning_accum.exact import exact_dtype, is_on_host, moved, tensor_of
 from lightning_accum.weighing.functions import OfMean
 from lightning_accum.weighing.terms import Denominator
 
@@ -142,11 +142,11 @@ def weighted_mean(values: Tensor, weights: Sequence[Denominator]) -> Tensor:
         tensor(3.)
     """
     for weight in weights:  # move to the weights' device: a copy from the host does not wait
-        if isinstance(weight, Tensor) and weight.device.type != "cpu":
+        if isinstance(weight, Tensor) and not is_on_host(weight):
             values = moved(values, weight.device)
     exact = exact_dtype(values.device)
     if any(isinstance(weight, Tensor) for weight in weights):
-        n = torch.stack([torch.as_tensor(weight, device=values.device).detach().to(exact) for weight in weights])
+        n = torch.stack([tensor_of(weight, values.device, exact).detach() for weight in weights])
     else:
         n = torch.tensor(weights, dtype=exact, device=values.device)
     n = n.reshape(-1, *[1] * (values.dim() - 1))

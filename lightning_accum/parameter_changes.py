@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_accum.errors import UsageError
+from lightning_accum.exact import is_on_host
 
 _WINDOWS = 4  # windows compared at the beginning of a fit: a moving average of the parameters begins to move after the first step
 _SAMPLED = 256  # elements compared in each parameter
@@ -47,7 +48,7 @@ def _version(gradient: Tensor | None) -> int:
 
 def _is_other(now: Tensor | None, gradient: Tensor | None, version: int, values: Tensor | None) -> bool:
     is_same = now is gradient and _version(now) == version
-    if values is None or (is_same and not values.is_cpu):  # no copy from a device; on the host ``.data`` changes no version
+    if values is None or (is_same and not is_on_host(values)):  # no copy from a device; on the host ``.data`` changes no version
         return not is_same
     elements = elements_of(now)
     return elements.shape != values.shape or not torch.equal(elements, values)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.counting import count_window
 from lightning_accum.errors import UsageError
+from lightning_accum.exact import tensor_of
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Output, Weighed, joined_extra, joined_loss
 from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.auto import Mark
@@ -21,7 +23,6 @@ from lightning_accum.step import Backward, CountsAhead, Outcome, Step, Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import gradients_of_zero
-from lightning_accum.weighing.terms import tensor_of
 
 _NOTHING_AROUND = nullcontext()
 
@@ -49,9 +50,12 @@ class Session:
         self._announce = announce
         self._named_parameters = trained.parameters_by_name
         self._parameters = trained.parameters
+        self._module = trained.module
         self._row_wise = accumulation.row_wise
         self._snapshotter = trained.snapshotter
         self._is_announced = False
+        self._copied: dict[nn.Parameter, Tensor] = {}  # gradients that CUDA graphs cannot overwrite
+        self._has_graphs = False  # of torch.cuda.make_graphed_callables
         self._has_ranks = accumulation.ranks.world_size > 1
         self._has_sync = type(sync) is not GradientSync  # on one rank, engines for several ranks also need it
         policy = accumulation.policy
@@ -182,6 +186,9 @@ class Session:
             if not self._is_announced:
                 self._is_announced = True
                 self._announce(micro_batch, weighed)
+                self._has_graphs = any(
+                    getattr(part.forward, "__module__", "") == "torch.cuda.graphs" for part in self._module.modules()
+                )
             if self._has_sync:
                 self.sync.begin_backward(micro_batch, loss)
             if self.guard is None and not weighed.is_weightless:
@@ -191,6 +198,8 @@ class Session:
                     step.backward(loss, weighed.grad_output)
             if self._row_wise is not None:
                 self._row_wise.end_backward()
+            if self._has_graphs or "torch._inductor.cudagraph_trees" in sys.modules:  # of torch.compile
+                self._copy_gradients_of_graphs()
             if accumulation.observer is not None:
                 accumulation.observer.end_backward()
         if self._has_sync:
@@ -206,6 +215,12 @@ class Session:
             self._accumulation.changes.gradients.keep(has_values=True)
         return weighed
 
+    def _copy_gradients_of_graphs(self) -> None:
+        """Copy new gradients: a CUDA graph writes each backward's to the same memory."""
+        for parameter in self._parameters():
+            if parameter.grad is not None and self._copied.get(parameter) is not parameter.grad:
+                self._copied[parameter] = parameter.grad = parameter.grad.clone()
+
     def zero_grad(self, step: Backward, is_after_forward: bool = True) -> None:
         """Clear the gradients of an earlier window, if this is due.
 
@@ -217,6 +232,7 @@ class Session:
         if step.skips_backward or not accumulation.is_zero_grad_due:
             return
         accumulation.is_zero_grad_due = False
+        self._copied.clear()
         accumulation.changes.gradients.forget()
         # sharded modules have other parameters between forward and backward
         is_compared = is_after_forward and accumulation.changes.is_due and not self.sync.is_waited_for_in_forward

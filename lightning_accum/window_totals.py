@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError
+from lightning_accum.exact import tensor_of as as_tensor
 from lightning_accum.weighing.functions import FunctionOfMean, OfMean
 from lightning_accum.weighing.terms import Denominator
-from lightning_accum.weighing.terms import tensor_of as as_tensor
 from lightning_accum.weighing.weight import Contribution
 
 
@@ -232,4 +232,5 @@ def tensor_of(values: Sequence[Denominator], device: torch.device, dtype: torch.
         return torch.stack([value.detach() for value in values]).to(device, dtype)  # type: ignore[union-attr]
     if any(isinstance(value, Tensor) for value in values):
         return torch.stack([as_tensor(value, device, dtype).detach() for value in values])
-    return torch.tensor(values, dtype=dtype, device=device)
+    is_pinned = device.type == "cuda"  # then nobody waits for the device
+    return torch.tensor(values, dtype=dtype, pin_memory=is_pinned).to(device, non_blocking=is_pinned)

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.exact import tensor_of as as_tensor
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.sync.sharded import ShardedSync
 from lightning_accum.trainer.engine import Engine
@@ -25,7 +26,6 @@ from lightning_accum.trainer.from_lightning import MisconfiguredError, pl, rank_
 from lightning_accum.trainer.package import check_package
 from lightning_accum.trainer.watch import parameters_of
 from lightning_accum.weighing.counts import count_samples
-from lightning_accum.weighing.terms import tensor_of as as_tensor
 from lightning_accum.window_totals import tensor_of
 
 _SUMMED = ("1", "S", "G", "SS", "GG", "weight", "samples", "1 ww", "windows")

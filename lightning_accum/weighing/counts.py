@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_accum.errors import ArgumentError, MissingEntryError, UnreadableLossError, UnsplittableBatchError, WrongTypeError
-from lightning_accum.exact import exact
+from lightning_accum.exact import exact, is_on_host
 from lightning_accum.splitting.rows import Layout, Part, is_record, may_be_samples, parse
 from lightning_accum.weighing.terms import Denominator
 
@@ -166,8 +166,8 @@ def count_by(source: Any, batch: Any, rows: int | None = None) -> Denominator:
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ArgumentError(f"weight={source} must return one number per batch, but returned a tensor of {tuple(weight.shape)}")
-        if weight.device.type != "cpu":
-            return weight.detach().reshape(())  # on a device its value is checked at the end of the window
+        if not is_on_host(weight):  # its value is checked at the end of the window
+            return exact(weight).reshape(())  # torch divides two integers in single precision
         weight = weight.item()
     if isinstance(weight, (bool, complex)) or not isinstance(weight, Number):
         raise WrongTypeError(f"weight={source} must return a scalar tensor or a number, but returned {type(weight).__name__}")

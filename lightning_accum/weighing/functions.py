@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.errors import UnreadableLossError
-from lightning_accum.exact import exact
+from lightning_accum.exact import exact, on_host
 from lightning_accum.weighing.nodes import (
     CRITERIA,
     SUMS,
@@ -29,7 +29,7 @@ from lightning_accum.weighing.nodes import (
     kind_of,
     number_of,
 )
-from lightning_accum.weighing.terms import Denominator, on_host
+from lightning_accum.weighing.terms import Denominator
 
 _Number: TypeAlias = "float | None"
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]  # how many nodes this thread has made
 
+from lightning_accum.exact import on_host
 from lightning_accum.weighing.counts import tensors_of
-from lightning_accum.weighing.terms import Denominator, on_host
+from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import Contribution
 
 _IGNORED = -100

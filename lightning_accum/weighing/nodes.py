@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_accum.exact import is_on_host
+
 Node: TypeAlias = Any  # torch.autograd.graph.Node: its saved attributes are not in the type stubs
 
 # One operand passes through unchanged, or with its sign changed.
@@ -254,7 +256,7 @@ def is_of_numbers(node: Node, index: int, places: Mapping[int, int], is_learned:
 def chosen_of(node: Node, own: int) -> tuple[Node, int] | None:
     """The branch that a ``torch.where`` over ``own`` numbers has taken, if the host knows it."""
     condition, inputs = node._saved_condition, inputs_of(node)
-    if condition.numel() > 1 or not condition.is_cpu or any(numel_of(*one) != own for one in inputs):
+    if condition.numel() > 1 or not is_on_host(condition) or any(numel_of(*one) != own for one in inputs):
         return None
     return inputs[not condition]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from lightning_accum.exact import is_on_host
 from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.nodes import nodes_below
 from lightning_accum.weighing.terms import Term
@@ -24,7 +25,7 @@ def guard_against_zero(terms: Iterable[Term]) -> None:
         denominator = division._saved_other
         if not isinstance(denominator, Tensor):
             continue
-        if denominator.device.type == "cpu" and bool((denominator != 0).all()):
+        if is_on_host(denominator) and bool((denominator != 0).all()):
             continue  # the comparison is free on the host, but would wait for a device
 
         def zero_where_empty(

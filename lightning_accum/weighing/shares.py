@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.errors import UnreadableLossError
-from lightning_accum.exact import exact
+from lightning_accum.exact import exact, on_host, tensor_of
 from lightning_accum.weighing.nodes import (
     ADDITIONS,
     BENT,
@@ -48,7 +48,7 @@ from lightning_accum.weighing.nodes import (
     number_of,
     numel_of,
 )
-from lightning_accum.weighing.terms import PENALTY, Denominator, Edge, Term, joined, on_host, one_of, quotient, same, tensor_of
+from lightning_accum.weighing.terms import PENALTY, Denominator, Edge, Term, joined, one_of, quotient, same
 
 NOWHERE: Mapping[int, int] = MappingProxyType({})
 _CROSS_ENTROPIES = {"NllLoss", "NllLoss2D"}

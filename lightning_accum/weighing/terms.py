@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.exact import exact, exact_dtype
+from lightning_accum.exact import exact, exact_dtype, on_host, tensor_of
 from lightning_accum.weighing.nodes import Node, kind_of
 
 Denominator: TypeAlias = "Tensor | float"
@@ -147,18 +147,6 @@ class Term(NamedTuple):
         if self.is_penalty:
             return ONCE
         return COUNT if self.is_mean or self.is_divided else SUM
-
-
-def on_host(value: Denominator) -> Denominator:
-    """A float if the tensor is on the host; a tensor of a device stays there, detached."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.item() if value.is_cpu else value.detach()
-
-
-def tensor_of(value: Denominator, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor on the device, without a detour over the host."""
-    return value.to(device, dtype) if isinstance(value, Tensor) else torch.tensor(value, device=device, dtype=dtype)
 
 
 def size_of(share: Denominator) -> Denominator:

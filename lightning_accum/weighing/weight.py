@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError, UnreadableLossError, WrongTypeError
+from lightning_accum.exact import on_host
 from lightning_accum.weighing.advice import OF_COMPILED, how_to_mend
 from lightning_accum.weighing.counts import Weight, count_by, count_by_all, count_samples, name_of
 from lightning_accum.weighing.functions import OfMean
 from lightning_accum.weighing.known import Known, Reading
 from lightning_accum.weighing.nodes import CRITERIA, MEAN_REDUCTION, Node, is_compiled, kind_of
 from lightning_accum.weighing.safeguards import guard_against_zero
-from lightning_accum.weighing.terms import COUNT, MEAN, ONCE, SUM, TOTAL, Denominator, Mode, Term, on_host
+from lightning_accum.weighing.terms import COUNT, MEAN, ONCE, SUM, TOTAL, Denominator, Mode, Term
 
 
 class Contribution(NamedTuple):
@@ -153,9 +154,7 @@ class Weigher:
         """The contribution of a plain mean criterion, like the first loss."""
         assert self._plain is not None
         _, count_of, first = self._plain
-        weight = count_of(node)
-        if isinstance(weight, Tensor):
-            weight = weight.item() if weight.is_cpu else weight
+        weight = on_host(count_of(node))
         return first if not isinstance(weight, Tensor) and weight == first.weight else first._replace(weight=weight)
 
     def _weigh(self, reading: Reading, loss: Tensor, batch: Any, rows: int | None) -> Contribution:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import assert_one_window_one_batch, on, windows_of
 from real_modules.fused import FusedCrossEntropy
-from support import Toy, fit, pad, sentences, warned
+from support import Toy, error_of_updates, fit, pad, sentences, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -77,6 +77,36 @@ def test_with_no_argument_a_fused_cross_entropy_takes_the_steps_of_the_full_batc
     fused: str, kind: str, is_shifted: bool, policy: str
 ) -> None:
     assert_exact(loss_of(fused, kind, is_shifted), POLICIES[policy], kind)
+
+
+class InHalfPrecision(torch.autograd.Function):
+    """Takes and returns numbers of bfloat16, and calculates in single precision, as kernels for a GPU do."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inputs = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+            loss = F.cross_entropy(inputs[0].float() @ inputs[1].float().T, labels)
+            ctx.gradients = torch.autograd.grad(loss, inputs)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return *(gradient * own for own in ctx.gradients), None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_of_counts_that_nearly_fit_in_half_precision_the_best_is_taken(policy: str) -> None:
+    FUSED["half precision"] = lambda hidden, weight, labels: InHalfPrecision.apply(hidden.bfloat16(), weight.bfloat16(), labels)
+    loss, rows = loss_of("half precision", "a dict", True), sentences(32)
+    own = windows_of([[rows[start : start + 4] for start in range(0, 32, 4)]], 4)
+    batches = own if policy == "split" else [part[start : start + 4] for part in own for start in range(0, 16, 4)]
+    trained, whole = Toy(loss, net=Net).float(), Toy(loss, net=Net).float()
+    with warned() as messages:
+        fit(trained, [make_batch("a dict", part) for part in batches], GradientAccumulation(**POLICIES[policy]))
+    fit(whole, [make_batch("a dict", part) for part in own], strategy="auto")
+    assert [message for message in messages if not message.startswith("Padding")] == []
+    assert error_of_updates(trained, whole, Toy(loss, net=Net).float()) < 1e-2
 
 
 @pytest.mark.some_cases(1)
