@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from lightning_accum.errors import ArgumentError
 from lightning_accum.main_gradients import is_narrower, sparse_layers
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.sync.base import ShardedSyncPolicy
+from lightning_accum.sync.base import SyncPolicy
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Asked:
         optimizers: of the training.
         parameters: of the module and of the optimizers.
         strategy: its class; empty before a fit.
-        engine: reduces gradients; empty before a fit, and on one device.
+        engine: reduces gradients, such as ``"ddp"``, ``"fsdp1"`` or ``"fsdp2"``; empty before a fit, and on one device.
         sync: when gradients are reduced.
         is_static_graph: DistributedDataParallel records the first backward.
         has_comm_hook: the user has set a communication hook.
@@ -51,8 +50,8 @@ class Asked:
     optimizers: Sequence[Optimizer] = ()
     parameters: Sequence[Tensor] = ()
     strategy: str = ""
-    engine: Literal["", "ddp", "fsdp1", "fsdp2"] = ""
-    sync: ShardedSyncPolicy = "window"
+    engine: str = ""
+    sync: SyncPolicy = "window"
     is_static_graph: bool = False
     has_comm_hook: bool = False
     ranks: int = 1

@@ -12,7 +12,8 @@ from lightning_accum.samplers import BalancedBatchSampler, SameOrderSampler
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.rows import split_lists
 from lightning_accum.trainer.callback import GradientAccumulation
-from lightning_accum.trainer.engines import AccumulationStrategy, DDPAccumulationStrategy, FSDPAccumulationStrategy
+from lightning_accum.trainer.engines import *  # noqa: F403
+from lightning_accum.trainer.engines import __all__ as strategies
 from lightning_accum.trainer.model_parallel import ModelParallelAccumulationStrategy
 from lightning_accum.trainer.noise import GradientNoiseScale
 from lightning_accum.user_warnings import AccumulationWarning
@@ -21,12 +22,9 @@ from lightning_accum.weighing.counts import SampleCount, TokenCount
 
 __all__ = [
     "AccumulationError",
-    "AccumulationStrategy",
     "AccumulationWarning",
     "BalancedBatchSampler",
-    "DDPAccumulationStrategy",
     "DoesNotAddUpError",
-    "FSDPAccumulationStrategy",
     "GradientAccumulation",
     "GradientNoiseScale",
     "ModelParallelAccumulationStrategy",
@@ -41,3 +39,4 @@ __all__ = [
     "split_lists",
     "verify",
 ]
+__all__ += strategies

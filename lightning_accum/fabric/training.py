@@ -142,7 +142,7 @@ class Training(Trained):
                 f"out, and apply fully_shard with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})."
             )
         elif self.is_sharded:
-            self.sync = LoopFSDP2Sync(self.module, "window", self, self.ranks)
+            self.sync = FSDP2Sync(self.module, "window", self, self.ranks)
         return sums
 
     def loss_without_wrapper(self, loss_of: Callable[[Any, Any], Tensor]) -> LossOfBatch:
@@ -213,14 +213,3 @@ class Training(Trained):
 def _is_wrapper(value: object, name: str) -> bool:
     """Whether it is a wrapper of Fabric, which has the wrapped object as a property."""
     return isinstance(getattr(type(value), name, None), property)
-
-
-class LoopFSDP2Sync(FSDP2Sync):
-    """Like its base class, but the loop itself calls the model."""
-
-    @override
-    def forward_without_batch(self) -> None:
-        if self._outputs:  # the forward has run without a loss
-            self._stand_in = self._loss_without_batch()
-        else:
-            super().forward_without_batch()

@@ -14,8 +14,8 @@ from typing_extensions import override
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
-SyncPolicy: TypeAlias = Literal["window", "micro_batch"]
-ShardedSyncPolicy: TypeAlias = Literal["window", "micro_batch", "shard"]
+SyncPolicy: TypeAlias = Literal["window", "micro_batch", "shard"]
+"""When gradients are reduced over the ranks; ``"shard"`` only by FSDP2."""
 
 
 class GradientSync:
@@ -68,7 +68,7 @@ class GradientSync:
         """Called after the gradients of an unfinished window were restored."""
 
     def end_window(self) -> None:
-        """Called after the gradients of a window were reduced."""
+        """Called on all ranks at the end of a window, before its gradients are scaled; they are reduced here at the latest."""
 
     def accumulated(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """The gradients of these parameters that are not reduced yet."""

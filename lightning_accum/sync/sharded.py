@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
-from lightning_accum.sync.base import ShardedSyncPolicy, SyncPolicy, WrappedSync, gradients_in_place
+from lightning_accum.sync.base import SyncPolicy, WrappedSync, gradients_in_place
 from lightning_accum.undo import Snapshot, Undo
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
@@ -61,7 +61,7 @@ class ShardedSync(WrappedSync):
     def __init__(
         self,
         units: list[Any],
-        policy: ShardedSyncPolicy,
+        policy: SyncPolicy,
         engine: ShardedEngine,
         may_lack_loss: bool = True,
         of_same_rows: tuple[Ranks, int] | None = None,
@@ -90,6 +90,13 @@ class ShardedSync(WrappedSync):
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._outputs.clear()
         return self._forward_or_stand_in(step, *args, **kwargs)
+
+    @override
+    def forward_without_batch(self) -> None:
+        if self._outputs:  # a hand-written loop has run the forward, without a loss
+            self._stand_in = self._loss_without_batch()
+        else:
+            super().forward_without_batch()
 
     @override
     def _run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

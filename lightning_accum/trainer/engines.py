@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +26,7 @@ from lightning_accum.trainer.from_lightning import MisconfiguredError, misconfig
 from lightning_accum.trainer.strategy import AccumulationMixin
 from lightning_accum.user_warnings import rank_zero_warn
 
-_Sync = TypeVar("_Sync", bound=str)
-
-
-def checked_sync(sync: _Sync, *others: str) -> _Sync:
-    """The argument ``sync`` of a strategy, or an error for any other value."""
-    with misconfigured():
-        check_is_one_of("sync", sync, "window", "micro_batch", *others)
-    return sync
+__all__ = ["AccumulationStrategy", "DDPAccumulationStrategy", "FSDPAccumulationStrategy"]
 
 
 class AccumulationStrategy(AccumulationMixin, pl.strategies.SingleDeviceStrategy):
@@ -88,7 +81,24 @@ class AccumulationStrategy(AccumulationMixin, pl.strategies.SingleDeviceStrategy
             )
 
 
-class DDPAccumulationStrategy(AccumulationMixin, pl.strategies.DDPStrategy):
+class ReducingMixin(AccumulationMixin):
+    """A mixin in front of Lightning's strategies over ranks. ``sync`` says when they reduce gradients."""
+
+    _engine_name: str  # as in :class:`lightning_accum.exclusions.Asked`
+    _syncs: tuple[str, ...] = ("window", "micro_batch")
+
+    def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        with misconfigured():
+            check_is_one_of("sync", sync, *self._syncs)
+        self._sync_policy = sync
+
+    @override
+    def _engine(self) -> dict[str, Any]:
+        return {"engine": self._engine_name, "sync": self._sync_policy}
+
+
+class DDPAccumulationStrategy(ReducingMixin, pl.strategies.DDPStrategy):
     """Exact gradient accumulation over DistributedDataParallel, ``Trainer(strategy="accum_ddp")``.
 
     Also registered with Lightning's suffixes: ``_spawn``, ``_fork``, ``_notebook`` and ``_find_unused_parameters_true``.
@@ -108,11 +118,7 @@ class DDPAccumulationStrategy(AccumulationMixin, pl.strategies.DDPStrategy):
         >>> trainer = Trainer(accelerator="cpu", devices=2, strategy="accum_ddp", accumulate_grad_batches=8, logger=False)
     """
 
-    strategy_name = "accum_ddp"
-
-    def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._sync_policy = checked_sync(sync)
+    strategy_name, _engine_name = "accum_ddp", "ddp"
 
     @override
     def _make_sync(self) -> GradientSync:
@@ -126,8 +132,7 @@ class DDPAccumulationStrategy(AccumulationMixin, pl.strategies.DDPStrategy):
     def _engine(self) -> dict[str, Any]:
         ddp = self.model
         assert isinstance(ddp, DistributedDataParallel)
-        is_static, has_hook = bool(ddp.static_graph), bool(ddp._comm_hooks)
-        return {"engine": "ddp", "sync": self._sync_policy, "is_static_graph": is_static, "has_comm_hook": has_hook}
+        return {**super()._engine(), "is_static_graph": bool(ddp.static_graph), "has_comm_hook": bool(ddp._comm_hooks)}
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -148,7 +153,7 @@ class DDPAccumulationStrategy(AccumulationMixin, pl.strategies.DDPStrategy):
             return self.sync.forward(self.module.training_step, *args, **kwargs)
 
 
-class ShardedMixin(AccumulationMixin):
+class ShardedMixin(ReducingMixin):
     """A mixin in front of Lightning's strategies for FSDP1 and FSDP2."""
 
     reduces_every_backward_by_itself = True
@@ -210,15 +215,7 @@ class FSDPAccumulationStrategy(ShardedMixin, pl.strategies.FSDPStrategy):
         >>> strategy = FSDPAccumulationStrategy(sync="micro_batch")
     """
 
-    strategy_name = "accum_fsdp"
-
-    def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._sync_policy = checked_sync(sync)
-
-    @override
-    def _engine(self) -> dict[str, Any]:
-        return {"engine": "fsdp1", "sync": self._sync_policy}
+    strategy_name, _engine_name = "accum_fsdp", "fsdp1"
 
     @override
     def _sync_of_units(self) -> FSDP1Sync:

@@ -18,10 +18,9 @@ from typing_extensions import override
 from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.ranks import Ranks
-from lightning_accum.sync.base import ShardedSyncPolicy
 from lightning_accum.sync.fsdp2 import FSDP2Sync, groups_of, has_replicas
 from lightning_accum.trainer import seams
-from lightning_accum.trainer.engines import ShardedMixin, checked_sync
+from lightning_accum.trainer.engines import ShardedMixin
 from lightning_accum.trainer.from_lightning import MisconfiguredError, pl
 from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.counts import count_samples
@@ -59,13 +58,11 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         >>> strategy = ModelParallelAccumulationStrategy(mesh={"data_parallel": 2, "context_parallel": 4})
     """
 
-    strategy_name = "accum_model_parallel"
+    strategy_name, _engine_name = "accum_model_parallel", "fsdp2"
+    _syncs = ("window", "micro_batch", "shard")
 
-    def __init__(
-        self, *args: Any, mesh: Mapping[str, int] | None = None, sync: ShardedSyncPolicy = "window", **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, mesh: Mapping[str, int] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._sync_policy = checked_sync(sync, "shard")
         self._sizes = dict(mesh or {})
         self._lightnings_mesh: DeviceMesh | None = None
         if mesh is None:
@@ -162,7 +159,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
     @override
     def _engine(self) -> dict[str, Any]:
         tensor = self.gradient_mesh["tensor_parallel"].size()
-        return {"engine": "fsdp2", "sync": self._sync_policy, "tensor_parallel": tensor, "same_rows": self.same_rows()}
+        return {**super()._engine(), "tensor_parallel": tensor, "same_rows": self.same_rows()}
 
     @override
     def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:

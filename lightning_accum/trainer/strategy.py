@@ -47,6 +47,11 @@ class AccumulationMixin(Engine):
     _fit: ExitStack | None = None  # undoes the changes of a fit to the Trainer, its optimizers and callbacks, and this strategy
     _from_before: frozenset[str] = frozenset()  # the attributes that the strategy had before the fit
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if name := vars(cls).get("strategy_name"):
+            pl.strategies.StrategyRegistry.register(name, cls, override=True)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         seams.check_nothing_is_missing()
         super().__init__(*args, **kwargs)
