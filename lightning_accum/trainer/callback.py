@@ -50,61 +50,46 @@ class GradientAccumulation(pl.Callback):
         window: loader batches in a window, on every rank. An int; a mapping ``{epoch: n}`` from the first epoch (from 0) of n; a
             function ``f(optimizer steps so far) -> n``; None for the Trainer's ``accumulate_grad_batches``. Or :class:`Tokens`: a
             window ends with the loader batch in which the weights of all ranks reach this count. A window keeps its initial size.
-        micro_batch: the size of the micro-batches that each loader batch is split into: a number of samples (fewer if their lengths
-            differ so much that a further split saves half of an average micro-batch); :class:`Tokens`, padding included;
-            ``"auto"``, as large as memory allows, found by trial; None for the loader's batch as it is. ``training_step`` runs once
-            for each micro-batch, and its logs and outputs are combined into those of the whole batch. Or ``"offload"``: the
-            loader's batch runs whole, and tensors that autograd saves for the backward wait in host memory. Nothing is split, so it
-            is exact for any module (BatchNorm, manual optimization) and any loss; a step is slower if computation does not hide the
-            copies. A CPU has no second memory.
+        micro_batch: the size of the micro-batches that each loader batch is split into: a number of samples; :class:`Tokens`,
+            padding included; ``"auto"``, as large as memory allows, found by trial; None for the loader's batch as it is.
+            ``training_step`` runs once for each micro-batch, and its logs and outputs are combined into those of the whole batch.
+            Or ``"offload"``: the loader's batch runs whole, and tensors that autograd saves wait in host memory, which is exact for
+            any module (BatchNorm, manual optimization) and any loss. A CPU has no second memory.
         row_wise: the name of a submodule of the module (``"encoder"``, ``"model.vision"``), or several. ``training_step`` then runs
-            once, on the loader's batch, and calls of these submodules run in micro-batches of ``micro_batch`` rows, or
-            :class:`Tokens`, padding included: first without a graph, and again with one in the backward of the loss (gradient
-            caching, arXiv 2101.06983). The loss sees the outputs of the whole batch, so any loss is exact: contrastive losses,
-            losses of pairs or of batch statistics. The outputs for one row must not depend on other rows: before the first step,
-            the gradients of some rows are compared with and without micro-batches. Over ranks ``training_step`` has to gather the
-            outputs itself, by ``self.all_gather(..., sync_grads=True)``, if the loss compares the rows of all ranks. Submodules may
-            be sharded with ``fully_shard``, not with FSDP1. Gradient penalties are exact.
+            once, on the loader's batch, and calls of these submodules run in micro-batches of ``micro_batch`` rows or
+            :class:`Tokens`, again in the backward (gradient caching, arXiv 2101.06983). Any loss is exact: contrastive losses,
+            losses of pairs or of batch statistics. The outputs for one row must not depend on other rows, which is checked before
+            the first step. Over ranks ``training_step`` has to gather the outputs itself, by ``self.all_gather(...,
+            sync_grads=True)``. Submodules may be sharded with ``fully_shard``, not with FSDP1.
         weight: the weight of a micro-batch: the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"`` is
-            the classic mean of the micro-batches' means. For a loss of several terms that are divided by different counts, a list
-            with one of those for each term, in their order: ``[TokenCount(), SampleCount()]``. The loader batches of a window are
-            then drawn before the first of them runs, and counted on the host. Logged values use the first weight.
+            the classic mean of the micro-batches' means. For a loss of several terms with different counts, a list with one of
+            those for each term, in their order: the loader batches of a window are then counted before the first of them runs.
         tail: what the end of an epoch, or an early stop, does to an unfinished window. ``"step"``: an exact optimizer step on its
-            batches. ``"drop"``: its gradients are dropped. ``"carry"``: the window continues in the next epoch; after the last
-            epoch it takes its step.
+            batches. ``"drop"``: its gradients are dropped. ``"carry"``: the window continues in the next epoch.
         scheduler_counts: what the ``frequency`` of a scheduler with ``interval="step"`` counts: ``"optimizer_steps"`` that
-            happened, or ``"micro_batches"`` (their loader batches), for a schedule that was written for training without
-            accumulation.
+            happened, or ``"micro_batches"`` (their loader batches), for a schedule written for training without accumulation.
         accumulate_dtype: the type in which gradients are added up, reduced over ranks and normalised, if it is wider than the type
-            of a parameter: ``torch.float32`` under ``precision="bf16-true"``. At the end of a window they are rounded once, to the
-            parameter's own type, the only one that AdamW accepts: hooks, clipping and the optimizer find them in
-            ``parameter.grad``, which is None between the micro-batches. It takes 4 bytes a parameter inside a window instead of 2.
-            FSDP2 accumulates gradients in the ``reduce_dtype`` of ``fully_shard``; this argument checks that the two agree. None:
-            the type of the parameters.
+            of a parameter: ``torch.float32`` under ``precision="bf16-true"``. They are rounded once, at the end of a window; inside
+            it ``parameter.grad`` is None between the micro-batches. FSDP2 accumulates in the ``reduce_dtype`` of ``fully_shard``;
+            this argument checks that the two agree.
         on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite. ``"propagate"``: nothing, it reaches the
-            parameters. ``"skip"``: the rank leaves it out: it has no weight, no gradient and no logs, and its changes to the module
-            (buffers, attributes, metrics, random state) are undone. ``"raise"``: a FloatingPointError before any optimizer step,
-            which names the batch, the rank, and the loss or the first such parameter. Both wait for the device once a micro-batch
-            and reduce gradients after the last of the window; ``"skip"`` holds one more copy of the gradients. With a GradScaler
-            (``precision="16-mixed"``) only the loss is examined: gradients that overflow are left to the scaler, which skips the
-            step and lowers its scale.
+            parameters. ``"skip"``: the rank leaves it out, as if it had not been there. ``"raise"``: a FloatingPointError before
+            any optimizer step, which names the batch, the rank, and the loss or the first such parameter. Both wait for the device
+            once a micro-batch and reduce gradients after the last of the window. With a GradScaler only the loss is examined.
         trim_padding: whether to sort the rows of a split batch by length and to trim each micro-batch to its longest row.
             Lengths are read from an attention mask, or from labels of -100 at the end of rows whose inputs repeat one value; or
             from the mask or the lengths under a key that is given instead of True (``"lengths"`` for all keys that end so). It is
-            checked on two rows first, without dropout, and not used if the loss depends on padding.
+            checked on two rows first, and not used if the loss depends on padding.
         split: a function ``split(batch, size)`` that returns the micro-batches as a list, for batches that are not nested
-            containers of tensors with one entry for each sample; ``split_lists`` for lists of images and targets. Without
-            ``micro_batch`` only the check uses it.
+            containers of tensors with one entry for each sample; ``split_lists`` for lists of images and targets.
         check: whether to check, on up to 8 rows of the first batch, that the weighted losses and gradients of parts add up to those
-        of the whole. It runs ``training_step`` a few times more, with dropout off, and restores
-            everything. If they do not add up there is an error before the first step. A window of one micro-batch on one rank needs
-            no check, and ``weight="equal"`` is not checked.
+            of the whole. It runs ``training_step`` a few times more, with dropout off, and restores everything. If they do not add
+            up there is an error before the first step.
         log: whether to log the metrics above, and to show the loss and the number of steps in the progress bar (``w_loss``,
             ``w_steps``).
         validate_every: validate after every so many optimizer steps of ``trainer.global_step``, counted over all epochs, and at no
-            other time. The Trainer's ``val_check_interval`` and ``check_val_every_n_epoch`` count loader batches and epochs, and
-            are the default; callbacks that monitor validation run after each. None: the Trainer's two arguments decide.
+            other time. None: the Trainer's ``val_check_interval`` and ``check_val_every_n_epoch`` decide.
 
     Raises:
         MisconfigurationException: an argument is out of its range; or, before training starts, the Trainer's strategy is not one of
