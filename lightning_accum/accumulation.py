@@ -60,8 +60,7 @@ class Accumulation(Windows):
         self.of_losses = [self.window]
         if policy.counts_ahead:
             self.count_first()
-        self._sizes = None if splitting is None else splitting.sizes
-        """With ``"auto"``, the sizes that fit into memory."""
+        self._sizes = None if splitting is None else splitting.sizes  # with "auto", the sizes that fit into memory
         self.sums = sums if isinstance(sums, MainGradients) else None
         """Sums of gradients in a wider type than their parameters; the backward adds to them."""
         self.closed: ClosedWindow | None = None
@@ -79,20 +78,16 @@ class Accumulation(Windows):
         """Called around the backward of every micro-batch that is added to the window."""
         self.checks_left = 0
         """How many more loader batches the check may use, until it has seen enough rows on every rank."""
-        self.has_joint_loss = False
-        """The loss of a rank depends on the rows of all ranks."""
+        self.has_joint_loss = False  # the loss of a rank depends on the rows of all ranks
         self.verdict: Verdict | None = None
-        self.checked_rows: Any = None
-        """A few rows of the last loader batch that was checked."""
+        self.checked_rows: Any = None  # a few rows of the last loader batch that was checked
         self.later = LaterLooks()
         self._looks_anew = False
         """The next window is checked again: a loss may change with the epoch, for example by a factor in a buffer."""
-        self.may_count_first = False
-        """The terms of a window can be counted before it runs."""
+        self.may_count_first = False  # the terms of a window can be counted before it runs
         self.counted_next: Sequence[int] | None = None
         """Terms found in this window to have different weights: the window is left out, and later windows are counted first."""
-        self.stops_counting = False
-        """From the next window on all terms have one weight."""
+        self.stops_counting = False  # from the next window on all terms have one weight
         self.rest_of_window: Callable[[], Iterator[tuple[Any, bool]]] | None = None
         """Draws the loader batches of a window after its first; None if they cannot be drawn ahead."""
         self.look_at_doubted: Callable[[], None] = lambda: None

@@ -116,7 +116,6 @@ class Passes:
             count_window(accumulation, self, batch, training.sync, training.snapshotter)
 
     def _parts(self, batch: Any, ends_window: bool, is_shadow: bool) -> Iterator[Part]:
-        """The micro-batches of a loader batch."""
         plan, overlaps = self._accumulation.plan, not self.policy.finishes_after_backward
         own, parts, part = 1 if plan is None else len(plan.pieces), iter([batch] if plan is None else plan), None
         rounds = self._session.rounds(own)
@@ -146,7 +145,6 @@ class Passes:
         return self.policy.size_at(self._accumulation.epoch, self._accumulation.clock.optimizer_steps) or of_tokens
 
     def _announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
-        """Print the start line."""
         accumulation = self._accumulation
         batch = micro_batch.batch if accumulation.plan is None else accumulation.plan.batch
         self._say(start_line(accumulation, micro_batch, weighed, samples_of(batch, self._samples), int(self._size(1))))

@@ -150,7 +150,6 @@ class Training(Trained):
         precision: Any = self.precision_plugin
 
         def loss(batch: Any) -> Tensor:
-            """The loss of a batch."""
             converts = precision is not None and any(map(is_narrow, self.module.parameters()))
             with torch.enable_grad(), precision.forward_context() if converts else nullcontext():
                 return loss_of(self.module, precision.convert_input(batch) if converts else batch)

@@ -32,8 +32,7 @@ _MESSAGES = (
 class Mark(NamedTuple):
     """The state of a window before an attempt at a loader batch."""
 
-    undo: Callable[[], None]
-    """Undoes the changes of the attempt to the window and the gradients."""
+    undo: Callable[[], None]  # undoes the changes of the attempt to the window and the gradients
     accumulated: Iterable[nn.Parameter] | None
     """Parameters whose gradients hold earlier batches of the window; None if there are none."""
 
@@ -75,10 +74,8 @@ class MicroBatchSizes:
 
     def __init__(self, snapshotter: Undo, device: torch.device, say: Callable[[str], None]) -> None:
         self._snapshotter, self._device, self._say = snapshotter, device, say
-        self.has_changed = False
-        """Whether the limit has changed since ranks last agreed."""
-        self._limit: int | None = None
-        """The elements that a micro-batch may have; None before any failure."""
+        self.has_changed = False  # whether the limit has changed since ranks last agreed
+        self._limit: int | None = None  # the elements that a micro-batch may have; None before any failure
         self._tries_more = self._is_bound = False
         """Whether to try twice the limit; whether the limit has split the current loader batch."""
 

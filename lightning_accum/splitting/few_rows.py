@@ -264,7 +264,6 @@ def _padded(tensors: Mapping[str, Sequence[Tensor]]) -> tuple[dict[str, list[Ten
 
 
 def _fill(path: str, values: Sequence[Tensor], masks: Mapping[str, Sequence[Tensor]]) -> float:
-    """The value of padding in these tensors."""
     name, added = path.rpartition(".")[2].lower(), min(float(value.min()) for value in values if value.numel())
     if path in masks and added < 0:
         return added  # a mask that is added to scores

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_accum.errors import ArgumentError
 
-IGNORE_INDEX = -100
-"""The label of ignored positions, as in :func:`torch.nn.functional.cross_entropy`."""
+IGNORE_INDEX = -100  # the label of ignored positions, as in :func:`torch.nn.functional.cross_entropy`
 
 _MASKS = ("attention_mask", "decoder_attention_mask")  # 1 is a token, 0 is padding
 _INVERTED_MASKS = ("key_padding_mask",)  # of torch.nn.Transformer: True is padding
@@ -22,11 +21,9 @@ _INVERTED_MASKS = ("key_padding_mask",)  # of torch.nn.Transformer: True is padd
 class Lengths(NamedTuple):
     """How many columns each row needs: up to its last column without padding. Padding on the left stays."""
 
-    columns: int
-    """The size of the dimension that can be trimmed, padding included."""
+    columns: int  # the size of the dimension that can be trimmed, padding included
     of_rows: tuple[int, ...]
-    read_from: tuple[str, ...]
-    """The tensors that the lengths were read from, by path."""
+    read_from: tuple[str, ...]  # the tensors that the lengths were read from, by path
 
     @property
     def is_padded(self) -> bool:

@@ -20,8 +20,7 @@ from lightning_accum.errors import UnreadableLossError
 from lightning_accum.micro_batch import Output, Weighed, loss_of_parts
 from lightning_accum.weighing.weight import weight_alone
 
-Arguments: TypeAlias = Mapping[str, Any]
-"""The arguments of ``LightningModule.log`` after the value, by name."""
+Arguments: TypeAlias = Mapping[str, Any]  # the arguments of ``LightningModule.log`` after the value, by name
 
 _MERGEABLE = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 """Reductions of states over ranks that also hold for parts of a batch. A mean has no weights, so it does not."""
@@ -37,32 +36,24 @@ class Call(NamedTuple):
     """A call of a metric."""
 
     metric: Metric
-    state: Mapping[str, Any]
-    """The state of the metric after this micro-batch alone."""
-    leaves: Sequence[Any]
-    """Its returned values, without containers."""
+    state: Mapping[str, Any]  # the state of the metric after this micro-batch alone
+    leaves: Sequence[Any]  # its returned values, without containers
 
 
 class Logged(NamedTuple):
     """One call of ``log`` in a micro-batch."""
 
-    value: Tensor | None
-    """The value of the step; None for a metric that was only updated."""
+    value: Tensor | None  # the value of the step; None for a metric that was only updated
     arguments: Arguments
     weighed: Weighed | None
     """Its weight among micro-batches; None to use the weight of the loss, which is not known yet."""
-    metric: Metric | None = None
-    """The metric, if the metric object was logged."""
-    call: Call | None = None
-    """The call of a metric that returned the value."""
-    leaf: int = 0
-    """The index of the value in the results of the call."""
-    offset: int = 0
-    """Its storage offset in that result: a metric of each class, and the values of ClasswiseWrapper."""
+    metric: Metric | None = None  # the metric, if the metric object was logged
+    call: Call | None = None  # the call of a metric that returned the value
+    leaf: int = 0  # the index of the value in the results of the call
+    offset: int = 0  # its storage offset in that result: a metric of each class, and the values of ClasswiseWrapper
 
 
-Key: TypeAlias = tuple[str, str, int]
-"""The hook, the name, and how often the name was logged before in the micro-batch."""
+Key: TypeAlias = tuple[str, str, int]  # the hook, the name, and how often the name was logged before in the micro-batch
 
 
 class BatchLog:
@@ -71,8 +62,7 @@ class BatchLog:
     def __init__(self) -> None:
         self._logged: dict[Key, Logged] = {}
         self._may_be_loss: dict[Key, Tensor] = {}
-        self._calls: dict[int, Call] = {}
-        """The last call of each metric."""
+        self._calls: dict[int, Call] = {}  # the last call of each metric
         self._returned: dict[int, tuple[Call, int]] = {}
         """The results of metrics, by their memory: the call and the index of the leaf."""
 

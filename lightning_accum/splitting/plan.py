@@ -31,10 +31,8 @@ class RowSlice:
     rows: slice | list[int]
     count: int
     cost: int
-    columns: Mapping[int, slice] = field(default_factory=dict)
-    """The columns to keep, by the size of their dimension."""
-    made: Any = None
-    """The micro-batch, if the user's function returned it."""
+    columns: Mapping[int, slice] = field(default_factory=dict)  # the columns to keep, by the size of their dimension
+    made: Any = None  # the micro-batch, if the user's function returned it
 
 
 @dataclass
@@ -43,12 +41,10 @@ class Plan:
 
     batch: Any
     pieces: Sequence[RowSlice]
-    layout: Layout | None
-    """The batch as rows; None if the user's function splits it."""
+    layout: Layout | None  # the batch as rows; None if the user's function splits it
     order: list[int] | None = None
     """The rows of the batch in the order of the micro-batches; None if the order is unchanged."""
-    current: int = 0
-    """The index of the last micro-batch."""
+    current: int = 0  # the index of the last micro-batch
 
     @property
     def is_read(self) -> bool:
@@ -87,7 +83,6 @@ class Plan:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """The micro-batches, one at a time."""
         for index, piece in enumerate(self.pieces):
             self.current = index
             yield piece.made if self.layout is None else self.layout.take(piece.rows, piece.columns)
@@ -111,12 +106,9 @@ class Splitting:
     ) -> None:
         self._size, self._trim, self._split = size, trim, split
         self._warn, self._samples, self.sizes = warn, samples, sizes
-        self.plan: Plan | None = None
-        """The plan of the current loader batch; None if there is no batch."""
-        self.largest: int | None = None
-        """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
-        self.kinds: dict[str, str] = {}
-        """The kind of each part of a batch, by path, fixed by the first batch."""
+        self.plan: Plan | None = None  # the plan of the current loader batch; None if there is no batch
+        self.largest: int | None = None  # with "auto", the samples in the largest micro-batch of the last batch
+        self.kinds: dict[str, str] = {}  # the kind of each part of a batch, by path, fixed by the first batch
         self._trimming = TrimmingCheck(warn)
         self._proof: Proof = lambda padded, trimmed: None
         self._seen: tuple[Any, dict[int, Lengths]] | None = None

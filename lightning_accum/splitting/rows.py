@@ -31,12 +31,9 @@ class Part:
 
     path: str
     value: Any
-    key: Any = None
-    """Its key, index or attribute name in the enclosing part."""
-    size: int | None = None
-    """The size of dimension 0 of a tensor, or the length of a list."""
-    problem: str = ""
-    """Why it cannot be split."""
+    key: Any = None  # its key, index or attribute name in the enclosing part
+    size: int | None = None  # the size of dimension 0 of a tensor, or the length of a list
+    problem: str = ""  # why it cannot be split
     kind: str = "shared"
     """``rows``: a tensor or a list with one entry for each; a ``container`` of other parts; or ``shared`` by all rows."""
     parts: list[Part] = field(default_factory=list)

@@ -47,8 +47,7 @@ class TrimmingCheck:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._answers: dict[_Known, bool] = {}
-        self._seen: Counter[_Known] = Counter()
-        """The number of batches with such padding before there was an answer."""
+        self._seen: Counter[_Known] = Counter()  # the number of batches with such padding before there was an answer
         self._warn = warn
 
     def prove_again(self) -> None:

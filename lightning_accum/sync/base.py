@@ -115,7 +115,6 @@ class WrappedSync(GradientSync):
 
     def _forward_or_stand_in(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def or_stand_in(*args: Any, **kwargs: Any) -> Any:
-            """The loss of the step, or its replacement."""
             output = step(*args, **kwargs)
             if output is None:
                 output = self._stand_in = self._loss_without_batch()
@@ -173,7 +172,6 @@ def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterato
     original = {name: own[name] for name in ("forward",) if name in own}
 
     def once(*args: Any, **kwargs: Any) -> Any:
-        """The next call."""
         own.pop("forward")
         own.update(original)
         return function(*args, **kwargs)

@@ -33,8 +33,7 @@ class FSDP2Sync(ShardedSync):
         super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine, *of_ranks)
         self._groups = [group for unit in self.units for group in groups_of(unit)]
         self._trained, self._ranks = [sharded for group in self._groups for sharded in _trained_of(group)], ranks
-        self._reached: set[Any] = set()
-        """Parameters with a gradient from this window, or from before it."""
+        self._reached: set[Any] = set()  # parameters with a gradient from this window, or from before it
         self._is_begun = False  # this window has run a backward
         self._is_of_window = False  # the current backward belongs to a micro-batch of the window
         self._is_called = False  # whether torch has called the replaced method
@@ -271,7 +270,6 @@ def _reduce_accumulated(roots: Iterable[Any]) -> bool:
         return False
 
     def end_of_backward(gradient: Tensor) -> None:
-        """The actions of each root at the end of a backward."""
         for queue_end in queue_ends:
             queue_end()  # type: ignore[misc]
 

@@ -137,8 +137,7 @@ class _Copied(dict[int, Any]):
             raise CannotCheckError("the dataset is too large to be copied")
 
 
-_MOST_BYTES, _BYTES_OF_OBJECT = 2**30, 1000
-"""Copying an object takes as long as copying this many bytes."""
+_MOST_BYTES, _BYTES_OF_OBJECT = 2**30, 1000  # copying an object takes as long as copying this many bytes
 
 
 def _bytes_of(dataset: Any) -> int:

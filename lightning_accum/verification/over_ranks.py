@@ -121,7 +121,6 @@ def _steps(
 
 
 def _run_rank(sent: bytes) -> Step:
-    """Runs in the process of a rank."""
     runner, shares, strategy, change, gradients, dtype = pickle.loads(sent)
     torch.set_default_dtype(dtype)
     ranks, batches = len(shares), shares[int(os.environ["RANK"])]
@@ -178,7 +177,6 @@ def run_on_ranks(job: Callable[[], Any], devices: int, seconds: float = MOST_SEC
 
 
 def _run(index: int, job: Callable[[], Any], environment: dict[str, str], paths: Sequence[Path], seconds: float) -> None:
-    """Runs in the process of a rank."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     os.environ.update(environment, RANK=str(index), LOCAL_RANK=str(index))
     torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))

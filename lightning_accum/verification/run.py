@@ -65,7 +65,6 @@ class Report:
     ranks: int = 1
 
     def __bool__(self) -> bool:
-        """Whether the steps are equal."""
         return not self.breaks
 
     @property
@@ -194,7 +193,6 @@ def verify(
 
 
 def _read_data(module: pl.LightningModule, state: ModuleState, data: Any, window: int, join: Join | None) -> Comparison:
-    """Build the comparison from the user's arguments."""
     if _is_batch(data):
         whole = Comparison(data, [data])
         if window == 1:
@@ -252,7 +250,6 @@ def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
 
 
 def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, accelerator: str, strategy: Any) -> str | None:
-    """The error for wrong arguments."""
     if not isinstance(module, pl.LightningModule):
         return f"verify takes a LightningModule, but got {type(module).__name__}."
     if not module.automatic_optimization:

@@ -232,7 +232,6 @@ class StepRunner:
 
         @functools.wraps(original)
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            """The module's own training_step, with the causes of ``change`` removed."""
             if change.freezes_batch_norm:
                 freeze_batch_norm(inner)
             if change.fixes_batch_idx and len(args) > 1:

@@ -112,7 +112,6 @@ class Call:
         values = [value[piece.start : piece.stop] if is_row else value for value, is_row in inputs]
 
         def run(device: Tensor) -> Tree:
-            """Run it, in the forward or again."""
             is_again = bool(self._given)
             with self._again(before) if is_again else nullcontext():
                 found = read(self.run_piece(piece, self.arguments.make(values)), self.layer)

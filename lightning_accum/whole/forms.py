@@ -46,7 +46,6 @@ class Tree(NamedTuple):
         left = iter(values)
 
         def made(part: Part) -> Any:
-            """A part with the next values."""
             if part.kind == "rows":  # a leaf, see read
                 return next(left)
             return rebuilt(part, made) if part.is_cut else part.value

@@ -201,7 +201,6 @@ class _Proof:
         )
 
     def _innermost(self, trial: Trial, name: str, number: int) -> str:
-        """The innermost submodule that fails."""
         for child, _ in self.row_wise.module.get_submodule(name).named_children():
             with suppress(RowWiseError):
                 if self._is_wrong(trial, self._compare(trial, [f"{name}.{child}"], number)):
@@ -214,7 +213,6 @@ def _draws_of_rows(trial: Trial) -> NoiseOfCall:
     states: dict[int, RandomState] = {}
 
     def drawing(call: int, rows: Sequence[int], total: int) -> AbstractContextManager[None]:
-        """Draw for these rows of a call."""
         states.setdefault(call, RandomState(trial.device)).restore()
         return trial.mode.of_call(call, rows, total)
 

@@ -100,7 +100,6 @@ class RowWise:
         self._number += 1
 
         def run(piece: range, given: Any, number: int = self._number) -> Any:
-            """Run the original submodule on some rows."""
             self._is_inside = True
             try:
                 args, kwargs = given
@@ -125,7 +124,6 @@ class RowWise:
         return Call(layer, arguments, form, pieces, shadows, run, begin_backward, self.device).run()
 
     def _form(self, layer: Layer, arguments: Tree, rows: int, run: Callable[[range, Any], Any]) -> Form:
-        """The rows of a call."""
         fitting = tuple(leaf.size == rows for leaf in arguments.leaves)
         kind = kind_of(layer, arguments)
         form = self._forms.get((fitting, kind))
