@@ -322,8 +322,9 @@ class _InParts:
             looks.append(self.look(whole, [kind for kind in kinds if kind], total))
         if size > 2 and checked.on_any(found.emptied(base, (0, 1)) is not None):
             emptied, rest = (partial(self._emptied, rows) for rows in (base, [0, 1]))
-            of_all = self.trial.measure(emptied, self.known, base, total)
-            looks.append(Look(of_all, [self.trial.measure(rest, self.known, [0, 1], total, is_part=True), *alone[2:]]))
+            with suppress(CannotCheckError):  # a step may not take rows without labels
+                of_all = self.trial.measure(emptied, self.known, base, total)
+                looks.append(Look(of_all, [self.trial.measure(rest, self.known, [0, 1], total, is_part=True), *alone[2:]]))
         return looks
 
     def _emptied(self, rows: Sequence[int]) -> Any:

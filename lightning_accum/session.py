@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ class Session:
         self._row_wise = accumulation.row_wise
         self._snapshotter = trained.snapshotter
         self._is_announced = False
-        self._copied: dict[nn.Parameter, Tensor] = {}  # gradients that CUDA graphs cannot overwrite
+        self._copied: dict[nn.Parameter, ref[Tensor]] = {}  # gradients that CUDA graphs cannot overwrite
         self._has_graphs = False  # of torch.cuda.make_graphed_callables
         self._has_ranks = accumulation.ranks.world_size > 1
         self._has_sync = type(sync) is not GradientSync  # on one rank, engines for several ranks also need it
@@ -218,8 +219,10 @@ class Session:
     def _copy_gradients_of_graphs(self) -> None:
         """Copy new gradients: a CUDA graph writes each backward's to the same memory."""
         for parameter in self._parameters():
-            if parameter.grad is not None and self._copied.get(parameter) is not parameter.grad:
-                self._copied[parameter] = parameter.grad = parameter.grad.clone()
+            copied = self._copied.get(parameter)
+            if parameter.grad is not None and (copied is None or copied() is not parameter.grad):
+                parameter.grad = parameter.grad.clone()
+                self._copied[parameter] = ref(parameter.grad)
 
     def zero_grad(self, step: Backward, is_after_forward: bool = True) -> None:
         """Clear the gradients of an earlier window, if this is due.
@@ -232,7 +235,6 @@ class Session:
         if step.skips_backward or not accumulation.is_zero_grad_due:
             return
         accumulation.is_zero_grad_due = False
-        self._copied.clear()
         accumulation.changes.gradients.forget()
         # sharded modules have other parameters between forward and backward
         is_compared = is_after_forward and accumulation.changes.is_due and not self.sync.is_waited_for_in_forward

@@ -64,7 +64,8 @@ class Graphed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.static = nn.Parameter(torch.randn(4, 4)), torch.zeros(4, 4, dtype=torch.double)
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("static", torch.zeros(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.Product.apply(x, self.weight, self.static)
