@@ -17,13 +17,7 @@ from lightning_accum.errors import ArgumentError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit status: 0 for success, 1 if the command failed; exits with 2 for wrong arguments.
-
-    Example:
-        >>> main(["demo", "--epochs", "0"])
-        Traceback (most recent call last):
-        SystemExit: 2
-    """
+    """Run the command line. Returns the exit status: 0 for success, 1 if the command failed; exits with 2 for wrong arguments."""
     parser = argparse.ArgumentParser(prog="lightning-accum", description="Exact gradient accumulation for PyTorch Lightning.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('lightning-accum')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

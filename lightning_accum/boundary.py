@@ -100,12 +100,7 @@ class Boundary:
 
 
 def count_windows(batches: int, epochs: int, size: Callable[[int, int], int], tail: Tail) -> int:
-    """Number of optimizer steps in ``epochs`` epochs of ``batches`` each; a window has ``size(epoch, step)`` loader batches.
-
-    Example:
-        >>> count_windows(6, 4, lambda epoch, step: 1 if epoch == 0 else 4, "step")  # 6 + 2 + 2 + 2
-        12
-    """
+    """Number of optimizer steps in ``epochs`` epochs of ``batches`` each; a window has ``size(epoch, step)`` loader batches."""
     begun = windows = 0
     while begun < batches * epochs:
         epoch = begun // batches

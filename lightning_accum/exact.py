@@ -7,12 +7,7 @@ from torch import Tensor
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """The widest floating-point type of a device: float64, or float32 on Apple's MPS.
-
-    Example:
-        >>> exact_dtype(torch.device("cpu")), exact_dtype(torch.device("mps"))
-        (torch.float64, torch.float32)
-    """
+    """The widest floating-point type of a device: float64, or float32 on Apple's MPS."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 

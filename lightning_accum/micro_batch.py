@@ -135,12 +135,7 @@ def loss_of_parts(values: Tensor, parts: Sequence[Weighed]) -> Tensor:
 
 
 def weighted_mean(values: Tensor, weights: Sequence[Denominator]) -> Tensor:
-    """The mean of ``values`` (along dimension 0), each with its weight; values without weight may be NaN.
-
-    Example:
-        >>> weighted_mean(torch.tensor([1.0, 4.0, float("nan")]), [1.0, 2.0, 0.0])
-        tensor(3.)
-    """
+    """The mean of ``values`` (along dimension 0), each with its weight; values without weight may be NaN."""
     for weight in weights:  # move to the weights' device: a copy from the host does not wait
         if isinstance(weight, Tensor) and not is_on_host(weight):
             values = moved(values, weight.device)

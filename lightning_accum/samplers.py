@@ -106,16 +106,7 @@ class SameOrderSampler(DistributedSampler[Any]):
 
 
 def leave_out_repeats(sampler: DistributedSampler[Any]) -> None:
-    """Have a sampler of torch give each sample to one rank only, instead of repeating some to make the ranks even.
-
-    Example:
-        >>> sampler = DistributedSampler([10, 11, 12], num_replicas=2, rank=1, shuffle=False)
-        >>> list(sampler)
-        [1, 0]
-        >>> leave_out_repeats(sampler)
-        >>> list(sampler)
-        [1]
-    """
+    """Have a sampler of torch give each sample to one rank only, instead of repeating some to make the ranks even."""
     if not sampler.drop_last:
         sampler.total_size = len(cast(Sized, sampler.dataset))
         sampler.num_samples = len(range(sampler.rank, sampler.total_size, sampler.num_replicas))
@@ -244,14 +235,7 @@ def _read_lengths(lengths: Any) -> list[float]:
 
 
 def share_evenly(costs: Sequence[float], shares: int, at_least: int = 0) -> list[list[int]]:
-    """Shares of the positions in ``costs`` whose sums are about even: R. L. Graham's longest first (1969).
-
-    Example:
-        >>> [sorted(share) for share in share_evenly([5, 4, 3, 3, 2], 2)]
-        [[0, 3], [1, 2, 4]]
-        >>> share_evenly([100, 1, 1, 1, 1], 2, at_least=2)
-        [[0, 4], [1, 2, 3]]
-    """
+    """Shares of the positions in ``costs`` whose sums are about even: R. L. Graham's longest first (1969)."""
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
     groups: list[list[int]] = [[] for _ in range(shares)]
     heap = [(0.0, 0, share) for share in range(shares)]  # cost, number of samples and index of each share

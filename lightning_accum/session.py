@@ -31,11 +31,7 @@ _NOTHING_AROUND = nullcontext()
 class Session:
     """Runs the loader batches of one fit. State between loader batches is in its :class:`Accumulation`.
 
-    Args:
-        trained: the module of the fit.
-        accumulation: its windows.
-        guard: checks that micro-batches are finite.
-        announce: prints the start line, after the first loss was weighted.
+    ``announce`` prints the start line, after the first loss was weighted.
     """
 
     def __init__(
@@ -66,14 +62,7 @@ class Session:
     # --- one loader batch -----------------------------------------------------------------------------------------
 
     def run(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
-        """Run a loader batch of the training loop.
-
-        Args:
-            step: runs its micro-batches.
-            batch: the loader batch.
-            seen: its number, counted from 1 over all epochs.
-            ends_window: whether its window ends with it.
-        """
+        """Run a loader batch of the training loop, number ``seen``, counted from 1 over all epochs."""
         accumulation, splitting = self._accumulation, self._accumulation.splitting
         if accumulation.window.counted is not None:
             count_window(accumulation, step, batch, self.sync, self._snapshotter)
@@ -225,12 +214,7 @@ class Session:
                 self._copied[parameter] = ref(parameter.grad)
 
     def zero_grad(self, step: Backward, is_after_forward: bool = True) -> None:
-        """Clear the gradients of an earlier window, if this is due.
-
-        Args:
-            step: clears them.
-            is_after_forward: the first micro-batch of the window has run forward.
-        """
+        """Clear the gradients of an earlier window, if this is due; by default after the first forward of the window."""
         accumulation = self._accumulation
         if step.skips_backward or not accumulation.is_zero_grad_due:
             return
@@ -261,13 +245,7 @@ class Session:
         return Outcome(self.end_window(seen, has_boundary) if ends_window else None)
 
     def _run_shadow_batches(self, done: int, rounds: int, has_boundary: bool) -> None:
-        """Take part with weight 0 in the further micro-batches of other ranks.
-
-        Args:
-            done: micro-batches that this rank has run.
-            rounds: micro-batches of the rank with the most.
-            has_boundary: the last of them ends the window.
-        """
+        """Take part with weight 0 in further micro-batches of other ranks: this one has ``done`` some, the others ``rounds``."""
         for index in range(done, rounds):
             micro_batch = MicroBatch(None, None, index, rounds, has_boundary and index == rounds - 1)
             with _NOTHING_AROUND if micro_batch.is_boundary else self.sync.blocked(micro_batch):
@@ -287,14 +265,9 @@ class Session:
     # --- the end of a window --------------------------------------------------------------------------------------
 
     def end_window(self, seen: int, is_reduced: bool) -> Tensor | None:
-        """End the window after its last backward. Called on all ranks.
+        """End the window with loader batch ``seen``, whose last backward has reduced the gradients, or not. Called on all ranks.
 
-        Args:
-            seen: the number of the loader batch that it ends with.
-            is_reduced: whether the last backward has reduced the gradients.
-
-        Returns:
-            Its loss; None if it had no weight.
+        Returns its loss; None if it had no weight.
         """
         accumulation = self._accumulation
         if not is_reduced:

@@ -17,12 +17,7 @@ WIDTH = 120
 
 
 def window_in_words(loader_batches: int, ranks: int, samples: int | None) -> str:
-    """The size of an optimizer step in words; the samples are estimated from the first batch.
-
-    Example:
-        >>> window_in_words(4, 2, 8)
-        'accumulating 4 loader batches of each of 2 ranks (64 samples) a step'
-    """
+    """The size of an optimizer step in words; the samples are estimated from the first batch."""
     if loader_batches == ranks == 1 and samples is not None:
         return f"accumulating {samples} samples a step"
     words = f"accumulating {loader_batches} loader batch{'es' if loader_batches != 1 else ''}"

@@ -57,10 +57,5 @@ def _users_frame() -> tuple[FrameType | None, int]:
 
 
 def listed(names: Sequence[str], what: str = "") -> str:
-    """The first three names, and the number of further ones.
-
-    Example:
-        >>> listed(["a", "b", "c", "d"], " places")
-        'a, b, c and 1 more places'
-    """
+    """The first three names, and the number of further ones."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more{what}" if len(names) > 3 else "")

@@ -5,8 +5,8 @@ epoch), the same data in the same order, through the sides of ``compared_sides.p
 accumulation, Accelerate (``accumulate()``, and its recipe for counted tokens), the HF Trainer (with a model that takes
 ``num_items_in_batch``, and with one that does not) and this package, on 1 process and on 2 (DistributedDataParallel, gloo).
 
-- deviation: of the parameters after the first step, the first and the third epoch, in float64: the norm of the difference from the
-  full batch, which a hand-written loop over batches of 32 trains in one process, over the norm of what that has changed by then.
+- deviation: of the parameters after three epochs, in float64: the norm of the difference from the full batch, which a hand-written
+  loop over batches of 32 trains in one process, over the norm of what that has changed.
 - steps: of the optimizer and of the scheduler in three epochs; the full batch takes 12.
 - collectives: all that one process takes part in during a window, by torch's profiler.
 - thousands of tokens per second on texts of 1 to 256 bytes, in micro-batches of 4 texts: float32, medians over
@@ -39,35 +39,26 @@ import torch.distributed as dist
 from compared_sides import GLOBAL_BATCH, REFERENCE, SIDES, Side, Texts, Training, orders, rank, ranks, some_docstrings, window
 from processes import free_port
 from side_by_side import command_line, figure, interleaved
+from support import error_of_updates
 from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).parents[2]
 FIGURE = Path("notebooks/figures/comparison.png")
 PAGE = ROOT / "notebooks" / "site" / "docs" / "how-it-works.md"
-MOMENTS = ("first step", "epoch 1", "epoch 3")
 EPOCHS, SAMPLES, TIMED_WINDOWS = 3, 101, 12
 BEGIN, END = "<!-- comparison -->", "<!-- end of comparison -->"
 
 Figures = dict[str, Any]
-"""What is known of a side: deviations by moment, steps, scheduler steps, collectives, tokens per second."""
-
-
-def deviations(training: Training, full: Training) -> dict[str, float]:
-    """How far the parameters are from those of the full batch, in parts of what it has changed."""
-    start = [parameter.double() for parameter in REFERENCE.new_training(full.texts, 1, torch.float64).model.parameters()]
-
-    def norm(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-        return float(torch.cat([(a - b).flatten() for a, b in zip(ones, others, strict=True)]).norm())
-
-    return {moment: norm(training.after[moment], full.after[moment]) / norm(full.after[moment], start) for moment in MOMENTS}
+"""What is known of a side: deviation, steps, scheduler steps, collectives, tokens per second."""
 
 
 def examined(side: Side, full: Training, texts: Texts) -> Figures:
     """All that does not depend on time: the side beside the full batch, and its collectives on ``texts`` of four windows."""
     training = side.new_training(full.texts, EPOCHS, torch.float64, full.kind)
     side.train(training)
+    start = REFERENCE.new_training(full.texts, 1, torch.float64).model
     return {
-        "deviations": deviations(training, full),
+        "deviation": error_of_updates(training.model, full.model, start),
         "steps": training.steps,
         "scheduler steps": training.schedule.last_epoch,
         "collectives": collectives(side, texts),
@@ -152,7 +143,7 @@ def table(found: Mapping[int, Mapping[str, Figures]]) -> str:
     for name in next(iter(found.values())):
         of_all = [figures[name] for figures in found.values()]
         columns = [
-            [_short(figures["deviations"][MOMENTS[-1]]) for figures in of_all],
+            [_short(figures["deviation"]) for figures in of_all],
             *([str(figures[what]) for figures in of_all] for what in ("scheduler steps", "collectives")),
             [f"{figures['tokens per second'] / 1000:.1f}" for figures in of_all if "tokens per second" in figures],
         ]
@@ -176,7 +167,7 @@ def draw(found: Mapping[int, Mapping[str, Figures]], path: Path | str) -> None:
     """Write the figure: one bar a side, as long as its largest deviation after the last epoch, of all numbers of processes."""
     floor, names = 1e-16, list(next(iter(found.values())))
     ours = {side.name for side in SIDES if side.is_ours}
-    largest = [max(floor, *(figures[name]["deviations"][MOMENTS[-1]] for figures in found.values())) for name in names]
+    largest = [max(floor, *(figures[name]["deviation"] for figures in found.values())) for name in names]
     colours = ["#009E73" if name in ours else "#D55E00" for name in names]
     below = f"distance of the parameters from one large batch after {EPOCHS} epochs, relative"
     with figure(path, f"Equal to one large batch: {_exact(found)}", size=(9, 3.9), xlabel=below) as axes:
@@ -193,9 +184,9 @@ def draw(found: Mapping[int, Mapping[str, Figures]], path: Path | str) -> None:
 
 
 def _exact(found: Mapping[int, Mapping[str, Figures]]) -> str:
-    """The sides that are below 1e-12 at every moment, on every number of processes."""
+    """The sides that are below 1e-12 on every number of processes."""
     known = [side for side in SIDES if side.is_there]
-    exact = [side for side in known if all(max(of[side.name]["deviations"].values()) < 1e-12 for of in found.values())]
+    exact = [side for side in known if all(of[side.name]["deviation"] < 1e-12 for of in found.values())]
     is_alone = exact and all(side.is_ours for side in exact)
     return "only this package" if is_alone else ", ".join(side.name for side in exact) or "none"
 

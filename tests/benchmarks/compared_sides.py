@@ -96,7 +96,6 @@ class Training:
     announced: int  # scheduler steps after which the learning rate is zero, as the side counts them
     kind: str  # "adamw" or "sgd", which has momentum
     steps: int = 0  # of the optimizer
-    after: dict[str, list[Tensor]] = field(default_factory=dict)  # parameters by the name of the moment: "first step", "epoch 1"
     forwards: list[float] = field(default_factory=list)  # when each forward of this rank began, in seconds
     on_forward: Callable[[int], None] = lambda index: None  # called before each forward with its index
 
@@ -109,20 +108,10 @@ class Training:
 
     def _stepped(self, *args: Any) -> None:
         self.steps += 1
-        if self.steps == 1:
-            self.note("first step")
 
     def _began(self, *args: Any) -> None:
         self.on_forward(len(self.forwards))
         self.forwards.append(time.perf_counter())
-
-    def note(self, moment: str) -> None:
-        """Keep the parameters as they are."""
-        self.after[moment] = [parameter.detach().clone() for parameter in self.model.parameters()]
-
-    def ended(self, epoch: int) -> None:
-        """Keep the parameters after an epoch, counted from 0."""
-        self.note(f"epoch {epoch + 1}")
 
 
 def some_docstrings(number: int) -> Texts:
@@ -153,13 +142,12 @@ def loader(texts: Texts, sampler: Any, batch: int = MICRO_BATCH) -> DataLoader[b
 
 def full_batch(training: Training) -> None:
     """The reference: one process, one batch a step."""
-    for epoch, order in enumerate(orders(len(training.texts), training.epochs)):
+    for order in orders(len(training.texts), training.epochs):
         for start in range(0, len(order), GLOBAL_BATCH):
             training.optimizer.zero_grad()
             training.model(**collate([training.texts[i] for i in order[start : start + GLOBAL_BATCH]]))["loss"].backward()
             training.optimizer.step()
             training.schedule.step()
-        training.ended(epoch)
 
 
 def by_hand(training: Training) -> None:
@@ -177,7 +165,6 @@ def by_hand(training: Training) -> None:
                 training.optimizer.step()
                 training.schedule.step()
                 training.optimizer.zero_grad()
-        training.ended(epoch)
 
 
 class Module(pl.LightningModule):
@@ -194,9 +181,6 @@ class Module(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         (training,) = self.training_
         return {"optimizer": training.optimizer, "lr_scheduler": {"scheduler": training.schedule, "interval": "step"}}
-
-    def on_train_epoch_end(self) -> None:
-        self.training_[0].ended(self.current_epoch)
 
 
 def with_trainer(training: Training, sampler: Any, strategy: str, batch: int = MICRO_BATCH, **arguments: Any) -> None:
@@ -253,7 +237,6 @@ def with_accelerate(training: Training) -> None:
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-        training.ended(epoch)
 
 
 def with_token_recipe(training: Training) -> None:
@@ -273,7 +256,6 @@ def with_token_recipe(training: Training) -> None:
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        training.ended(epoch)
 
 
 def with_hugging_face(training: Training) -> None:
@@ -290,9 +272,6 @@ def with_hugging_face(training: Training) -> None:
     class Ends(transformers.TrainerCallback):
         def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             sampler.set_epoch(round(state.epoch or 0))
-
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            training.ended(round(state.epoch) - 1)
 
     arguments = transformers.TrainingArguments(
         output_dir="hugging-face", per_device_train_batch_size=MICRO_BATCH, gradient_accumulation_steps=window(),

@@ -7,22 +7,17 @@ padding as a key, with the mean cross entropy over its tokens.
 
 Sides, interleaved in one process, on the same sequences. Splitting and trimming is timed; collating, for Lightning too, is not:
 
-a   this package, ``micro_batch=8``: rows sorted by length, micro-batches of up to 8 trimmed to their longest row
-b   this package, ``micro_batch=Tokens(n)``, with n half of what the largest micro-batch of 8 rows can have
-b2  the same with a quarter: about as many micro-batches as ``a`` has
-c   this package, ``micro_batch=8, trim_padding=False``: as the loader padded them
-d   a hand-written loop over micro-batches of 8 in the order of arrival, each trimmed to its own longest row
-d2  Lightning's own accumulation, from a loader that collates 8 sequences each in the order of arrival
-e   Lightning's own accumulation, from a loader of micro-batches of 8, padded to the longest of their batch of 64
-f   a hand-written loop over micro-batches of 8, padded to the longest of their batch of 64
-g   a hand-written loop over micro-batches of 8, sorted and trimmed: as ``a``, which also cuts off a few rows that are far longer
+a  this package, ``micro_batch=8``: rows sorted by length, micro-batches of up to 8 trimmed to their longest row
+b  this package, ``micro_batch=Tokens(n)``, with n half of what the largest micro-batch of 8 rows can have
+d  a hand-written loop over micro-batches of 8 in the order of arrival, each trimmed to its own longest row
+f  a hand-written loop over micro-batches of 8, padded to the longest of their batch of 64
+g  a hand-written loop over micro-batches of 8, sorted and trimmed: as ``a``, which also cuts off a few rows that are far longer
 
-First the gradients of one window are compared in float64 to those of the whole batch in one piece. Lightning's, d2 and e, are means
-of means and so others. What is reported is tokens (padding is none) per second, medians over the rounds and their ratios. Every
-round has sequences of its own, the same for all sides, so the quartiles hold the chance of the lengths too; over all rounds the
-lengths are drawn evenly from their distribution. What is computed for each token, padding included, stands beside it (positions): a
-model without attention and without overhead would be as many times as quick. The set-up, and the trial of a trimmed batch that the
-package makes once, fall into a first window of few tokens that is not timed.
+What is reported is tokens (padding is none) per second, medians over the rounds and their ratios. Every round has sequences of its
+own, the same for all sides, so the quartiles hold the chance of the lengths too; over all rounds the lengths are drawn evenly from
+their distribution. What is computed for each token, padding included, stands beside it (positions): a model without attention and
+without overhead would be as many times as quick. The set-up and the trial of a trimmed batch fall into a first window that is not
+timed.
 
     python tests/benchmarks/lengths.py --rounds 5 --windows 1
     python tests/benchmarks/lengths.py --rounds 1 --median 20 --longest 128
@@ -46,7 +41,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_accum import Tokens
 
 ROWS, MICRO_BATCH, VOCABULARY, FEATURES, LAYERS = 64, 8, 1000, 256, 4
-OURS, OF_MEANS = ("a", "b", "b2"), ("d2", "e")
+OURS = ("a", "b")
 
 Batch = dict[str, Tensor]
 Train = Callable[[pl.LightningModule, Any], None]
@@ -85,29 +80,19 @@ by_hand = partial(shared.split_by_hand, count=lambda batch: batch["attention_mas
 
 
 class Side(NamedTuple):
-    """One way to train: what it gets for each batch of sequences, and what it does with a loader of that."""
+    """One way to train on a loader of padded batches."""
 
     name: str
     train: Train
-    prepare: Callable[[list[Tensor]], list[Batch]] = lambda sequences: [collate(sequences)]
 
 
 def all_sides(longest: int) -> dict[str, Side]:
     """What is compared, in the order of the table."""
-    half, quarter = (Tokens(MICRO_BATCH * longest // divisor) for divisor in (2, 4))
-    lightning = partial(fit, n=ROWS // MICRO_BATCH)
-
-    def in_eights(sequences: list[Tensor]) -> list[Batch]:
-        return [collate(sequences[start : start + MICRO_BATCH]) for start in range(0, len(sequences), MICRO_BATCH)]
-
+    half = Tokens(MICRO_BATCH * longest // 2)
     return {
         "a": Side(f"micro_batch={MICRO_BATCH}", partial(fit, micro_batch=MICRO_BATCH)),
         "b": Side(f"micro_batch=Tokens({half.count})", partial(fit, micro_batch=half)),
-        "b2": Side(f"micro_batch=Tokens({quarter.count})", partial(fit, micro_batch=quarter)),
-        "c": Side("trim_padding=False", partial(fit, micro_batch=MICRO_BATCH, trim_padding=False)),
         "d": Side("by hand, own longest", partial(by_hand, cut=partial(parts, is_trimmed=True))),
-        "d2": Side("Lightning, own longest", lightning, in_eights),
-        "e": Side("Lightning, padded", lightning, lambda sequences: list(parts(collate(sequences)))),
         "f": Side("by hand, padded", partial(by_hand, cut=parts)),
         "g": Side("by hand, sorted, trimmed", partial(by_hand, cut=partial(parts, is_sorted=True, is_trimmed=True))),
     }
@@ -117,34 +102,14 @@ def tagger(longest: int) -> Module:
     return Module(GPT(VOCABULARY, FEATURES, LAYERS, longest), tag)
 
 
-def relative_errors(sigma: float) -> dict[str, float]:
-    """The norm of what the gradient of one window is off from that of the whole batch, over the norm of the latter."""
-    from support import loader
-
-    longest = 64
-    sequences = draw(ROWS, 10, longest, sigma, torch.Generator().manual_seed(1))
-
-    def gradient(side: Side) -> Tensor:
-        module, found = tagger(longest).double(), []
-        optimizer = module.configure_optimizers()
-        optimizer.register_step_post_hook(lambda *_: found.extend(p.grad.flatten().clone() for p in module.parameters()))
-        module.configure_optimizers = lambda: optimizer
-        side.train(module, loader(side.prepare(sequences)))
-        return torch.cat(found)
-
-    expected = gradient(Side("the whole batch", partial(by_hand, cut=lambda batch: [batch])))
-    return {key: float((gradient(side) - expected).norm() / expected.norm()) for key, side in all_sides(longest).items()}
-
-
 def run(
     side: Side, windows: Sequence[list[Tensor]], warm_up: list[Tensor], longest: int, clock: Callable[[], float]
 ) -> tuple[float, float]:
     """Tokens per second and positions for each token, on the windows between one of few tokens and another that do not count."""
     module, positions = tagger(longest), [0]
     module.net.token.register_forward_pre_hook(lambda _, inputs: positions.append(positions[-1] + inputs[0].numel()))
-    first, *counted = (side.prepare(sequences) for sequences in (warm_up, *windows))
-    drawn = [*first, *(batch for window in counted for batch in window)]
-    batches = TimedBatches([*drawn, *first], len(first), len(drawn) - len(first), lambda: (clock(), positions[-1]))
+    first, *drawn = map(collate, (warm_up, *windows))
+    batches = TimedBatches([first, *drawn, first], 1, len(drawn), lambda: (clock(), positions[-1]))
     side.train(module, batches)
     (start, before), (end, after) = batches.readings
     tokens = sum(len(tokens) for window in windows for tokens in window)
@@ -158,7 +123,7 @@ def draw_speeds(sides: dict[str, Side], speeds: dict[str, list[float]], path: st
     with shared.figure(path, title, "blue: this package", (7.5, 3.6), xlabel=below) as axes:
         for place, (key, found) in enumerate(speeds.items()):
             middle = statistics.median(found)
-            color = "tab:blue" if key in (*OURS, "c") else "tab:gray"
+            color = "tab:blue" if key in OURS else "tab:gray"
             spread = [[middle - min(found)], [max(found) - middle]]
             axes.barh(place, middle, xerr=spread, color=color, ecolor="0.3", capsize=2)
             axes.text(max(found), place, f"  {middle:.0f}", va="center", fontsize=9)
@@ -171,12 +136,7 @@ def main(
     rounds: int = 5, windows: int = 1, median: int = 80, longest: int = 512, sigma: float = 0.9, clock: str = "wall",
     out: str | None = None,
 ) -> None:  # fmt: skip
-    """Compare gradients, measure and print; with ``--out``, draw the medians, too."""
-    errors = relative_errors(sigma)
-    print("Relative error of a window's gradient to that of the whole batch, float64, sequences of up to 64:")
-    print("  " + ", ".join(f"{key} {error:.1e}" for key, error in errors.items()))
-    if max(error for key, error in errors.items() if key not in OF_MEANS) > 1e-12:
-        raise SystemExit("The gradients are not the same: nothing is timed.")
+    """Measure and print; with ``--out``, draw the medians, too."""
     sides, generator = all_sides(longest), torch.Generator().manual_seed(0)
     # padded, these are more than Tokens(...) allows, so that the trial of a trimmed batch falls into them
     few = [*draw(ROWS - 1, 4, 8, sigma, generator), torch.zeros(longest // 16 + 1, dtype=torch.long)]
