@@ -88,44 +88,38 @@ class Plan:
             yield piece.made if self.layout is None else self.layout.take(piece.rows, piece.columns)
 
 
+@dataclass(eq=False)
 class Splitting:
-    """Splits the loader batches of a training, or has the user's ``split`` cut them.
+    """Splits the loader batches of a training."""
 
-    ``trim`` says whether to trim padding, or is the key of the lengths of rows, see :func:`read_lengths`. ``samples`` returns how
-    many samples the loader puts into a batch; empty if unknown. ``sizes`` are those that fit into memory, with ``"auto"``.
-    """
+    size: MicroBatchSize  # of a micro-batch
+    trim: bool | str  # whether to trim padding, or the key of the lengths of rows, see :func:`read_lengths`
+    split: Split | None  # the user's function, which cuts batches instead
+    warn: Callable[[str], None]
+    samples: Callable[[], Collection[int]]  # how many samples the loader puts into a batch; empty if unknown
+    sizes: MicroBatchSizes | None = None  # those that fit into memory, with "auto"
 
-    def __init__(
-        self,
-        size: MicroBatchSize,
-        trim: bool | str,
-        split: Split | None,
-        warn: Callable[[str], None],
-        samples: Callable[[], Collection[int]],
-        sizes: MicroBatchSizes | None = None,
-    ) -> None:
-        self._size, self._trim, self._split = size, trim, split
-        self._warn, self._samples, self.sizes = warn, samples, sizes
+    def __post_init__(self) -> None:
         self.plan: Plan | None = None  # the plan of the current loader batch; None if there is no batch
         self.largest: int | None = None  # with "auto", the samples in the largest micro-batch of the last batch
         self.kinds: dict[str, str] = {}  # the kind of each part of a batch, by path, fixed by the first batch
-        self._trimming = TrimmingCheck(warn)
+        self._trimming = TrimmingCheck(self.warn)
         self._proof: Proof = lambda padded, trimmed: None
         self._seen: tuple[Any, dict[int, Lengths]] | None = None
         self._warned = set[str]()
 
     def describe(self) -> str:
         """How loader batches are split, in words."""
-        if isinstance(self._size, Tokens):
-            size = f"in micro-batches of up to {self._size.count} tokens"
+        if isinstance(self.size, Tokens):
+            size = f"in micro-batches of up to {self.size.count} tokens"
         else:
-            size = "in micro-batches that fit in memory" if self._size == "auto" else f"in micro-batches of {self._size}"
-        how = f"cut by {name_of(self._split)}" if self._split is not None else "" if self.plan is None else self.plan.describe()
+            size = "in micro-batches that fit in memory" if self.size == "auto" else f"in micro-batches of {self.size}"
+        how = f"cut by {name_of(self.split)}" if self.split is not None else "" if self.plan is None else self.plan.describe()
         return f"{size}, {how}" if how else size
 
     def look_at(self, batch: Any) -> None:
         """Read the lengths of a batch while it is on the host, which waits for no device."""
-        if self._trim and self._split is None:
+        if self.trim and self.split is None:
             layout = self._layout_of(batch)
             self._seen = (_shapes(layout), self._read_lengths(layout))
 
@@ -171,24 +165,24 @@ class Splitting:
 
     def _planned(self, batch: Any) -> Plan:
         seen, self._seen = self._seen, None
-        if self._split is not None:
-            return self._plan_by_function(batch, self._split)
+        if self.split is not None:
+            return self._plan_by_function(batch, self.split)
         layout = self._layout_of(batch)
         lengths = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_lengths(layout)
         return self._pack(batch, layout, self._trimming.trimmable(layout, lengths, self._proof))
 
     def _layout_of(self, batch: Any) -> Layout:
-        layout = Layout(batch, self.kinds, self._samples())
+        layout = Layout(batch, self.kinds, self.samples())
         self.kinds = layout.kinds
         return layout
 
     def _read_lengths(self, layout: Layout) -> dict[int, Lengths]:
         """The lengths of rows; empty if the whole batch fits into one micro-batch, padding included."""
-        if isinstance(self._size, Tokens):
-            fits = layout.size * max(columns_of(layout.tensors)) <= self._size.at(0)
+        if isinstance(self.size, Tokens):
+            fits = layout.size * max(columns_of(layout.tensors)) <= self.size.at(0)
         else:
-            fits = isinstance(self._size, int) and layout.size <= self._size
-        return {} if fits or not self._trim else read_lengths(layout.tensors, self._trim if isinstance(self._trim, str) else None)
+            fits = isinstance(self.size, int) and layout.size <= self.size
+        return {} if fits or not self.trim else read_lengths(layout.tensors, self.trim if isinstance(self.trim, str) else None)
 
     def _plan_by_function(self, batch: Any, split: Split) -> Plan:
         size = self._room(1, 1, 0 if self.sizes is None else len(_cut(split, batch, 1)))
@@ -211,7 +205,7 @@ class Splitting:
         """The micro-batches of a batch: the longest rows first, as many in each as fit."""
         if layout.size == 0:
             return Plan(batch, [RowSlice(slice(None), 0, 1)], layout)
-        columns = columns_of(layout.tensors) if lengths or isinstance(self._size, Tokens) else []
+        columns = columns_of(layout.tensors) if lengths or isinstance(self.size, Tokens) else []
         untrimmed = max((size for size in columns if size not in lengths), default=0)  # such as a source beside a padded target
         elements = sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size
         widths, order, costs = [untrimmed] * layout.size, [*range(layout.size)], {untrimmed: max(1, elements)}
@@ -225,7 +219,7 @@ class Splitting:
             widest = widths[order[done]]
             groups.append(order[done : done + self._room(widest, costs[widest], layout.size - done)])
             done += len(groups[-1])
-        if lengths and isinstance(self._size, int):
+        if lengths and isinstance(self.size, int):
             groups = cut_where_lengths_fall(groups, widths)
         pieces = [RowSlice(rows, len(rows), costs[widths[rows[0]]], kept_columns(rows, lengths.values())) for rows in groups]
         if lengths and len(groups) > 1:
@@ -235,23 +229,23 @@ class Splitting:
 
     def _room(self, width: int, cost: int, rows: int) -> int:
         """How many rows a micro-batch may have, if its longest has ``width`` columns and ``cost`` elements."""
-        if isinstance(self._size, int):
-            return self._size
-        if not isinstance(self._size, Tokens):
+        if isinstance(self.size, int):
+            return self.size
+        if not isinstance(self.size, Tokens):
             assert self.sizes is not None
             return self.sizes.size_for(cost, rows)
-        if width > self._size.at(0):
+        if width > self.size.at(0):
             self._warn_once(
                 "long rows",
-                f"A row of {width} tokens is longer than micro_batch={self._size}. It becomes a micro-batch of its own, since "
+                f"A row of {width} tokens is longer than micro_batch={self.size}. It becomes a micro-batch of its own, since "
                 "leaving it out would change the result.",
             )
-        return max(1, self._size.at(0) // max(1, width))
+        return max(1, self.size.at(0) // max(1, width))
 
     def _warn_once(self, of: str, message: str) -> None:
         if of not in self._warned:
             self._warned.add(of)
-            self._warn(message)
+            self.warn(message)
 
 
 def columns_of(tensors: Mapping[str, Tensor]) -> list[int]:

@@ -208,28 +208,28 @@ def rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:
 
 def parse(value: Any, path: str = "", key: Any = None) -> Part:
     """A value as parts. Parts with a problem are not parsed further."""
-    part = Part(path or "batch", value, key)
+    size, problem, parts = None, "", list[Part]()
     if isinstance(value, Tensor):
-        part.size = value.size(0) if value.dim() else None
+        size = value.size(0) if value.dim() else None
         if value.is_nested or value.layout is not torch.strided:
-            part.problem = "nested" if value.is_nested else f"of the layout {value.layout}"
+            problem = "nested" if value.is_nested else f"of the layout {value.layout}"
     elif isinstance(value, PackedSequence):
-        part.size = int(value.batch_sizes[0])
+        size = int(value.batch_sizes[0])
     elif isinstance(value, (dict, UserDict)):
-        part.parts = _parse_all(value.items(), path)
+        parts = _parse_all(value.items(), path)
     elif isinstance(value, (list, tuple)):
-        part.parts = _parse_all(enumerate(value), path)
+        parts = _parse_all(enumerate(value), path)
         kinds = {(inner.dtype, inner.dim()) if isinstance(inner, Tensor) else None for inner in value}
         is_named = hasattr(value, "_fields") or hasattr(value, "n_fields")  # a named tuple, what torch.max returns
         if not is_named and (not path or len(kinds) < 2 or None in kinds):  # and not inputs and labels
-            part.size = len(value)
+            size = len(value)
     elif is_record(value):
-        part.parts = _parse_all(((f.name, getattr(value, f.name)) for f in dataclasses.fields(value)), path)
+        parts = _parse_all(((f.name, getattr(value, f.name)) for f in dataclasses.fields(value)), path)
     elif not isinstance(value, type) and (
         isinstance(value, Iterator) or hasattr(value, "to") or bool(getattr(value, "shape", ())) or holds_tensors(value, depth=4)
     ):
-        part.problem = "of a class that is not known here"
-    return part
+        problem = "of a class that is not known here"
+    return Part(path or "batch", value, key, size, problem, parts=parts)
 
 
 def _parse_all(entries: Iterable[tuple[Any, Any]], path: str) -> list[Part]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import InitVar, dataclass
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -16,20 +17,19 @@ from lightning_accum.step import Trained
 from lightning_accum.trainer.from_lightning import pl, replacing
 
 
+@dataclass(eq=False)
 class DeferredSteps:
     """Until :meth:`end`, each step of a fit's optimizers asks ``may_step`` first, and each of its schedulers ``are_deferred``."""
 
-    def __init__(
-        self,
-        trained: Trained,
-        schedulers: Iterable[Any],
-        may_step: Callable[[str, Optimizer], bool],
-        are_deferred: Callable[[], bool],
-    ) -> None:
-        self._trained, self._may_step, self._are_deferred = trained, may_step, are_deferred
+    trained: Trained
+    schedulers: InitVar[Iterable[Any]]
+    may_step: Callable[[str, Optimizer], bool]
+    are_deferred: Callable[[], bool]
+
+    def __post_init__(self, schedulers: Iterable[Any]) -> None:
         self._is_stepping = False
         self._undo, self._known, self.optimizers = ExitStack(), set[int](), list[Optimizer]()
-        self._defer(trained.optimizers, schedulers)
+        self._defer(self.trained.optimizers, schedulers)
 
     def _defer(self, optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> None:
         for one in (*optimizers, *schedulers):
@@ -43,8 +43,8 @@ class DeferredSteps:
 
         Other optimizers, such as of an inner loop, are not changed.
         """
-        optimizers = [optimizer for optimizer in self._trained.optimizers if optimizer.param_groups]
-        held = [value for owner in (self._trained.module, *optimizers) for value in vars(owner).values()]
+        optimizers = [optimizer for optimizer in self.trained.optimizers if optimizer.param_groups]
+        held = [value for owner in (self.trained.module, *optimizers) for value in vars(owner).values()]
         held += [one for value in held if isinstance(value, (list, tuple)) for one in value]
         held += [one for value in held if isinstance(value, dict) for one in value.values()]
         if not optimizers:
@@ -65,7 +65,7 @@ class DeferredSteps:
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if not self._may_step(self._name_of(optimizer), optimizer):
+        if not self.may_step(self._name_of(optimizer), optimizer):
             return result
         self._is_stepping = True
         try:
@@ -74,7 +74,7 @@ class DeferredSteps:
             self._is_stepping = False
 
     def _name_of(self, optimizer: Optimizer) -> str:
-        name, optimizers = type(optimizer).__name__, self._trained.optimizers
+        name, optimizers = type(optimizer).__name__, self.trained.optimizers
         if all(optimizer is not one for one in optimizers):
             return f"{name} (not of configure_optimizers)"
         return name if len(optimizers) == 1 else f"optimizer {optimizers.index(optimizer)} ({name})"
@@ -95,7 +95,7 @@ class DeferredSteps:
     @contextmanager
     def _scheduler_deferred(self, scheduler: Any) -> Iterator[None]:
         """Inside, ``scheduler.step`` does nothing while steps are deferred."""
-        original, are_deferred = type(scheduler), self._are_deferred
+        original, are_deferred = type(scheduler), self.are_deferred
 
         def step(self: Any, *args: Any, **kwargs: Any) -> None:
             if not are_deferred():

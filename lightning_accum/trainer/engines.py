@@ -161,7 +161,6 @@ class ShardedMixin(ReducingMixin):
     @override
     def _make_sync(self) -> ShardedSync:
         sync = self._sync_of_units()
-        assert self._fit is not None
         self._fit.callback(sync.close)
         return sync
 

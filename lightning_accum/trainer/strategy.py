@@ -44,7 +44,7 @@ class AccumulationMixin(Engine):
     """A mixin in front of a strategy of Lightning."""
 
     _hiding: ExitStack
-    _fit: ExitStack | None = None  # undoes the changes of a fit to the Trainer, its optimizers and callbacks, and this strategy
+    _fit: ExitStack  # undoes the changes of a fit to the Trainer, its optimizers and callbacks, and this strategy; not there before
     _from_before: frozenset[str] = frozenset()  # the attributes that the strategy had before the fit
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -95,13 +95,12 @@ class AccumulationMixin(Engine):
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, which is in no fit. Spawned loader processes get one with the data module, which holds its
         Trainer."""
-        state, left_out = super().__getstate__(), set() if self._fit is None else self._of_this_fit()
+        state, left_out = super().__getstate__(), self._of_this_fit() if "_fit" in vars(self) else set()
         return {name: value for name, value in state.items() if name not in left_out}
 
     def _end_fit(self) -> None:
-        if self._fit is not None:
-            fit, self._fit = self._fit, None
-            fit.close()
+        if "_fit" in vars(self):
+            self._fit.close()
 
     @property
     @override
@@ -117,7 +116,7 @@ class AccumulationMixin(Engine):
         super().setup_environment()
         trainer: Any = self.trainer()
         self.ranks = self._ranks()
-        if self._fit is None:
+        if "_fit" not in vars(self):
             return
         self._hiding.close()
         every = _policies(trainer)[0].policy.validate_every  # several raise an error later
@@ -140,7 +139,6 @@ class AccumulationMixin(Engine):
         if differing := seams.changed():
             rank_zero_info(f"GradientAccumulation: {seams.in_words(differing)} Each step is watched.")
         self._begin(trainer)
-        assert self._fit is not None
         if self.windows is not None:
             callback.connect(self)
             self._fit.callback(callback.disconnect)
@@ -162,7 +160,6 @@ class AccumulationMixin(Engine):
             return
         warn_of_batch_norm(module, is_split, is_long, rank_zero_warn)
         self.snapshotter = Undo(module, self.root_device)
-        assert self._fit is not None
         if is_manual:
             reduces, schedulers = self.reduces_every_backward_by_itself, [config.scheduler for config in self.lr_scheduler_configs]
             checks = MOST_BATCHES if policy.check and self._why_unchecked() is None else 0
