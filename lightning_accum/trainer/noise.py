@@ -60,17 +60,12 @@ class GradientNoiseScale(pl.Callback):
     (McCandlish et al., arXiv 1812.06162, where it is ``B_simple``). Much smaller windows take steps that are mostly noise; much
     larger ones hardly need fewer steps. It usually grows during training.
 
-    A micro-batch of weight ``n_i`` has a mean gradient ``g_i`` with ``E|g_i|^2 = |G|^2 + S / n_i``, and a window
-    of ``K`` of them over all ranks, of weight ``N``, has ``E|g|^2 = |G|^2 + S / N``. Hence without bias
-
-    - ``S = (sum of n_i |g_i|^2 - N |g|^2) / (K - 1)``,
-    - ``|G|^2 = |g|^2 - S / N``.
-
-    Both are smoothed over the windows, with one all-reduce of 56 bytes a window and no further backward. Logged are
-    ``noise_scale/samples``, ``noise_scale/weight`` (in tokens, for a language model), ``noise_scale/variance`` (``S`` for a unit of
-    weight) and ``noise_scale/gradient`` (``|G|^2``). The end of ``fit`` prints the suggested batch size with an interval of two
-    standard errors, which :attr:`estimate` has, too. Micro-batches are assumed to be random parts of the data: shuffle it, and do
-    not sort rows by length (``trim_padding=False``).
+    Micro-batches of weight ``n_i`` have mean gradients ``g_i``; a window of ``K`` of them over all ranks, of weight ``N``, has the
+    gradient ``g``. Without bias, ``S = (sum of n_i |g_i|^2 - N |g|^2) / (K - 1)`` and ``|G|^2 = |g|^2 - S / N``. Both are smoothed
+    over the windows, with one all-reduce of 56 bytes a window. Logged are ``noise_scale/samples``, ``noise_scale/weight`` (in
+    tokens, for a language model), ``noise_scale/variance`` (``S``) and ``noise_scale/gradient`` (``|G|^2``). The end of ``fit``
+    prints the suggested batch size with an interval of two standard errors, which :attr:`estimate` has, too. Micro-batches are
+    assumed to be random parts of the data: shuffle it, and do not sort rows by length (``trim_padding=False``).
 
     Args:
         smoothing: the weight of a window relative to the next: 0.99 averages over about 200 windows, 1 weights all equally. The

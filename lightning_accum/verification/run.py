@@ -117,11 +117,9 @@ def verify(
     """Take one optimizer step on a full batch and one accumulated, and compare them.
 
     The full batch runs through a plain Lightning Trainer, the window through ``Trainer(strategy="accum")`` with
-    ``GradientAccumulation``, which checks the first batch as in training. Both train the module itself, with dropout off;
-    afterwards all state reachable from it is restored, but not files and experiment trackers. The full batch runs twice, with
-    different random numbers and its rows in reverse order, which measures rounding; if it differs by more, random numbers are made
-    the same for every row. If the two steps differ, possible causes are removed one by one. The full batch and some copies of the
-    parameters in this precision must fit into memory.
+    ``GradientAccumulation``. Both train the module itself, with dropout off; afterwards all state reachable from it is restored,
+    but not files and experiment trackers. The full batch also runs with its rows in reverse order, which measures rounding. If the
+    two steps differ, possible causes are removed one by one. The full batch and some copies of the parameters must fit into memory.
 
     Args:
         module: a LightningModule with automatic optimization, before a fit or after it.

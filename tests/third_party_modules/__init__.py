@@ -18,25 +18,15 @@ class Case:
     """A module and its data.
 
     ``module`` makes it anew, with the same parameters where torch's seed is the same. ``rows`` are what ``collate`` joins into a
-    batch; for packages with loaders of their own, ``loader`` makes one whose batches have the rows of the given lists of indices.
-    ``arguments`` go to GradientAccumulation where batches are split, and their names into the table.
+    batch. ``arguments`` go to GradientAccumulation where batches are split, and their names into the table.
     """
 
     name: str
     module: Callable[[], Any]
     rows: Sequence[Any] = ()
     collate: Callable[[list[Any]], Any] | None = None
-    loader: Callable[[list[list[int]]], Any] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float = 0.01
-
-    def new_loader(self, batches: list[list[int]]) -> Any:
-        """A loader whose batches have these rows."""
-        from torch.utils.data import DataLoader
-
-        if self.loader is not None:
-            return self.loader(batches)
-        return DataLoader(self.rows, batch_sampler=batches, collate_fn=self.collate)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -99,15 +99,15 @@ def neuralforecast() -> list[Case]:
     )
     dataset = TimeSeriesDataset.from_df(table)[0]
 
-    def loader(batches: list[list[int]]) -> Any:
-        return TimeSeriesLoader(dataset, batch_sampler=batches)
+    def collate(rows: list[int]) -> Any:
+        return next(iter(TimeSeriesLoader(dataset, batch_sampler=[rows])))
 
     small: dict[str, Any] = {"h": 4, "input_size": 8, "windows_batch_size": None, "scaler_type": "identity", "max_steps": 10}
     nhits = {**small, "mlp_units": 3 * [[8, 8]]}
     return [
-        Case("NHITS, MAE", lambda: NHITS(**nhits, loss=MAE()), loader=loader),
-        Case("NHITS, quantiles", lambda: NHITS(**nhits, loss=MQLoss(level=[80])), loader=loader),
-        Case("PatchTST", lambda: PatchTST(**small, hidden_size=8, n_heads=2, encoder_layers=1, patch_len=4), loader=loader),
+        Case("NHITS, MAE", lambda: NHITS(**nhits, loss=MAE()), range(24), collate),
+        Case("NHITS, quantiles", lambda: NHITS(**nhits, loss=MQLoss(level=[80])), range(24), collate),
+        Case("PatchTST", lambda: PatchTST(**small, hidden_size=8, n_heads=2, encoder_layers=1, patch_len=4), range(24), collate),
     ]
 
 

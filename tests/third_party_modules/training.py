@@ -1,4 +1,4 @@
-"""Train a module of another package in four ways, and see what differs. One process trains the modules of one package."""
+"""Train a module of another package in three ways, and see what differs. One process trains the modules of one package."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import sys
 import tempfile
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import default_collate
 
 from . import Case, packages
 
@@ -41,7 +43,7 @@ def micro_batches() -> list[list[int]]:
 
 
 def examine(name: str) -> list[Row]:
-    """Train all modules of a package in the four ways."""
+    """Train all modules of a package in each way."""
     os.chdir(tempfile.mkdtemp())
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     torch.set_num_threads(1)
@@ -87,27 +89,35 @@ def used(imports: str) -> tuple[Any, Any]:
 
 
 def examined(case: Case, imports: str) -> Row:
-    """The four ways of one module."""
-    pl, accum = used(imports)
-    start, _ = trained(case, pl, joined_batches(), is_trained=False)
-    whole, known = trained(case, pl, joined_batches())
-    plain, also_known = trained(case, pl, micro_batches(), accumulate_grad_batches=len(SIZES))
-    changed = (whole - start).norm()
-    row: Row = {"arguments": sorted(case.arguments), "deviations": {"lightning": float((plain - whole).norm() / changed)}}
-    row["said"] = {}
-    for way, batches, policy in (
-        ("windows", micro_batches(), {"window": len(SIZES)}),
-        ("split", joined_batches(), {"micro_batch": MICRO_BATCH, **case.arguments}),
-    ):
-        try:
-            callbacks = [accum.GradientAccumulation(**policy)]
-            found, warned = trained(case, pl, batches, strategy="accum", callbacks=callbacks)
-        except Exception as error:
-            is_ours = isinstance(error, accum.AccumulationError) or type(error).__name__ == "MisconfigurationException"
-            row["said"][way] = f"{'refused' if is_ours else 'crashed'}: {first_line(error)}"
-            continue
-        row["deviations"][way] = float((found - whole).norm() / changed)
-        row["said"][way] = "; ".join(f"warned: {message}" for message in sorted(warned - known - also_known))
+    """The ways of one module, each compared with whole batches in plain Lightning."""
+    _, accum = used(imports)
+    compare = importlib.import_module("lightning_accum.testing").compare_window_with_batch
+    policies = {"windows": {"window": len(SIZES)}, "split": {"micro_batch": MICRO_BATCH, **case.arguments}}
+    row: Row = {"arguments": sorted(case.arguments), "deviations": {}, "said": {}}
+    known: set[str] = set()
+    for way in ("lightning", *policies):
+        policy = accum.GradientAccumulation(**policies[way]) if way in policies else len(SIZES)
+        how = {"strategy": "accum" if way in policies else "auto", "epochs": EPOCHS, "collate": case.collate or default_collate}
+        batches = [[case.rows[index] for index in rows] for rows in (joined_batches() if way == "split" else micro_batches())]
+        windows = [[case.rows[index] for index in rows] for rows in joined_batches() * EPOCHS]
+        modules = [made(case), made(case)]  # their parameters are not the same for every row
+        sgd = partial(torch.optim.SGD, lr=case.learning_rate)  # where a gradient is 0 but for rounding, Adam divides it by its size
+        how["optimizer"] = sgd if modules[0].automatic_optimization else None
+        with warnings.catch_warnings(record=True) as caught, SameForEveryRow():
+            warnings.simplefilter("always")
+            try:
+                found = compare(modules.pop, batches, policy, windows=windows, **how)
+            except Exception as error:
+                if way not in policies:
+                    raise
+                is_ours = isinstance(error, accum.AccumulationError) or type(error).__name__ == "MisconfigurationException"
+                row["said"][way] = f"{'refused' if is_ours else 'crashed'}: {first_line(error)}"
+                continue
+        messages = {first_line(warning.message) for warning in caught}
+        row["deviations"][way] = found.parameters
+        if way in policies:
+            row["said"][way] = "; ".join(f"warned: {message}" for message in sorted(messages - known))
+        known |= messages if way not in policies else set()
     return row
 
 
@@ -149,34 +159,17 @@ def without_dropout(module: nn.Module) -> None:
                     holder[name] = 0.0
 
 
-def trained(case: Case, pl: Any, batches: list[list[int]], is_trained: bool = True, **arguments: Any) -> tuple[Tensor, set[str]]:
-    """All parameters after training, as one vector, and the warnings that there were.
-
-    SGD takes the place of the module's optimizer: where a gradient is 0 but for rounding, Adam divides this by its own size.
-    Dropout is off, and other random numbers are the same for every row.
-    """
+def made(case: Case) -> Any:
+    """The module, with dropout off, which computes in float64."""
     from torchmetrics import Metric
 
-    pl.seed_everything(7, verbose=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        module = case.module()
-        without_dropout(module)
-        module.double()
-        for metric in module.modules():  # some are the loss
-            if isinstance(metric, Metric):
-                metric.set_dtype(torch.float64)
-        if module.automatic_optimization:
-            module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=case.learning_rate)
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        on_cpu = {"accelerator": "cpu", "devices": 1, "precision": "64-true", "max_epochs": EPOCHS, "limit_val_batches": 0}
-        trainer = pl.Trainer(**on_cpu, **quiet, **arguments)
-        if is_trained:
-            with SameForEveryRow():
-                trainer.fit(module, case.new_loader(batches))
-            assert trainer.global_step > 0, "no optimizer step was taken"
-    vector = torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()])
-    return vector, {first_line(warning.message) for warning in caught}
+    torch.manual_seed(7)
+    module = case.module().double()
+    without_dropout(module)
+    for metric in module.modules():  # some are the loss
+        if isinstance(metric, Metric):
+            metric.set_dtype(torch.float64)
+    return module
 
 
 def first_line(message: object, words: int = 8) -> str:
