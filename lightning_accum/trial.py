@@ -328,7 +328,10 @@ class Trial:
                 raise problem.__cause__ or problem
         if severity := self.largest(0.0 if problem is None else 1.0 + isinstance(problem, RowWiseError)):
             kind = RowWiseError if severity > 1 else CannotCheckError
-            raise problem if isinstance(problem, kind) else kind("another rank cannot run a few rows of its batch")
+            try:
+                raise problem if isinstance(problem, kind) else kind("another rank cannot run a few rows of its batch")
+            finally:
+                problem = None  # an error and a frame that hold each other keep the memory of what failed
         return cast("_T", result)
 
     @contextmanager

@@ -8,6 +8,7 @@ pytest tests/gpu -s      # prints what it measured
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from importlib import import_module
@@ -91,10 +92,11 @@ def test_real_lack_of_memory_is_recovered_from(capsys: Any) -> None:
     fit(whole, [batch] * 3, "auto")
     needed = torch.cuda.max_memory_allocated()
     whole.trainer = None
+    gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     held = 2 * sum(p.numel() * 4 for p in whole.parameters())  # parameters and gradients
-    allowed = held + (needed - held) // 3 + 4 * rows * features
+    allowed = held + (needed - held) // 3 + 4 * rows * features + 2 * 4 * features**2  # a layer's new gradient, and cuBLAS
     torch.cuda.set_per_process_memory_fraction(allowed / total)
     try:
         run = fit(split, [batch] * 3, micro_batch="auto")
@@ -125,7 +127,7 @@ def test_no_micro_batch_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) ->
 
     class Watched(Language):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            if self.current_epoch > 0:  # all shapes are known
+            if self.trainer.global_step > 3:  # the first windows are watched
                 torch.cuda.set_sync_debug_mode("error")
             return super().training_step(batch, batch_idx)
 
@@ -138,7 +140,7 @@ def test_no_micro_batch_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(windows, "close", close)
     try:
-        run = fit(Watched(), BATCHES, micro_batch=4)
+        run = fit(Watched(), BATCHES, micro_batch=4, trim_padding=False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert run.global_step == 2 * len(BATCHES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import lightning.pytorch as pl
 import pytest
@@ -683,3 +685,29 @@ def test_the_step_is_tried_at_most_16_times_before_the_first_window(policy: dict
     module, note = Toy(lambda *given: calls.append(1) or classified(*given)), lambda *_: steps.append(len(calls))
     fit(module, labelled(16, 16), GradientAccumulation(**policy), LambdaCallback(on_before_optimizer_step=note))
     assert steps[0] - 2 <= 16
+
+
+HIDDEN: list[ref[Tensor]] = []
+"""Not in reach of the module, so the check does not restore it."""
+
+
+def test_what_failed_for_lack_of_memory_leaves_none_of_it_behind() -> None:
+    """A frame and its error held each other, and what the attempts had allocated was missing in the first real step."""
+    left = list[int]()
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32 and len(x) == 16:
+            left.append(sum(own() is not None for own in HIDDEN))
+        HIDDEN.append(ref(outputs := net(x)))
+        if x.dtype == torch.float64 and len(x) > 4:
+            raise torch.OutOfMemoryError
+        return outputs.square().mean()
+
+    HIDDEN.clear()
+    gc.disable()
+    try:
+        fit(Toy(loss).float(), [*torch.randn(64, 4).split(16)], GradientAccumulation(2))
+    finally:
+        gc.enable()
+    assert len(HIDDEN) > 10
+    assert left == [0, 0, 0, 0]
