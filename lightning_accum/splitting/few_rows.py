@@ -52,19 +52,18 @@ class FewRows:
 
     def alone(self) -> FewRows:
         """The rows of the batch alone."""
-        found = copy(self)
-        found._layout, found.number = self._own, self.of_batch
+        return self._with(_layout=self._own, number=self.of_batch)
+
+    def _with(self, **changed: Any) -> FewRows:
+        vars(found := copy(self)).update(changed)
         return found
 
     def by_turns(self, others: FewRows) -> FewRows:
         """The first rows of this batch and of another, alternating. A CannotCheckError if they are of different kinds."""
-        found, own = copy(self), min(self.of_batch, MOST_ROWS)
-        joined = _joined([self.kept, others.kept], self._own)
+        own, joined = min(self.of_batch, MOST_ROWS), _joined([self.kept, others.kept], self._own)
         order = sorted(range(joined.size), key=lambda row: (row if row < own else row - own, row >= own))[:MOST_ROWS]
-        found._layout = Layout(joined.take(order), joined.kinds)
-        found.of_others = [place for place, row in enumerate(order) if row >= own]
-        found.number, found.at_once = found._layout.size, max(self.of_batch, others.of_batch)
-        return found
+        layout, of_others = Layout(joined.take(order), joined.kinds), [place for place, row in enumerate(order) if row >= own]
+        return self._with(_layout=layout, of_others=of_others, number=layout.size, at_once=max(self.of_batch, others.of_batch))
 
     def may_be_misread(self, samples: Collection[int]) -> bool:
         """Whether the rows may be in another dimension: they are not as many as samples, or there are as many columns."""

@@ -26,11 +26,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import lightning.pytorch as pl
 import torch
 from alive import Alive
 from other_memory import other_memory
-from side_by_side import Module, command_line, figure, fit, interleaved, show
+from side_by_side import Module, classify, command_line, figure, fit, interleaved, show
 from support import loader, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -81,38 +80,20 @@ class ResNet(nn.Sequential):
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, CLASSES))
 
 
-class Digits(pl.LightningModule):
-    """A small ResNet with BatchNorm. Knows nothing of accumulation."""
-
-    def __init__(self, lr: float = 0.1, width: int = 8, blocks: int = 1, stride: int = 1) -> None:
-        super().__init__()
-        torch.manual_seed(11)
-        self.net = ResNet(width, blocks, stride)
-        self.lr = lr
-        self.accuracies: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        images, labels = batch
-        return F.cross_entropy(self.net(images), labels)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=1e-4)
-
-
 BATCH = 96
 WHOLE, SPLIT, CHECKPOINTED, OFFLOAD = "whole batch", "micro-batches", "checkpointed", "offload"
 
 
-class Validated(Digits):
-    """Notes its accuracy after each epoch."""
+class Validated(Module):
+    """A small ResNet with BatchNorm, which notes its accuracy after each epoch."""
 
     def __init__(self, seed: int, validation: tuple[Tensor, Tensor], stride: int) -> None:
-        super().__init__(lr=0.1, stride=stride)
         torch.manual_seed(seed)
-        for layer in self.modules():
-            if isinstance(layer, (nn.Conv2d, nn.Linear)):
-                layer.reset_parameters()
-        self.validation = validation
+        super().__init__(ResNet(stride=stride), classify)
+        self.validation, self.accuracies = validation, list[float]()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
 
     def on_train_epoch_end(self) -> None:
         self.eval()
@@ -210,7 +191,8 @@ class Measured(Module):
 
 def resnet(width: int) -> Measured:
     """Of 9 blocks, on digits."""
-    net = Digits(width=width, blocks=3).net
+    torch.manual_seed(11)
+    net = ResNet(width, blocks=3)
     return Measured(net, nn.functional.cross_entropy, [block for block in net.modules() if isinstance(block, Block)])
 
 
