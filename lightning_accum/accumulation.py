@@ -81,6 +81,7 @@ class Accumulation(Windows):
         self.has_joint_loss = False  # the loss of a rank depends on the rows of all ranks
         self.verdict: Verdict | None = None
         self.checked_rows: Any = None  # a few rows of the last loader batch that was checked
+        self.written: set[str] = set()  # the parameters that a forward writes to
         self.later = LaterLooks()
         self._looks_anew = False
         """The next window is checked again: a loss may change with the epoch, for example by a factor in a buffer."""

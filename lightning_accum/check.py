@@ -156,6 +156,8 @@ class Check:
         of_all = verdict if verdict.deviation is None else Verdict(None, seen="another rank could not be")
         verdict = (before or of_all) if is_open else replace(verdict, looked_at=looked_at, deviation=deviation)
         accumulation.verdict = verdict
+        if found.is_loss_off and accumulation.policy.log and not checked.is_manual:
+            accumulation.warn_once(advice.OF_LOGGED_LOSS)
         if self._is_later:
             return
         if rows.found.kept is not None:
@@ -188,6 +190,8 @@ class Check:
             if checked.on_any(len({measured.function for measured in measured_of(looks)}) > 1):  # a single row may look like one
                 names = names._replace(takes_functions=False)
                 looks = looks_at(checked, trial, rows, names)
+            written = {*trial.mode.written}  # of a wider trial, its own
+            self._accumulation.written |= {name for name, own in checked.module.named_parameters() if own in written}
             leaves_something = self._before is None and not leaves_nothing(checked, trial, looks[0].whole)
             found = self._deciding.decide(looks, names, trial)._replace(leaves_something=leaves_something)
             if found.adds_up and not checked.on_any(any(key & 255 for key in found.terms)):  # one term may be absent

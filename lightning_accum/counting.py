@@ -33,6 +33,7 @@ def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync
     plan, weights = accumulation.plan, accumulation.policy.weight
     snapshot = None if isinstance(weights, tuple) else undo.take(watches_parameters=False)
     counted.loader_batches_left = 0
+    written = [(own, own.detach().clone()) for name, own in undo.module.named_parameters() if name in accumulation.written]
     rest = iter(()) if accumulation.rest_of_window is None or boundary.size == 1 else accumulation.rest_of_window()
     try:
         with torch.compiler.set_stance("force_eager"):  # compiled code hides the additions
@@ -50,6 +51,8 @@ def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync
     finally:
         if snapshot is not None:
             snapshot.restore()
+            for parameter, value in written:
+                parameter.data.copy_(value)
             sync.forget_forward()
             sync.reshard()
         if splitting is not None:

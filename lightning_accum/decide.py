@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ class Found(NamedTuple):
         constants: by term, the constant in each of its weights that does not add up.
         mend: an argument with which the parts add up, if one was found.
         are_alike: all single rows have the same loss.
+        is_loss_off: windows do not show the loss of the whole.
         leaves_something: a step changed the module, or the next step has a different loss for the same rows.
     """
 
@@ -54,6 +55,7 @@ class Found(NamedTuple):
     mend: str | None = None
     are_alike: bool = False
     leaves_something: bool = True
+    is_loss_off: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,9 @@ class Deciding:
         constants = {key: fit.constant for key, fit in chosen.items() if fit.constant}
         losses = [part.loss for part in looks[0].parts]
         are_alike = checked.on_any(max(losses) - min(losses) <= trial.tolerance * abs(max(losses)))
-        return Found(verdict, not wrong, known, constants, terms, mend, are_alike)
+        of_loss = 0.0 if wrong or known.counts_first else _loss_of(looks[0], chosen) - looks[0].whole.loss
+        is_loss_off = checked.on_any(abs(of_loss) > trial.tolerance * max(map(abs, losses)))
+        return Found(verdict, not wrong, known, constants, terms, mend, are_alike, is_loss_off=is_loss_off)
 
     def _units(self, looks: Sequence[Look], key: int, fit: Fit) -> dict[Mode, float]:
         """The weight of a term in each mode that adds up, relative to its first mode; the known units if it is absent."""
@@ -217,7 +221,8 @@ class Deciding:
                 ratio_of[key] = most
             is_one &= least < math.inf and math.isfinite(most) and most - least <= 1e-9 * most
             is_few = self.rows.number < MOST_ROWS and self.checked.accumulation.policy.split is None
-            is_one &= is_function or not is_few or not checked.may_count_terms  # with few rows this may be chance
+            is_known = not self.known.counts_first and abs(self.known.ratios.get(key, 0.0) - most) <= 1e-9 * most
+            is_one &= is_function or is_known or not is_few or not checked.may_count_terms  # with few rows this may be chance
         known = known._replace(ratios=ratio_of)
         if is_one:
             return known, None
@@ -253,3 +258,13 @@ _CLEARLY = 4.0
 _ROUNDINGS = 64
 _OF_HALF = 1e-3
 """Deviations of as many roundings tell nothing, nor does one of this size in half precision, whose roundings even out."""
+
+
+def _loss_of(look: Look, chosen: Mapping[int, Fit]) -> float:
+    """The loss that a window of these parts shows; nan if it is unknown."""
+    key, mode = next(((key, fit.mode) for key, fit in chosen.items() if fit.mode not in (None, ONCE)), (ALL, None))
+    if mode is None or look.whole.function is not None:
+        return math.nan
+    parts = [(1.0 if mode == SUM else part.weight(key, mode), part.loss) for part in look.parts]
+    shown = sum(weight * loss for weight, loss in parts if weight)
+    return shown if mode == SUM else shown / (look.whole.weight(key, mode) or math.nan)

@@ -94,7 +94,7 @@ class _LeftBehind:
         after = {name: buffer.detach().clone() for name, buffer in named()}
         buffers = [name for name, old in at_first.items() if name in after and not after[name].equal(old)]
         attributes = trial.changed_attributes()
-        trial.leave()
+        trial.leave(has_parameters=True)  # a step may write to them once a window, and note this in an attribute
         of_all = change(self.next_step)
         trial.restore()
         write({name: _far(at_first[name], after[name]) for name in buffers})

@@ -203,7 +203,7 @@ def _drawn_if_misread(checked: Checked, found: FewRows | SplitRows) -> FewRows |
     with suppress(CannotCheckError):
         is_seen = checked.accumulation.splitting is not None and not checked.is_window_long  # with shared parts of the batch itself
         if not is_seen and checked.of_dataset is not None and isinstance(found, FewRows):
-            return drawn if found.is_misread((drawn := checked.of_dataset()).take([0, 1])) else None
+            return drawn if found.misread((drawn := checked.of_dataset()).take([0, 1])) else None
     return None
 
 
@@ -220,7 +220,10 @@ def parts_to_share(checked: Checked, rows: Rows, error: Exception) -> list[str]:
     is_split = accumulation.splitting is not None and not checked.is_window_long
     if not is_split or checked.on_any(isinstance(error, UnsuitableRowsError)):
         return []
-    first, *others = checked.of_all(rows.found.may_be_shared())
+    two: Any = None
+    with suppress(CannotCheckError):
+        two = None if checked.of_dataset is None else checked.of_dataset().take([0, 1])
+    first, *others = checked.of_all(rows.found.may_be_shared(two))
     return [path for path, value in first.items() if all(path in other and _are_equal(other[path], value) for other in others)]
 
 
@@ -239,7 +242,10 @@ def looks_at(checked: Checked, trial: Trial, rows: Rows, known: Known) -> list[L
     number = max(2, min(rows.number, MOST_ROWS, 2 if rows.size == 1 else max(4, rows.size)))
     looks = _as_memory_allows(checked, number, 2, partial(in_parts.few, most=min(rows.number, MOST_ROWS)))
     of_training = int(-checked.largest(-min(found.of_batch, rows.size)))  # few rows may hide a dependence on the batch size
-    return looks + _as_memory_allows(checked, of_training, 1, lambda size: in_parts.halves(size) if size > number else [])
+    looks += _as_memory_allows(checked, of_training, 1, lambda size: in_parts.halves(size) if size > number else [])
+    # in training, a micro-batch with an infinite loss is an error
+    finite = [look for look in looks if not checked.on_any(any(math.isinf(part.loss) for part in look.parts))]
+    return finite or looks
 
 
 def look_in_training(checked: Checked, trial: Trial, rows: Rows, names: Known) -> tuple[Look, Sequence[Measured]]:
@@ -304,8 +310,12 @@ class _InParts:
         try:
             looks = [self.look(whole, [[row] for row in base], total)]
             alone = looks[0].parts
-            if checked.on_any(any(math.isinf(one.loss) for one in alone)):  # a mean over no elements is NaN
-                raise UnsuitableRowsError("single rows have an infinite loss")
+            finite = [row for row, one in zip(base, alone, strict=True) if not math.isinf(one.loss)]
+            if checked.on_any(len(finite) < size):  # a sum over no elements was divided by 0; a mean over none is NaN
+                if checked.on_any(len(finite) < 2):
+                    raise UnsuitableRowsError("single rows have an infinite loss")
+                order = [*finite, *(row for row in base if row not in finite)]
+                return [self.look(whole, [sorted(order[::2]), sorted(order[1::2])], total)]
             if checked.on_any(not any(one.terms for one in alone)):
                 raise UnsuitableRowsError("single rows have no loss")
         except CannotCheckError:

@@ -167,11 +167,11 @@ class Trial:
         assert self._snapshot is not None
         return self._snapshot.changed_attributes()
 
-    def leave(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
-        """Have the next step draw the same numbers, and keep buffers and attributes as the last step left them."""
+    def leave(self, rows: Sequence[int] | None = None, total: int = 0, has_parameters: bool = False) -> None:
+        """Have the next step draw the same numbers, and keep buffers and attributes as the last step left them, or parameters, too."""
         assert self._snapshot is not None
         self._snapshot.random_state.restore()
-        self.mode.restore(rows, total)
+        (self.mode.restart if has_parameters else self.mode.restore)(rows, total)
 
     def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
         """Restore the state of the first step for the next one; for ``rows`` see :meth:`NoiseOfRows.restart`."""

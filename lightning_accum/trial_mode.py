@@ -43,6 +43,11 @@ class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_
                 self._data += [(parameter, parameter.data)] * may_be_set
                 self._parameters.setdefault(_storage_of(parameter), []).append(parameter)
 
+    @property
+    def written(self) -> list[Tensor]:
+        """The parameters that were written to."""
+        return [parameter for parameter, _ in self._written]
+
     def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
         """Restore the parameters that were written to, and draw the same random numbers again."""
         self.restart(rows, total)

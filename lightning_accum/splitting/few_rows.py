@@ -70,15 +70,17 @@ class FewRows:
         columns = {tensor.shape[1] for tensor in self._own.tensors.values() if tensor.dim() > 1}
         return self.of_batch in columns or bool(samples and self.of_batch not in samples)
 
-    def is_misread(self, two: Any) -> bool:
-        """Whether a batch of two samples has more than two entries in what was read as rows."""
+    def misread(self, two: Any) -> set[str]:
+        """The paths of what was read as rows, but has more than two entries in a batch of two samples."""
         read = {part.path for part in self._own.parts if part.kind == "rows"}
-        return any(part.path in read and (part.size or 0) > 2 for part in parse(two).walk())
+        return {part.path for part in parse(two).walk() if part.path in read and (part.size or 0) > 2}
 
-    def may_be_shared(self) -> dict[str, Any]:
-        """Parts with an entry for each row that may still be shared by all rows, by path: lists without tensors, and vectors."""
+    def may_be_shared(self, two: Any) -> dict[str, Any]:
+        """Parts with an entry for each row that may still be shared by all rows, by path: lists without tensors, vectors, and those
+        that are misread if there are ``two`` samples."""
         lists = {part.path: part.value for part in self._own.parts if part.kind == "rows" and not part.has_tensors}
-        return lists | {path: tensor.cpu() for path, tensor in self._own.tensors.items() if tensor.dim() == 1}
+        misread = self.misread(two)
+        return lists | {path: t.cpu() for path, t in self._own.tensors.items() if t.dim() == 1 or path in misread}
 
     def take(self, rows: Sequence[int]) -> Any:
         """Some of the rows, as a new batch."""
@@ -164,7 +166,7 @@ class SplitRows:
         """Itself, since it holds no other rows."""
         return self
 
-    def may_be_shared(self) -> dict[str, Any]:
+    def may_be_shared(self, two: Any) -> dict[str, Any]:
         """Empty, since the user's function decides."""
         return {}
 

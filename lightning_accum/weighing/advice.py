@@ -110,6 +110,10 @@ def of_state(what: str, size: float) -> str:
     )
 
 
+OF_LOGGED_LOSS = (
+    "window/loss, which is logged, is not the loss of the full batch: the loss has a part without a gradient that depends on the "
+    "batch and is not a mean over it. Gradients are exact. Return the loss without this part."
+)
 OF_BATCH_IDX = (
     "The loss depends on the batch_idx of training_step (the same rows have a different loss or gradient for another "
     "batch_idx). A window has several, its full batch has one. Use global_step, which is constant within a window, or have the "

@@ -234,6 +234,16 @@ def is_multiplied_by_parameters(node: Node) -> bool:
     return kind_of(node) in ("Mul", "Div") and any(is_of_parameters_only(child) for child, _ in inputs_of(node))
 
 
+def is_multiplied_by_zero(node: Node) -> Tensor | bool:
+    """Whether a number that is 0 multiplies a node, as a loss without rows that is multiplied by a learned factor."""
+    found: Tensor | bool = False
+    while len(inputs := inputs_of(node)) == 1 and kind_of(node) in LINEAR:
+        for operand in (getattr(node, side, None) for side in ("_saved_self", "_saved_other") if kind_of(node) == "Mul"):
+            found = found | (operand == 0) if isinstance(operand, Tensor) and not operand.dim() else found
+        node = inputs[0][0]
+    return found
+
+
 def is_of_numbers(node: Node, index: int, places: Mapping[int, int], is_learned: bool = False) -> bool:
     """Whether a vector consists of numbers with the same operations, as in ``torch.stack(losses)``.
 

@@ -78,7 +78,7 @@ class Arrived(NamedTuple):
     number: Denominator = 1.0
     kink: Denominator = 1.0
     is_mean: bool = False
-    is_divided: bool = False
+    divisor: float = 0.0
     path: tuple[str, ...] = ()
     divisions: tuple[Node, ...] = ()
     is_vector: bool = False
@@ -239,7 +239,7 @@ def _column(node: Node, index: int, arrived: Arrived, element: int) -> Arrived:
     of_one, is_it = _element(arrived, element), torch.arange(numel_of(node, index), device=node._saved_other.device) == element
     shares = torch.where(is_it, quotient(_spread(of_one.share, node, index), node._saved_other), 0.0)
     divisions = (*arrived.divisions, node)
-    return of_one.through("Div", share=shares, total=_wide(shares.sum()), is_divided=True, divisions=divisions)
+    return of_one.through("Div", share=shares, total=_wide(shares.sum()), divisor=1.0, divisions=divisions)
 
 
 def _summands(node: Node, kind: str, inputs: Sequence[_Input], sizes: Sequence[int], own: int, arrived: Arrived) -> _Below:
@@ -323,15 +323,17 @@ def _of_all_alike(node: Node, kind: str, own: int, place: int, child: Node, at: 
     if operand is None or (isinstance(operand, Tensor) and operand.numel() != 1):
         return None
     times, share = operator.mul if kind == "Mul" else quotient, share * (own // numel)
+    changes: dict[str, Any] = {"divisor": arrived.divisor or float(kind == "Div")}
     if (factor := number_of(operand)) is not None:
-        changes = {"share": times(share, factor), "number": times(arrived.number, factor)}
+        changes |= {"share": times(share, factor), "number": times(arrived.number, factor)}
+        changes["divisor"] *= factor if kind == "Div" else 1.0
     else:
-        changes = {"share": times(share, _wide(operand)), "total": total if operand.dim() else arrived.total}
+        changes |= {"share": times(share, _wide(operand)), "total": total if operand.dim() else arrived.total}
         if kind == "Div":
             changes["divisions"] = (*arrived.divisions, node)
         elif not operand.dim():
             changes["number"] = arrived.number * _wide(operand)
-    return arrived.through(kind, **changes, is_divided=arrived.is_divided or kind == "Div")
+    return arrived.through(kind, **changes)
 
 
 def _run(node: Node, kind: str, index: int, inputs: Sequence[_Input], arrived: Arrived, is_scalar: bool) -> _Below:
@@ -342,7 +344,7 @@ def _run(node: Node, kind: str, index: int, inputs: Sequence[_Input], arrived: A
     result = node(*(_spread(arrived.share, node, at) if at == index else None for at in range(len(node._input_metadata))))
     gradients = result if isinstance(result, tuple) else (result,)
     divisor = getattr(node, "_saved_other", None) if kind == "Div" else None
-    arrived = arrived._replace(is_mean=arrived.is_mean or kind == "Mean", is_divided=arrived.is_divided or kind == "Div")
+    arrived = arrived._replace(is_mean=arrived.is_mean or kind == "Mean", divisor=arrived.divisor or float(kind == "Div"))
     if isinstance(divisor, Tensor) and divisor.numel() == 1:
         arrived = arrived._replace(divisions=(*arrived.divisions, node))
     found = []
@@ -402,7 +404,7 @@ def _of_loss(node: Node, arrived: Arrived) -> Term:
         number=on_host(arrived.number),
         kink=arrived.kink,
         is_mean=arrived.is_mean,
-        is_divided=arrived.is_divided,
+        divisor=arrived.divisor,
         is_bent=kind in BENT and not {"Mean", "Sum"}.isdisjoint(kinds_below(node)),
         edges={arrived.edge: arrived.above},
         divisions=arrived.divisions,

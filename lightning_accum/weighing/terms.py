@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.exact import exact, exact_dtype, on_host, tensor_of
-from lightning_accum.weighing.nodes import Node, kind_of
+from lightning_accum.weighing.nodes import Node, is_multiplied_by_zero, kind_of
 
 Denominator: TypeAlias = "Tensor | float"
 PENALTY = "penalty on parameters"
@@ -51,7 +51,7 @@ class Term(NamedTuple):
         number: the product of the Python numbers that a mean is multiplied by.
         kink: 1 if it is on the rising side of all kinks above it (``relu(mean - c)``), another number otherwise.
         is_mean: a node divided its sum by its own count.
-        is_divided: another operation divided it.
+        divisor: the product of the Python numbers that divide it; 0 if nothing but a mean does.
         is_penalty: it depends on parameters only.
         is_learned: a parameter multiplies it.
         is_bent: a piecewise linear function of means or sums: no count adds up on both sides of the kink.
@@ -67,7 +67,7 @@ class Term(NamedTuple):
     number: Denominator = 1.0
     kink: Denominator = 1.0
     is_mean: bool = False
-    is_divided: bool = False
+    divisor: float = 0.0
     is_penalty: bool = False
     is_learned: bool = False
     is_bent: bool = False
@@ -114,9 +114,9 @@ class Term(NamedTuple):
 
         Nor all of them, except for a mean, whose weight does not depend on the mask.
         """
-        if weight is None or not self.is_divided or mode not in (COUNT, MEAN, LOSSES, TOTAL):
+        if weight is None or not self.divisor or mode not in (COUNT, MEAN, LOSSES, TOTAL):
             return 0.0
-        is_one: Denominator = size_of(weight * unit - 1) < _ROUNDING
+        is_one = self.counts_one(weight * unit)
         for share in self.shares:
             if not isinstance(share, Tensor):
                 is_one = is_one if share or self.is_mean else 0.0
@@ -127,14 +127,14 @@ class Term(NamedTuple):
 
     def counts_one(self, weight: Denominator | None) -> Denominator:
         """Not 0 if its denominator is 1, whatever it is multiplied by."""
-        if weight is None or not self.is_divided:
+        if weight is None or not self.divisor:
             return 0.0
-        return size_of(size_of(weight if self.is_mean else weight * self.number) - 1) < _ROUNDING
+        return size_of(size_of(weight if self.is_mean else weight * self.number * self.divisor) - 1) < _ROUNDING
 
     def factor(self, mode: Mode) -> Denominator:
         """Its constant factors, which must be the same in all micro-batches of a window."""
         if mode == ONCE:
-            return float(len(self.edges))
+            return self.penalties
         if mode in (SUM, COUNT, MEAN):
             own = self.total + 1.0 if mode == SUM else self.number if self.is_mean else 1.0
             is_unknown = not isinstance(own, Tensor) and math.isnan(own)
@@ -142,11 +142,17 @@ class Term(NamedTuple):
         return 0.0 if isinstance(self.kink, float) and self.kink == 1.0 else self.kink
 
     @property
+    def penalties(self) -> Denominator:
+        """The number of its penalties that are not multiplied by 0."""
+        tops = [node.next_functions[place][0] for node, place, _ in self.edges if place is not None]
+        return len(self.edges) - sum(on_host(is_multiplied_by_zero(top)) for top in tops)
+
+    @property
     def default_mode(self) -> Mode:
         """The mode of an unchecked term."""
         if self.is_penalty:
             return ONCE
-        return COUNT if self.is_mean or self.is_divided else SUM
+        return COUNT if self.is_mean or self.divisor else SUM
 
 
 def size_of(share: Denominator) -> Denominator:
@@ -201,7 +207,7 @@ def joined(key: int, terms: Sequence[Term]) -> Term:
         number=same([term.number for term in terms]),
         kink=math.prod(term.kink for term in terms),
         is_mean=all(term.is_mean for term in terms),
-        is_divided=any(term.is_divided for term in terms),
+        divisor=max(term.divisor for term in terms),
         is_bent=any(term.is_bent for term in terms),
         edges={edge: above for term in terms for edge, above in term.edges.items()},
         divisions=tuple(dict.fromkeys(division for term in terms for division in term.divisions)),

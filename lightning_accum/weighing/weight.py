@@ -209,7 +209,7 @@ class Weigher:
                 weight = others[-1]
         if weight is not None and any(ONCE in units for units in self.known.units.values()):
             # penalties join the weights only if all micro-batches have them
-            others.append(weight * sum(len(one.term.edges) for one in terms if one.mode == ONCE))
+            others.append(weight * sum(one.term.penalties for one in terms if one.mode == ONCE))
         return weight, tuple(others)
 
     def _doubt(self, terms: Sequence[_Weighed], batch: Any, rows: int | None) -> Any:
@@ -265,7 +265,7 @@ class Weigher:
         self.criterion = "each term weighted by its own count, " + ", ".join(
             f"{term.words or 'a term'} by {name_of(weight)}" for term, weight in zip(varying, self._weight, strict=True)
         )
-        of_factors = {0: 1.0 + sum(len(term.edges) for term in penalties)}
+        of_factors = {0: 1.0 + sum(term.penalties for term in penalties)}
         return Contribution(None, of_terms=dict(enumerate(counts)), of_factors=of_factors), Reading(terms)
 
 
