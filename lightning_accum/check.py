@@ -72,11 +72,11 @@ def check_batch(checked: Checked, batches: Sequence[Any], is_later: bool = False
     try:
         Check(checked, rows, is_later).run()
     except (CannotCheckError, DoesNotAddUpError) as error:
-        for path in parts_to_share(checked, rows, error):
+        for paths in parts_to_share(checked, rows, error):
             with suppress(CannotCheckError, DoesNotAddUpError):
-                Check(checked, agree_on_rows(checked, batches, [path]), is_later).run()
+                Check(checked, agree_on_rows(checked, batches, paths), is_later).run()
                 if splitting is not None and checked.accumulation.is_checked:
-                    return splitting.share(path)
+                    return splitting.share(paths)
         with suppress(CannotCheckError):
             if may_be_misread(checked, rows, error):
                 return Check(checked, agree_on_rows(checked, batches, of_dataset=True), is_later).run()
@@ -167,7 +167,8 @@ class Check:
         is_cut = accumulation.splitting is not None or checked.is_window_long
         if is_cut and before is None and not is_open and found.leaves_something:
             warn_of_state(checked, self._trial, rows.found)
-        if not accumulation.checks_left or not checked.on_any(verdict.may_try_again):
+        is_open |= checked.is_manual and not own.words.keys() <= own.units.keys()  # nothing checks later windows
+        if not accumulation.checks_left or not checked.on_any(verdict.may_try_again or is_open):
             if verdict.deviation is None:
                 accumulation.warn_once(advice.of_unchecked(verdict, checked.is_manual))
             _end(checked)

@@ -137,14 +137,16 @@ class Deciding:
                 if is_so
             ]
             odd += [(key, VARIES) for key, mode in known.modes.items() if mode == SUM and checked.on_any(has_factors(looks, key))]
-            of_samples = frozenset(key for key, mode in known.modes.items() if goes_by_rows(looks, key, mode))
-            known, refused = self._combined(looks, known._replace(seen=frozenset(odd), of_samples=of_samples), terms)
+            is_one_row: dict[Mode, bool] = {ONCE: self.rows.number < 2}  # which has equal parts
+            of_samples = {key for key, mode in known.modes.items() if is_one_row.get(mode, goes_by_rows(looks, key, mode))}
+            known, refused = self._combined(looks, known._replace(seen=frozenset(odd), of_samples=frozenset(of_samples)), terms)
             if refused is not None:
                 return Found(replace(verdict, deviation=math.inf, seen=refused[1]), False, known, {}, terms, refused[0])
         constants = {key: fit.constant for key, fit in chosen.items() if fit.constant}
         losses = [part.loss for part in looks[0].parts]
         are_alike = checked.on_any(max(losses) - min(losses) <= trial.tolerance * abs(max(losses)))
-        of_loss = 0.0 if wrong or known.counts_first else _loss_of(looks[0], chosen) - looks[0].whole.loss
+        is_shown = not (wrong or known.counts_first or isinstance(weight, tuple))
+        of_loss = _loss_of(looks[0], chosen) - looks[0].whole.loss if is_shown else 0.0
         is_loss_off = checked.on_any(abs(of_loss) > trial.tolerance * max(map(abs, losses)))
         return Found(verdict, not wrong, known, constants, terms, mend, are_alike, is_loss_off=is_loss_off)
 

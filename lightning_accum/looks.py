@@ -214,8 +214,9 @@ def may_be_misread(checked: Checked, rows: Rows, error: Exception) -> bool:
     return not checked.on_any(not is_shown)
 
 
-def parts_to_share(checked: Checked, rows: Rows, error: Exception) -> list[str]:
-    """Parts of a split batch that may be shared by all rows, on all ranks, if they did not add up as rows. Called on all ranks."""
+def parts_to_share(checked: Checked, rows: Rows, error: Exception) -> list[list[str]]:
+    """Parts of a split batch that may be shared by all rows, on all ranks, if they did not add up as rows: all, then each. Called on
+    all ranks."""
     accumulation = checked.accumulation
     is_split = accumulation.splitting is not None and not checked.is_window_long
     if not is_split or checked.on_any(isinstance(error, UnsuitableRowsError)):
@@ -224,7 +225,8 @@ def parts_to_share(checked: Checked, rows: Rows, error: Exception) -> list[str]:
     with suppress(CannotCheckError):
         two = None if checked.of_dataset is None else checked.of_dataset().take([0, 1])
     first, *others = checked.of_all(rows.found.may_be_shared(two))
-    return [path for path, value in first.items() if all(path in other and _are_equal(other[path], value) for other in others)]
+    found = [path for path, value in first.items() if all(path in other and _are_equal(other[path], value) for other in others)]
+    return [found, *([path] for path in found)] if len(found) != 1 else [found]
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -290,7 +292,7 @@ class _InParts:
         """Looks at the first rows in several partitions; then at the rows up to ``most``, in groups that begin with an earlier
         row."""
         looks = self.first(size, size)
-        if self.checked.on_any(self.trial.draws_unlike_numbers):  # draws do not belong to rows: give all rows the same numbers
+        if self.checked.on_any(self.trial.mode.is_unlike):  # draws do not belong to rows: give all rows the same numbers
             looks = self.first(size)
         others = [range(begin, min(begin + size, most)) for begin in range(size - 1, most - 1, size - 1)]
         alone = {row: self.run([row], is_part=True) for row in range(size - 1, most) if others}
@@ -299,7 +301,7 @@ class _InParts:
     def halves(self, size: int) -> list[Look]:
         """A micro-batch of training size, and its halves."""
         looks = [self.look(range(size), [range(size // 2), range(size // 2, size)], size)]
-        return [] if self.checked.on_any(self.trial.draws_unlike_numbers) else looks
+        return [] if self.checked.on_any(self.trial.mode.is_unlike) else looks
 
     def first(self, size: int, total: int = 0) -> list[Look]:
         """The first rows: one by one, by small and large losses, one row repeated, by loader batch, and some without labels."""

@@ -168,7 +168,7 @@ class Trial:
         return self._snapshot.changed_attributes()
 
     def leave(self, rows: Sequence[int] | None = None, total: int = 0, has_parameters: bool = False) -> None:
-        """Have the next step draw the same numbers, and keep buffers and attributes as the last step left them, or parameters, too."""
+        """Have the next step draw the same numbers, keeping what the last step left: buffers, attributes, perhaps parameters."""
         assert self._snapshot is not None
         self._snapshot.random_state.restore()
         (self.mode.restart if has_parameters else self.mode.restore)(rows, total)
@@ -185,11 +185,6 @@ class Trial:
         if self.backward.is_waited_for_in_forward:
             self.together(lambda: self.gradients(loss, 0.0))
         self._snapshot, self._end = self._take_snapshot(), None
-
-    @property
-    def draws_unlike_numbers(self) -> bool:
-        """Whether the parts of the last whole batch drew other random numbers than its rows."""
-        return self.mode.is_unlike
 
     def step(self, batch: Any, instead: Step | None = None) -> Tensor:
         """The loss of a batch, by this step or by another ``instead``.

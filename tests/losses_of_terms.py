@@ -210,6 +210,8 @@ LOSSES: dict[str, Row] = {
     "two terms only where there is something": Row("tokens, some, some", lambda o, b, m:
         if_any(if_any(ce(o, b), each(o, b)[:, 1], b.some), o.mean.square().sum(1), b.some)),
     "a term or the number 0": Row("tokens, some", lambda o, b, m: ce(o, b) + (each(o, b)[b.some].mean() if b.some.any() else 0.0)),
+    "a learned factor times a term or 0": Row("", lambda o, b, m:
+        uncertain(m, ce(o, b), each(o, b)[b.some].mean() if b.some.any() else torch.zeros((), dtype=D))),
     "columns, where something of each is known": Row("", lambda o, b, m:
         where_there_is(*(((o.values[:, c] - b.y[:, c]).square(), b.has_box[:, c]) for c in range(3)))),
     "heads, where something of each is known": Row("", lambda o, b, m:

@@ -76,11 +76,12 @@ class FewRows:
         return {part.path for part in parse(two).walk() if part.path in read and (part.size or 0) > 2}
 
     def may_be_shared(self, two: Any) -> dict[str, Any]:
-        """Parts with an entry for each row that may still be shared by all rows, by path: lists without tensors, vectors, and those
-        that are misread if there are ``two`` samples."""
-        lists = {part.path: part.value for part in self._own.parts if part.kind == "rows" and not part.has_tensors}
-        misread = self.misread(two)
-        return lists | {path: t.cpu() for path, t in self._own.tensors.items() if t.dim() == 1 or path in misread}
+        """Parts with an entry for each row that may still be shared by all rows, by path: those that are misread in a batch of
+        ``two`` samples; else lists without tensors, and vectors."""
+        misread, rows = self.misread(two), [part for part in self._own.parts if part.kind == "rows"]
+        shared = [part for part in rows if part.path in misread]
+        shared = shared or [part for part in rows if not part.has_tensors or (part.is_tensor and part.value.dim() == 1)]
+        return {part.path: part.value.cpu() if part.is_tensor else part.value for part in shared}
 
     def take(self, rows: Sequence[int]) -> Any:
         """Some of the rows, as a new batch."""

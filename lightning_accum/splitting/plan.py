@@ -134,9 +134,9 @@ class Splitting:
         self._proof = proof
         self.plan = self._planned(batch)
 
-    def share(self, path: str) -> None:
-        """Treat a part with one entry a row as shared by all rows."""
-        self.kinds = {**self.kinds, path: "shared"}
+    def share(self, paths: Sequence[str]) -> None:
+        """Treat parts with one entry a row as shared by all rows."""
+        self.kinds = {**self.kinds, **dict.fromkeys(paths, "shared")}
         if self.plan is not None:
             self.begin(self.plan.batch, self._proof)
 

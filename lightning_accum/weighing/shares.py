@@ -323,10 +323,10 @@ def _of_all_alike(node: Node, kind: str, own: int, place: int, child: Node, at: 
     if operand is None or (isinstance(operand, Tensor) and operand.numel() != 1):
         return None
     times, share = operator.mul if kind == "Mul" else quotient, share * (own // numel)
-    changes: dict[str, Any] = {"divisor": arrived.divisor or float(kind == "Div")}
-    if (factor := number_of(operand)) is not None:
+    factor = number_of(operand)
+    changes: dict[str, Any] = {"divisor": (arrived.divisor or 1.0) * (factor or 1.0)} if kind == "Div" else {}
+    if factor is not None:
         changes |= {"share": times(share, factor), "number": times(arrived.number, factor)}
-        changes["divisor"] *= factor if kind == "Div" else 1.0
     else:
         changes |= {"share": times(share, _wide(operand)), "total": total if operand.dim() else arrived.total}
         if kind == "Div":

@@ -175,6 +175,8 @@ class Weigher:
         of_batch = [one for one in terms if one.mode != ONCE]
         # the term whose weight is logged: a cross entropy if there is one
         main = next((one for one in of_batch if one.term.words == "cross entropy"), next(iter(of_batch), None))
+        if main is None and terms and not self.known.of_samples:
+            main = terms[0]._replace(weight=1.0)  # the mean of equal penalties
         if main is None:
             found = reading.terms[0].words or "a node" if terms else "nothing that depends on the batch"
             raise UnreadableLossError(how_to_mend(found))
@@ -221,14 +223,10 @@ class Weigher:
             doubt = term.may_be_raised(mode, weight, unit)
             if term.key in self.known.raised and weight is not None:
                 doubts.append(term.counts_one(weight * unit))
-            if isinstance(doubt, Tensor) or (doubt and not (term.key in self.known.of_samples and self._is_one(batch, rows))):
+            goes_by_samples = term.key in self.known.of_samples
+            if isinstance(doubt, Tensor) or (doubt and not (goes_by_samples and (rows or count_samples(batch)) in (1, None))):
                 doubts.append(doubt)
         return sum(doubts)
-
-    @staticmethod
-    def _is_one(batch: Any, rows: int | None) -> bool:
-        """Whether a micro-batch is one sample, if known."""
-        return (count_samples(batch) if rows is None else rows) in (1, None)
 
     def _weighed(self, term: Term, batch: Any) -> _Weighed:
         units = self.known.units_of(term)

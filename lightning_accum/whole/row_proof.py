@@ -184,7 +184,7 @@ class _Proof:
     def _refuse(self, trial: Trial, found: Deviation, number: int) -> None:
         """Raise the error, unless the step has a different gradient each time."""
         names = self.row_wise.names
-        if trial.largest(float(trial.draws_unlike_numbers)):
+        if trial.largest(float(trial.mode.is_unlike)):
             raise CannotCheckError("training_step draws random numbers that differ from micro-batch to micro-batch")
         one, other = (self._measure(trial, names, None, number, _draws_of_rows(trial)) for _ in range(2))
         if self._is_wrong(trial, self._deviation(trial, one, other)):

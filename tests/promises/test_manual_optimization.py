@@ -199,7 +199,25 @@ class StepsInHook(GAN):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [(Sometimes, 2), (NeverZero, 1), (OwnScheduler, 1), (StepsInHook, 1)])
+class NearItsStart(GAN):
+    """Distances to the initial parameters, which have no gradient at first, beside a loss and alone."""
+
+    def build(self) -> None:
+        super().build()
+        self.start = [own.detach().clone() for own in self.generator.parameters()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, own = self.optimizers()[0], self.generator.parameters()
+        distances = [(now - before.to(now)).square().sum() for now, before in zip(own, self.start, strict=True)]
+        optimizer.zero_grad()
+        self.manual_backward(self.generator(batch[1]).square().mean() + 0.1 * sum(distances), retain_graph=True)
+        self.manual_backward(0.2 * sum(distances))
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [(Sometimes, 2), (NeverZero, 1), (OwnScheduler, 1), (StepsInHook, 1), (NearItsStart, 1)]
+)
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 def test_modules_of_unusual_steps_are_exact_and_not_warned_of(kind: type[Manual], ranks: int) -> None:
     assert_windows_equal_batches(kind, ranks)

@@ -148,6 +148,18 @@ def _reverses_more(self: Net, batch: Any, batch_idx: int) -> Tensor:  # as domai
     return F.mse_loss(self.online[2](features), self.target(batch).detach())
 
 
+class ByGlobalStep(Net):
+    """Changes its teacher when ``global_step`` has grown."""
+
+    last = -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step > self.last:
+            self.last = self.trainer.global_step
+            self.follow()
+        return super().training_step(batch, batch_idx) + self.online(batch)[batch > 0].mean()  # is counted first
+
+
 class Anneals(Net):
     steps = 0
 
@@ -186,6 +198,7 @@ CASES: dict[str, tuple[type[Net], type[pl.Callback] | None, str | None, str | No
     "a teacher at optimizer steps": (FollowsOnce, None, None, None),
     "a codebook": (Codebook, None, "codes", "codes"),
     "a queue": (Queue, None, "queue", "queue"),
+    "a teacher by global_step": (ByGlobalStep, None, None, None),
     "a codebook at optimizer steps": (CodebookOnce, None, None, None),
     "what no loss depends on": (Memory, None, None, None),
     "an average in an attribute": (OfStatistic, None, "attribute", "attribute"),
@@ -266,6 +279,7 @@ ROW_WISE = {"micro_batch": 3, "row_wise": ["online", "target"]}
     [
         (FollowsAtBatchEnd, {"micro_batch": 3}),
         (FollowsOnce, {"window": 3}),
+        (ByGlobalStep, {"window": 3}),
         (CodebookOnce, {"micro_batch": 3}),
         (Queue, {"micro_batch": "offload"}),
         (Queue, ROW_WISE),

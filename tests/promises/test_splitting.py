@@ -137,16 +137,18 @@ def test_what_all_rows_share_may_have_as_many_entries_as_there_are_rows(number: 
     """The check finds it out: row by row it is of no use."""
 
     def loss(net: nn.Module, batch: Any) -> Tensor:
-        x, y, weights = batch
-        return F.cross_entropy(net(x), y, weight=weights)
+        x, y, weights, table = batch
+        return F.cross_entropy(net(x) @ table, y, weight=weights)
 
     def collate(labels: list[int]) -> Any:
         x = torch.arange(3.0 * len(labels)).double().reshape(-1, 3).sin()
-        return x, torch.tensor(labels), torch.arange(1.0, number + 1).double()
+        return x, torch.tensor(labels), torch.arange(1.0, number + 1).double(), torch.eye(number).double().cumsum(1)
 
     batches = [[(3 * row + seed) % number for row in range(number)] for seed in range(2)]
     policy = GradientAccumulation(micro_batch=2)
-    assert_window_equals_batch(lambda: Toy(loss, net=lambda: nn.Linear(3, number)), batches, policy, collate=collate)
+    with warned() as messages:
+        assert_window_equals_batch(lambda: Toy(loss, net=lambda: nn.Linear(3, number)), batches, policy, collate=collate)
+    assert messages == []
 
 
 class Opaque:

@@ -11,7 +11,19 @@ import pytest
 import torch
 from harness import Dealt, assert_one_window_one_batch, on, windows_of
 from lightning.pytorch.callbacks import Callback
-from losses_of_terms import COUNTS, LOSSES, OF_NOTHING, Function, OfTerms, rows, that_only_shows, where_there_is, windows_of_tokens
+from losses_of_terms import (
+    COUNTS,
+    LOSSES,
+    OF_NOTHING,
+    Function,
+    OfTerms,
+    edges,
+    rows,
+    that_only_shows,
+    value,
+    where_there_is,
+    windows_of_tokens,
+)
 from support import Asking, SaveAfter, StatefulLoader, ddp, error_of_updates, fit, warned
 from torch import Tensor
 from torch.multiprocessing import ProcessRaisedException
@@ -33,7 +45,7 @@ BATCHES = [rows(size, seed, has_some=seed not in (1, 4, 5, 6, 7, 10)) for seed, 
 """Three windows of four; ``some`` chooses nothing in two loader batches and in the second window."""
 ALL_SOME = [rows(size, seed) for seed, size in enumerate(SIZES)]
 ABSENT = ["a term only where there is something", "a term or the number 0", "two terms only where there is something",
-          "the first term only where there is something"]  # fmt: skip
+          "the first term only where there is something", "a learned factor times a term or 0"]  # fmt: skip
 POLICIES = {"windows": {"window": 4}, "split in 2": {"micro_batch": 2}, "split in 3": {"micro_batch": 3}}
 
 
@@ -80,6 +92,13 @@ def test_a_term_without_a_gradient_is_shown_with_the_weight_of_another_and_chang
     make, policy_of = partial(OfTerms, that_only_shows, "adamw"), GradientAccumulation(**POLICIES[policy])
     found = compare_window_with_batch(make, own, policy_of, optimizer=None, windows=windows)
     assert found.steps == (3, 3)
+    assert found.parameters <= EXACT
+
+
+def test_a_part_of_the_loss_that_only_shows_and_is_no_mean_is_told_of() -> None:
+    make = partial(OfTerms, lambda o, b, m: value(o, b) + edges(o, b).detach())
+    with pytest.warns(AccumulationWarning, match="window/loss"):
+        found = compare_window_with_batch(make, BATCHES, GradientAccumulation(4), windows=windows_of([BATCHES], 4))
     assert found.parameters <= EXACT
 
 
@@ -359,9 +378,19 @@ def focal(o: Any, b: Any, m: Any) -> Tensor:
     return (o.values - b.y).square().sum() / b.some.sum().clamp(min=1)
 
 
-@pytest.mark.some_cases(3)
+def focal_by_item(o: Any, b: Any, m: Any) -> Tensor:
+    return (o.values - b.y).square().sum() / max(1, int(b.some.sum()))
+
+
+def twice(loss: Function) -> Function:  # 0.07 off, silently
+    return lambda o, b, m: 2 * loss(o, b, m)
+
+
+@pytest.mark.some_cases(6)
 @pytest.mark.parametrize("policy", [{"window": 4}, {"window": 4, "weight": COUNTS["some"]}, {"micro_batch": 2}])
-@pytest.mark.parametrize("loss", [focal, lambda o, b, m: focal(o, b, m) + F.cross_entropy(o.classes, b.t)])
+@pytest.mark.parametrize(
+    "loss", [focal, lambda o, b, m: focal(o, b, m) + F.cross_entropy(o.classes, b.t), twice(focal), twice(focal_by_item)]
+)
 def test_a_count_that_is_raised_to_1_is_refused_before_its_step(loss: Function, policy: dict[str, Any]) -> None:
     batches = [[{**row, "some": row["some"] | (seed < 8)} for row in rows(3, seed, has_some=seed < 8)] for seed in range(12)]
     own = windows_of([batches], 4) if "micro_batch" in policy else batches
