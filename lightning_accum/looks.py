@@ -215,8 +215,7 @@ def may_be_misread(checked: Checked, rows: Rows, error: Exception) -> bool:
 
 
 def parts_to_share(checked: Checked, rows: Rows, error: Exception) -> list[list[str]]:
-    """Parts of a split batch that may be shared by all rows, on all ranks, if they did not add up as rows: all, then each. Called on
-    all ranks."""
+    """Parts of a split batch that all rows may share, if they did not add up as rows: all, then each. Called on all ranks."""
     accumulation = checked.accumulation
     is_split = accumulation.splitting is not None and not checked.is_window_long
     if not is_split or checked.on_any(isinstance(error, UnsuitableRowsError)):
