@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -53,6 +53,14 @@ class Trained:
         """The parameters by names that are the same in every run, compiled or not."""
         named = named_parameters_of(self.module, self.optimizers)
         return {name.replace("_orig_mod.", ""): parameter for name, parameter in named.items()}
+
+    def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step inside the engine's own preparation."""
+        return step(*args, **kwargs)
+
+    def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
+        """The loss of a batch that had one before, of which nothing is logged. Only sharded modules need it."""
+        raise NotImplementedError
 
     def ranks_of_micro_batch(self) -> dist.ProcessGroup | None:
         """The ranks that run parts of the same micro-batch; None if each has its own."""

@@ -156,12 +156,8 @@ class Training(Trained):
 
         return loss
 
-    def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step unchanged."""
-        return step(*args, **kwargs)
-
+    @override
     def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
-        """The loss of a batch that had one before."""
         if self._loss_of is None:
             raise UsageError(
                 f"Rank {self.ranks.rank} has a micro-batch without a forward, for which ranks of a sharded model wait. Call the "

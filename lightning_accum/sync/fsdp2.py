@@ -16,8 +16,9 @@ from lightning_accum.errors import SeamError, UsageError
 from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
+from lightning_accum.step import Trained
 from lightning_accum.sync.base import SyncPolicy
-from lightning_accum.sync.sharded import CANNOT_FORGET_FORWARD, ShardedEngine, ShardedSync
+from lightning_accum.sync.sharded import CANNOT_FORGET_FORWARD, ShardedSync
 
 
 class FSDP2Sync(ShardedSync):
@@ -29,7 +30,7 @@ class FSDP2Sync(ShardedSync):
     within the shards at every micro-batch, and over the replicas once a window.
     """
 
-    def __init__(self, module: nn.Module, policy: SyncPolicy, engine: ShardedEngine, ranks: Ranks, *of_ranks: Any) -> None:
+    def __init__(self, module: nn.Module, policy: SyncPolicy, engine: Trained, ranks: Ranks, *of_ranks: Any) -> None:
         super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine, *of_ranks)
         self._groups = [group for unit in self.units for group in groups_of(unit)]
         self._trained, self._ranks = [sharded for group in self._groups for sharded in _trained_of(group)], ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,9 @@ from typing_extensions import override
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
+from lightning_accum.step import Trained
 from lightning_accum.sync.base import SyncPolicy, WrappedSync, gradients_in_place
-from lightning_accum.undo import Snapshot, Undo
+from lightning_accum.undo import Snapshot
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
 _PRIME = 2**31 - 1
@@ -24,18 +25,6 @@ CANNOT_FORGET_FORWARD = (
     "training_step failed on a few rows of the first batch, and its sharded modules cannot be restored. Turn the check off: "
     "GradientAccumulation(check=False)."
 )
-
-
-class ShardedEngine(Protocol):
-    """The engine's interface for the reduction of sharded modules."""
-
-    snapshotter: Undo
-
-    def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step inside the engine's own preparation."""
-
-    def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
-        """The loss of an earlier batch with a loss, without logs."""
 
 
 class ShardedSync(WrappedSync):
@@ -62,7 +51,7 @@ class ShardedSync(WrappedSync):
         self,
         units: list[Any],
         policy: SyncPolicy,
-        engine: ShardedEngine,
+        engine: Trained,
         may_lack_loss: bool = True,
         of_same_rows: tuple[Ranks, int] | None = None,
     ) -> None:
@@ -100,7 +89,7 @@ class ShardedSync(WrappedSync):
 
     @override
     def _run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._engine.run_in_engine(step, *args, **kwargs)
+        return self._engine.run_as_engine(step, *args, **kwargs)
 
     @override
     def _loss_without_batch(self) -> Tensor:
@@ -200,7 +189,7 @@ class FSDP1Sync(ShardedSync):
 
     can_forget_forward = False
 
-    def __init__(self, module: nn.Module, policy: SyncPolicy, engine: ShardedEngine) -> None:
+    def __init__(self, module: nn.Module, policy: SyncPolicy, engine: Trained) -> None:
         super().__init__([unit for unit in module.modules() if isinstance(unit, FullyShardedDataParallel)], policy, engine)
 
     @override

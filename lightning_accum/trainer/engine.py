@@ -95,10 +95,6 @@ class Engine(Strategy, Trained):
         """The ranks whose gradients are averaged."""
         return Ranks(self.root_device, self.world_size, None, self.world_size, self.global_rank, getattr(self, "_timeout", None))
 
-    def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step inside the engine's own preparation."""
-        return step(*args, **kwargs)
-
     def _make_sync(self) -> GradientSync:
         """The gradient reduction of a fit that begins. Raises an error if the engine does not support it."""
         return GradientSync()

@@ -97,6 +97,13 @@ class ReducingMixin(AccumulationMixin):
     def _engine(self) -> dict[str, Any]:
         return {"engine": self._engine_name, "sync": self._sync_policy}
 
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.accumulation is None:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return self.sync.forward(self.module.training_step, *args, **kwargs)
+
 
 class DDPAccumulationStrategy(ReducingMixin, pl.strategies.DDPStrategy):
     """Exact gradient accumulation over DistributedDataParallel, ``Trainer(strategy="accum_ddp")``.
@@ -147,10 +154,7 @@ class DDPAccumulationStrategy(ReducingMixin, pl.strategies.DDPStrategy):
                 sync_buffers(self.model)
             with self.precision_plugin.train_step_context(), self.model.no_sync():
                 return self.module.training_step(*args, **kwargs)
-        if self.accumulation is None:
-            return super().training_step(*args, **kwargs)
-        with self.precision_plugin.train_step_context():
-            return self.sync.forward(self.module.training_step, *args, **kwargs)
+        return super().training_step(*args, **kwargs)
 
 
 class ShardedMixin(ReducingMixin):
@@ -175,19 +179,9 @@ class ShardedMixin(ReducingMixin):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.accumulation is None:
-            return super().training_step(*args, **kwargs)
-        return self.sync.forward(self.module.training_step, *args, **kwargs)
-
-    def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step inside the engine's own preparation."""
-        with self.precision_plugin.train_step_context():
-            return self.run_as_engine(step, *args, **kwargs)
-
     def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
-        """The loss of a batch that had one before, of which nothing is logged."""
-        loss = loss_unlogged(self.trainer(), batch if is_on_device else super().batch_to_device(batch))
+        with self.precision_plugin.train_step_context():
+            loss = loss_unlogged(self.trainer(), batch if is_on_device else super().batch_to_device(batch))
         if loss is None:
             raise UsageError(
                 f"training_step returned None on rank {self.global_rank} when a batch ran again in place of a batch without a "
