@@ -18,8 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from memory import held
-from side_by_side import CLOCKS, Module, TimedBatches, command_line, compare, figure, fit, interleaved, show
+from side_by_side import CLOCKS, Module, SavedBytes, TimedBatches, command_line, compare, figure, fit, interleaved, show
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -87,6 +86,14 @@ def batch_of(rows: int) -> Batch:
     """Images and texts."""
     generator = torch.Generator().manual_seed(rows)
     return torch.randn(rows, FEATURES, generator=generator), torch.randn(rows, FEATURES, generator=generator)
+
+
+def saved_by(train: Train, module: pl.LightningModule, batch: Batch) -> int:
+    """The most bytes that autograd has saved for the backward of the last of some batches."""
+    with SavedBytes() as saved:
+        saved.leave_out([*module.parameters(), *batch])
+        train(module, TimedBatches([batch], 3, 0, saved.restart))
+        return saved.peak
 
 
 def peak(train: Train, rows: int) -> int:
@@ -162,7 +169,7 @@ def main(
     several = [rows // 4, rows // 2, rows, 2 * rows]
     table = []
     for name, train in {**sides, "loss alone": fit}.items():
-        found = [held(train, Contrastive(has_towers=name != "loss alone"), batch_of(n))[0] for n in several]
+        found = [saved_by(train, Contrastive(has_towers=name != "loss alone"), batch_of(n)) for n in several]
         table.append([name, *(f"{bytes_ / 2**20:.2f}" for bytes_ in found)])
     print("\nactivations, MiB")
     show(["", *(f"{n} rows" for n in several)], table)
