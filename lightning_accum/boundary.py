@@ -12,17 +12,11 @@ Tail: TypeAlias = Literal["step", "drop", "carry"]
 
 
 class TailRule(NamedTuple):
-    """The effect of the end of an epoch on a window that is not full.
+    """The effect of the end of an epoch on a window that is not full."""
 
-    Attributes:
-        steps: whether it takes its step with this many of its loader batches; else its gradients are dropped.
-        outcome: what happens to windows that are longer than an epoch, in words.
-        goes_on: the window continues in the next epoch; at the end of training it takes its step.
-    """
-
-    steps: Callable[[float, float], bool]
-    outcome: str
-    goes_on: bool = False
+    steps: Callable[[float, float], bool]  # whether it steps with this many of its loader batches; else its gradients are dropped
+    outcome: str  # what happens to windows that are longer than an epoch, in words
+    goes_on: bool = False  # the window continues in the next epoch; at the end of training it takes its step
 
 
 TAILS: dict[Tail, TailRule] = {
@@ -114,17 +108,11 @@ def count_windows(batches: int, epochs: int, size: Callable[[int, int], int], ta
 
 @dataclass
 class StepClock:
-    """Counts optimizer steps, and knows which schedulers are due.
+    """Counts optimizer steps, and knows which schedulers are due."""
 
-    Attributes:
-        counts: what a scheduler's frequency counts.
-        optimizer_steps: steps that happened, without those that a GradScaler skipped.
-        time: the count of schedulers so far: optimizer steps, or the loader batches of these steps.
-    """
-
-    counts: SchedulerCounts = "optimizer_steps"
-    optimizer_steps: int = 0
-    time: int = 0
+    counts: SchedulerCounts = "optimizer_steps"  # what a scheduler's frequency counts
+    optimizer_steps: int = 0  # steps that happened, without those that a GradScaler skipped
+    time: int = 0  # the count of schedulers so far: optimizer steps, or the loader batches of these steps
     _before: int = 0
 
     def tick(self, loader_batches: int) -> None:
@@ -144,17 +132,11 @@ class StepClock:
 
 @dataclass
 class ValidationClock:
-    """Decides when validation every n optimizer steps is due.
+    """Decides when validation every n optimizer steps is due."""
 
-    Attributes:
-        every: optimizer steps between validations.
-        steps: optimizer steps at the last validation, or when counting began.
-        after: the loader batch before that validation, counted from 1 over all epochs.
-    """
-
-    every: int
-    steps: int
-    after: int = 0
+    every: int  # optimizer steps between validations
+    steps: int  # optimizer steps at the last validation, or when counting began
+    after: int = 0  # the loader batch before that validation, counted from 1 over all epochs
 
     def is_due(self, steps: int) -> bool:
         """Whether a multiple of :attr:`every` was reached since the last validation."""

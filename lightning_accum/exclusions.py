@@ -24,39 +24,22 @@ from lightning_accum.sync.base import SyncPolicy
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of a training, as far as they are known.
+    """The arguments of a training, as far as they are known."""
 
-    Attributes:
-        policy: of the callback.
-        trainers_window: ``accumulate_grad_batches`` of the Trainer.
-        module: the module in training; None before a fit.
-        is_manual: it has ``automatic_optimization = False``.
-        optimizers: of the training.
-        parameters: of the module and of the optimizers.
-        strategy: its class; empty before a fit.
-        engine: reduces gradients, such as ``"ddp"``, ``"fsdp1"`` or ``"fsdp2"``; empty before a fit, and on one device.
-        sync: when gradients are reduced.
-        is_static_graph: DistributedDataParallel records the first backward.
-        has_comm_hook: the user has set a communication hook.
-        ranks: the number of ranks with their own batches.
-        tensor_parallel: the number of ranks that share a batch.
-        same_rows: the number of ranks that have parts of the same rows.
-    """
-
-    policy: Policy
-    trainers_window: int = 1
-    module: nn.Module | None = None
-    is_manual: bool = False
-    optimizers: Sequence[Optimizer] = ()
-    parameters: Sequence[Tensor] = ()
-    strategy: str = ""
-    engine: str = ""
-    sync: SyncPolicy = "window"
-    is_static_graph: bool = False
-    has_comm_hook: bool = False
-    ranks: int = 1
-    tensor_parallel: int = 1
-    same_rows: int = 1
+    policy: Policy  # of the callback
+    trainers_window: int = 1  # ``accumulate_grad_batches`` of the Trainer
+    module: nn.Module | None = None  # the module in training; None before a fit
+    is_manual: bool = False  # it has ``automatic_optimization = False``
+    optimizers: Sequence[Optimizer] = ()  # of the training
+    parameters: Sequence[Tensor] = ()  # of the module and of the optimizers
+    strategy: str = ""  # its class; empty before a fit
+    engine: str = ""  # reduces gradients, such as ``"ddp"``, ``"fsdp1"`` or ``"fsdp2"``; empty before a fit, and on one device
+    sync: SyncPolicy = "window"  # when gradients are reduced
+    is_static_graph: bool = False  # DistributedDataParallel records the first backward
+    has_comm_hook: bool = False  # the user has set a communication hook
+    ranks: int = 1  # the number of ranks with their own batches
+    tensor_parallel: int = 1  # the number of ranks that share a batch
+    same_rows: int = 1  # the number of ranks that have parts of the same rows
 
     @property
     def is_sharded(self) -> bool:

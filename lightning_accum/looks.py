@@ -34,30 +34,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checked:
-    """The module and step to check.
+    """The module and step to check."""
 
-    Attributes:
-        trained: the module, its snapshots and its gradients.
-        step: runs a batch, and logs nothing.
-        accumulation: takes the verdict.
-        samples: the sizes of the loader's batches, in samples; empty if unknown.
-        is_window_long: a window may have several loader batches.
-        may_count_first: the terms of a window can be counted before it runs.
-        is_manual: the module uses manual optimization; the loss belongs to one backward call.
-        next_step: runs a batch with the batch_idx of the next loader batch.
-        of_dataset: draws rows from the dataset, if the rows of a loader batch cannot be told apart.
-    """
-
-    trained: Trained
-    step: Callable[[Any], Any]
-    accumulation: Accumulation
-    samples: Collection[int]
-    is_window_long: bool
+    trained: Trained  # the module, its snapshots and its gradients
+    step: Callable[[Any], Any]  # runs a batch, and logs nothing
+    accumulation: Accumulation  # takes the verdict
+    samples: Collection[int]  # the sizes of the loader's batches, in samples; empty if unknown
+    is_window_long: bool  # a window may have several loader batches
     inform: Callable[[str], None]
-    may_count_first: bool = False
-    is_manual: bool = False
-    next_step: Callable[[Any], Any] | None = None
-    of_dataset: Callable[[], FewRows] | None = None
+    may_count_first: bool = False  # the terms of a window can be counted before it runs
+    is_manual: bool = False  # the module uses manual optimization; the loss belongs to one backward call
+    next_step: Callable[[Any], Any] | None = None  # runs a batch with the batch_idx of the next loader batch
+    of_dataset: Callable[[], FewRows] | None = None  # draws rows of the dataset, if those of a loader batch cannot be told apart
 
     @property
     def module(self) -> nn.Module:
@@ -103,21 +91,13 @@ class Checked:
 
 
 class Rows(NamedTuple):
-    """The rows of this rank. All ranks check equally many rows, since they may wait for each other in each step.
+    """The rows of this rank. All ranks check equally many rows, since they may wait for each other in each step."""
 
-    Attributes:
-        found: the rows of this rank, after the rows of the loader batch before.
-        fewest: rows of the loader batch, on the rank that has the fewest.
-        number: rows that are checked, on the rank that has the most.
-        size: rows of a micro-batch; of the larger loader batch if each is a micro-batch.
-        are_single: each loader batch is one row.
-    """
-
-    found: FewRows | SplitRows
-    fewest: int
-    number: int
-    size: int
-    are_single: bool
+    found: FewRows | SplitRows  # the rows of this rank, after the rows of the loader batch before
+    fewest: int  # rows of the loader batch, on the rank that has the fewest
+    number: int  # rows that are checked, on the rank that has the most
+    size: int  # rows of a micro-batch; of the larger loader batch if each is a micro-batch
+    are_single: bool  # each loader batch is one row
 
 
 def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str] = (), of_dataset: bool = False) -> Rows:

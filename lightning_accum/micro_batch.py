@@ -17,23 +17,14 @@ from lightning_accum.weighing.terms import Denominator
 
 
 class MicroBatch(NamedTuple):
-    """The input of one forward and backward.
+    """The input of one forward and backward."""
 
-    Attributes:
-        batch: what ``training_step`` gets.
-        rows: the number of its samples, if known.
-        position: its place in its loader batch, from 0.
-        number: how many micro-batches its loader batch has.
-        is_boundary: it is the last of its window, and gradients are reduced in its backward.
-        is_shadow_batch: it has weight 0, and runs only because other ranks wait for this one.
-    """
-
-    batch: Any
-    rows: int | None = None
-    position: int = 0
-    number: int = 1
-    is_boundary: bool = False
-    is_shadow_batch: bool = False
+    batch: Any  # what ``training_step`` gets
+    rows: int | None = None  # the number of its samples, if known
+    position: int = 0  # its place in its loader batch, from 0
+    number: int = 1  # how many micro-batches its loader batch has
+    is_boundary: bool = False  # it is the last of its window, and gradients are reduced in its backward
+    is_shadow_batch: bool = False  # it has weight 0, and runs only because other ranks wait for this one
 
     @property
     def ends_loader_batch(self) -> bool:
@@ -42,19 +33,12 @@ class MicroBatch(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """The contribution of a micro-batch to its window.
+    """The contribution of a micro-batch to its window."""
 
-    Attributes:
-        weight: the denominator of its loss; None for a sum, 0 without a loss.
-        of_mean: the function that maps the mean to the loss; None if the loss is the mean.
-        grad_output: the ``gradient`` of its backward; None for 1.
-        is_weightless: it is known on the host to have no weight.
-    """
-
-    weight: Denominator | None = 0.0
-    of_mean: OfMean | None = None
-    grad_output: Tensor | None = None
-    is_weightless: bool = True
+    weight: Denominator | None = 0.0  # the denominator of its loss; None for a sum, 0 without a loss
+    of_mean: OfMean | None = None  # the function that maps the mean to the loss; None if the loss is the mean
+    grad_output: Tensor | None = None  # the ``gradient`` of its backward; None for 1
+    is_weightless: bool = True  # it is known on the host to have no weight
 
 
 EMPTY = Weighed()

@@ -135,15 +135,8 @@ class Step(Backward, CountsAhead, Protocol):
 
 
 class Outcome(NamedTuple):
-    """The outcome of a loader batch.
+    """The outcome of a loader batch."""
 
-    Attributes:
-        window_loss: the loss of the window that it ends, or its own loss if Lightning takes the step; None inside a window, and if
-            the window has no weight.
-        loss: its loss, combined over micro-batches; None if it had none.
-        extra: the other outputs of ``training_step``.
-    """
-
-    window_loss: Tensor | None
-    loss: Tensor | None = None
-    extra: Mapping[str, Any] = MappingProxyType({})
+    window_loss: Tensor | None  # of the window that it ends, if that has weight, or its own if Lightning takes the step; else None
+    loss: Tensor | None = None  # its loss, combined over micro-batches; None if it had none
+    extra: Mapping[str, Any] = MappingProxyType({})  # the other outputs of ``training_step``

@@ -22,23 +22,14 @@ class UnsuitableRowsError(CannotCheckError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of the check.
+    """The result of the check."""
 
-    Attributes:
-        deviation: relative error of the sum of the parts; None if not measured.
-        tolerance: the error that rounding explains.
-        seen: the quantity with this error, or why nothing was measured.
-        rows: the sizes of the parts.
-        is_suitable: False if these rows give no answer, and others may.
-        looked_at: rows checked so far, in this batch and earlier ones.
-    """
-
-    deviation: float | None
-    tolerance: float = 0.0
-    seen: str = ""
-    rows: tuple[int, ...] = ()
-    is_suitable: bool = True
-    looked_at: int = 0
+    deviation: float | None  # relative error of the sum of the parts; None if not measured
+    tolerance: float = 0.0  # the error that rounding explains
+    seen: str = ""  # the quantity with this error, or why nothing was measured
+    rows: tuple[int, ...] = ()  # the sizes of the parts
+    is_suitable: bool = True  # False if these rows give no answer, and others may
+    looked_at: int = 0  # rows checked so far, in this batch and earlier ones
 
     @classmethod
     def unknown(cls, reason: CannotCheckError) -> Verdict:

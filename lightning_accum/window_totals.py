@@ -68,17 +68,11 @@ class ClosedWindow(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One micro-batch of a window.
+    """One micro-batch of a window."""
 
-    Attributes:
-        loss: the module's own.
-        added: the summand of the window's loss: the loss, the mean that it is a function of, or the shares of its terms.
-        contribution: its weight and other numbers.
-    """
-
-    loss: Denominator
-    added: Denominator
-    contribution: Contribution
+    loss: Denominator  # the module's own
+    added: Denominator  # the summand of the window's loss: the loss, the mean that it is a function of, or the shares of its terms
+    contribution: Contribution  # its weight and other numbers
 
     @property
     def has_weight(self) -> bool:
@@ -108,36 +102,21 @@ class Entry(NamedTuple):
 class Totals(NamedTuple):
     """The numbers of a window, summed over its micro-batches and ranks, in one all-reduce. For a new number, add a field here and
     its sum in :func:`summed`; a maximum needs one entry for each rank.
-
-    Attributes:
-        weight: of n.
-        loss: of l * n, or of l for losses that are sums.
-        negative: weights below 0.
-        terms: of d, the denominators of other terms and n times a number that stands for constant factors.
-        spread: of d^2 / n, where n is 1 for a sum.
-        micro_batches: those with a loss.
-        sums: those whose loss is a sum.
-        weighted: those whose weight is not 0.
-        left_out: those that were not finite, and are in none of the above.
-        flagged: ranks with :attr:`Window.flag`.
-        last: with :attr:`Window.is_last`.
-        doubtful: with :attr:`Window.has_doubts`.
-        functions: whose losses are functions of a mean.
     """
 
-    weight: float
-    loss: float
-    negative: float
-    terms: float
-    spread: float
-    micro_batches: float
-    sums: float
-    weighted: float
-    left_out: float
-    flagged: float
-    last: float
-    doubtful: float
-    functions: float
+    weight: float  # of n
+    loss: float  # of l * n, or of l for losses that are sums
+    negative: float  # weights below 0
+    terms: float  # of d, the denominators of other terms and n times a number that stands for constant factors
+    spread: float  # of d^2 / n, where n is 1 for a sum
+    micro_batches: float  # those with a loss
+    sums: float  # those whose loss is a sum
+    weighted: float  # those whose weight is not 0
+    left_out: float  # those that were not finite, and are in none of the above
+    flagged: float  # ranks with Window.flag
+    last: float  # with Window.is_last
+    doubtful: float  # with Window.has_doubts
+    functions: float  # whose losses are functions of a mean
 
     def closed(self, loss: Denominator = math.nan, weight: float = 0.0, **others: Any) -> ClosedWindow:
         """The closed window, empty if it had no weight; ``others`` are further fields."""
