@@ -36,11 +36,7 @@ from lightning_accum.windows import Windows
 class Accumulation(Windows):
     """The windows of a fit whose Trainer optimizes.
 
-    Args:
-        splitting: splits loader batches; None if each is a micro-batch.
-        sums: hold the summed gradients, if ``parameter.grad`` does not.
-        row_wise: runs submodules in micro-batches.
-        weight_scale: the weight scale of the first window, see :class:`Window`.
+    ``sums`` hold the summed gradients, if ``parameter.grad`` does not. ``weight_scale`` is that of the first window.
     """
 
     def __init__(

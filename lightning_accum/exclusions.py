@@ -70,11 +70,7 @@ class Asked:
 
 
 def refuse(asked: Asked) -> None:
-    """Refuse arguments that exclude each other.
-
-    Raises:
-        ValueError: a row of the table applies; the first one says why.
-    """
+    """Refuse arguments that exclude each other: the first row of the table that applies says why."""
     for why in _exclusions(asked):
         raise ArgumentError(why)
 

@@ -124,11 +124,7 @@ class Totals(NamedTuple):
         return window._replace(is_flagged=self.flagged > 0, is_last=self.last > 0, has_doubts=self.doubtful > 0)
 
     def check(self) -> None:
-        """Refuse totals that do not add up to a full batch.
-
-        Raises:
-            ValueError: a weight is infinite, negative or NaN, or there are means and sums.
-        """
+        """Refuse totals that do not add up to a full batch."""
         if self.weight == math.inf:
             raise ArgumentError(
                 "A loss is infinite, and its weight is 0 or infinite: a micro-batch divides a nonzero sum by a count of 0. The "
@@ -147,11 +143,7 @@ class Totals(NamedTuple):
             )
 
     def do_terms_disagree(self, rounding: float) -> bool:
-        """Whether d is not proportional to n, up to a relative error of ``rounding``.
-
-        Raises:
-            ValueError: the loss is a sum, and its factor differs.
-        """
+        """Whether d is not proportional to n, up to a relative error of ``rounding``; an error if the loss is a sum."""
         if not self.terms:
             return False
         # Cauchy-Schwarz: sum d^2/n >= (sum d)^2 / sum n, with equality only if all d are proportional to n

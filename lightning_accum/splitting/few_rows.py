@@ -205,10 +205,7 @@ def join(batches: Sequence[Any], known: Mapping[str, str] | None = None) -> tupl
     """Concatenate batches along their rows, padded to the longest if they are padded.
 
     Returns the batch, with the types of the first, and the padded parts in words, empty if there are none.
-
-    Raises:
-        JoiningError: their parts differ, their shared parts differ, or their columns differ without a mask or labels that mark
-        padding.
+    A JoiningError if their parts differ, or their columns differ without a mask or labels that mark padding.
     """
     if len(batches) == 1:
         return batches[0], ""

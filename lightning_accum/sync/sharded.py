@@ -35,13 +35,10 @@ class ShardedSync(WrappedSync):
 
     If this rank has no loss, it still takes part in the forward and backward of the others: with the outputs of its sharded modules
     before training_step returned None, or by repeating the last micro-batch with a loss. Its gradients are zeros, its logs are
-    dropped, and its changes to the module are undone.
+    dropped, and its changes to the module are undone. It cannot do so without ``may_lack_loss``.
 
-    Args:
-        units: the sharded modules.
-        may_lack_loss: whether this rank can take part without a loss.
-        of_same_rows: if ranks have parts of the same rows, as in context parallelism: the ranks, and a number that those with parts
-            of the same rows share.
+    If ranks have parts of the same rows, as in context parallelism, ``of_same_rows`` has the ranks, and a number that those with
+    parts of the same rows share.
     """
 
     is_waited_for_in_forward = True
