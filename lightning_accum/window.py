@@ -69,7 +69,7 @@ class Window:
         self.has_doubts: Denominator = False
         """Whether the weight of a micro-batch of this rank was read in a way that the check has not seen, or may not be a
         weight."""
-        self._totals: Tensor | None = None
+        self._totals: Tensor | list[float] | None = None
         self._reduction: dist.Work | None = None
         if self.counted is not None:
             self.counted.discard()
@@ -180,6 +180,7 @@ class Window:
         counted = [] if self.counted is None else self.counted.compared([entry.contribution for entry in self.entries])
         self._totals = summed(self.entries, of_rank, counted, self._tensor_of)
         if self._world_size > 1:
+            self._totals = self._totals if isinstance(self._totals, Tensor) else self._tensor_of(self._totals)
             self._reduction = dist.all_reduce(self._totals, group=self._group, async_op=True)
 
     def close(self, gradients: Callable[[], Sequence[Tensor]]) -> ClosedWindow:
@@ -197,7 +198,7 @@ class Window:
         assert self._totals is not None
         if self._reduction is not None:
             self._reduction.wait()
-        totals, counted = read(self._totals.tolist())  # the one copy to the host
+        totals, counted = read(self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals)  # one copy to the host
         missed = counted[0] if counted else 0.0
         do_factors_differ = any(
             number * squares - total * total > 1e-6 * total * total

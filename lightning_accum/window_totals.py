@@ -162,8 +162,8 @@ def summed(
     of_rank: Sequence[Denominator],
     counted: Sequence[Denominator],
     tensor_of: Callable[[Sequence[Denominator]], Tensor],
-) -> Tensor:
-    """The :class:`Totals` of this rank, on the device of its micro-batches, without a device sync.
+) -> list[float] | Tensor:
+    """The :class:`Totals` of this rank: on the host if all numbers are there, else on their device, without a device sync.
 
     Args:
         entries: the micro-batches.
@@ -171,19 +171,35 @@ def summed(
         counted: further numbers, of terms that are counted first.
         tensor_of: converts numbers to a tensor on that device.
     """
-    contributions, values = [entry.contribution for entry in entries], tensor_of([entry.added for entry in entries])
-    sums = tensor_of([float(c.weight is None) for c in contributions])
-    n = tensor_of([0.0 if c.weight is None else c.weight for c in contributions])
-    if contributions and contributions[0].is_read and all(c.weight is not None for c in contributions):
-        n = torch.where((n == 0) & values.isinf(), math.inf, n)
-    times = n + sums  # a sum has the factor 1
-    d = times * tensor_of([c.factors for c in contributions])
-    if any(c.others for c in contributions):
-        d = d + torch.stack([tensor_of(_of_other_terms(c)).sum() for c in contributions])
-    spread = torch.where((times == 0) & (d == 0), 0.0, d**2 / times)
-    loss = torch.where(times == 0, 0.0, values * times)
-    columns = (n, loss, n < 0, d, spread, torch.ones_like(n), sums, n != 0)
-    return torch.cat((torch.stack([column.to(n.dtype) for column in columns]).sum(1), tensor_of([*of_rank, *counted])))
+    contributions, others = [entry.contribution for entry in entries], [*of_rank, *counted]
+    is_read = bool(contributions) and contributions[0].is_read and all(c.weight is not None for c in contributions)
+    rows: list[tuple[Any, ...]] = [
+        (0.0 if c.weight is None else c.weight, float(c.weight is None), entry.added, c.factors, _of_other_terms(c), 1.0)
+        for entry, c in zip(entries, contributions, strict=True)
+    ] or [(0.0,) * 6]
+    if any(isinstance(number, Tensor) for numbers in (*rows, others) for number in numbers):
+        summands = _summands(*map(tensor_of, zip(*rows, strict=True)), is_read=is_read, where=torch.where)
+        of_rows = torch.stack([own.to(summands[0].dtype) for own in summands]).sum(1)
+        return torch.cat((of_rows, tensor_of(others)))
+    of_each = [_summands(*row, is_read=is_read, where=_where) for row in rows]
+    return [*(float(sum(column)) for column in zip(*of_each, strict=True)), *others]  # type: ignore[list-item]
+
+
+def _summands(
+    n: Any, is_sum: Any, added: Any, factors: Any, others: Any, one: Any, *, is_read: bool, where: Callable[..., Any]
+) -> tuple[Any, ...]:
+    """The first fields of :class:`Totals` of one micro-batch, as numbers, or of each, as tensors."""
+    if is_read:
+        n = where((n == 0) & (abs(added) == math.inf), math.inf, n)
+    times = n + is_sum  # a sum has the factor 1
+    is_nothing = times == 0
+    d = times * factors + others
+    spread = where(is_nothing, where(d == 0, 0.0, math.inf), d**2 / where(is_nothing, 1.0, times))
+    return n, where(is_nothing, 0.0, added * times), n < 0, d, spread, one, is_sum, n != 0
+
+
+def _where(condition: bool, one: float, other: float) -> float:
+    return one if condition else other
 
 
 def read(numbers: Sequence[float]) -> tuple[Totals, Sequence[float]]:
@@ -191,10 +207,10 @@ def read(numbers: Sequence[float]) -> tuple[Totals, Sequence[float]]:
     return Totals(*numbers[: len(Totals._fields)]), numbers[len(Totals._fields) :]
 
 
-def _of_other_terms(contribution: Contribution) -> list[Denominator]:
+def _of_other_terms(contribution: Contribution) -> Denominator:
     """The denominators of a loss's other terms, with unequal factors, so that terms cannot cancel."""
     others = contribution.others
-    return [(1.0 + index / len(others)) * denominator for index, denominator in enumerate(others)]
+    return sum(((1.0 + index / len(others)) * denominator for index, denominator in enumerate(others)), 0.0)
 
 
 def tensor_of(values: Sequence[Denominator], device: torch.device, dtype: torch.dtype) -> Tensor:
