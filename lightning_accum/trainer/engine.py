@@ -25,7 +25,7 @@ from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
-from lightning_accum.trainer.from_lightning import Strategy, is_lightnings, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import Strategy, move_data_to_device, pl, rank_zero_info
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import WindowRows
 from lightning_accum.trainer.watch import Watch
@@ -34,7 +34,11 @@ from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.windows import Windows
 
-_MOVES = ("on_after_batch_transfer", "transfer_batch_to_device")  # hooks that transfer a batch to the device
+_SHIPPED: dict[type, dict[str, Any]] = {
+    kind: {hook: getattr(kind, hook) for hook in ("on_after_batch_transfer", "transfer_batch_to_device")}
+    for kind in (pl.LightningModule, pl.LightningDataModule)
+}
+"""The hooks that transfer a batch to the device, as Lightning shipped them."""
 
 
 class Engine(Strategy, Trained):
@@ -119,12 +123,19 @@ class Engine(Strategy, Trained):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        splitting = None if self.accumulation is None else self.accumulation.splitting
-        if splitting is not None and batch is not None and self.root_device.type != "cpu" and self.trainer().training:
-            data: Any = self.trainer().datamodule  # type: ignore[attr-defined]  # set by a connector
-            owners: list[tuple[Any, type]] = [(self.module, pl.LightningModule), (data, pl.LightningDataModule)]
-            if all(is_lightnings(own, hook, kind) for own, kind in owners[: 1 + (data is not None)] for hook in _MOVES):
-                splitting.look_at(batch)  # else it returns another object
+        trainer, splitting = self.trainer(), None if self.accumulation is None else self.accumulation.splitting
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector, as the profiler
+        owners: list[tuple[Any, type]] = [(self.module, pl.LightningModule), (data, pl.LightningDataModule)]
+        is_plain = all(
+            getattr(type(own), name) is hook and name not in vars(own)
+            for own, kind in owners[: 1 + (data is not None)]
+            for name, hook in _SHIPPED[kind].items()
+        )
+        if is_plain and splitting is not None and batch is not None and self.root_device.type != "cpu" and trainer.training:
+            splitting.look_at(batch)  # else it returns another object
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+        if is_plain and type(profiler) is pl.profilers.PassThroughProfiler:  # Lightning's calls take longer than the move
+            return move_data_to_device(batch, self.root_device if device is None else device)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override

@@ -37,6 +37,7 @@ call = pl.trainer.call
 Closure = pl.loops.optimization.automatic.Closure
 ClosureResult = pl.loops.optimization.automatic.ClosureResult
 MisconfigurationException = fabric.utilities.exceptions.MisconfigurationException
+move_data_to_device = fabric.utilities.move_data_to_device
 rank_zero_info = pl.utilities.rank_zero.rank_zero_info
 Strategy = pl.strategies.Strategy
 
