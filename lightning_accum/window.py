@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_accum.errors import ArgumentError, UsageError
-from lightning_accum.exact import exact_dtype, on_host
+from lightning_accum.exact import exact_dtype
 from lightning_accum.main_gradients import GradientSums
 from lightning_accum.ranks import Ranks
 from lightning_accum.weighing.counted import Counted
@@ -90,10 +90,9 @@ class Window:
         Returns:
             The ``gradient`` of the backward, with the loss's type and shape; None for 1, as for a loss that is a sum.
         """
-        shape, own = loss.shape, on_host(loss.reshape(()))
-        own = own.clone() if isinstance(own, Tensor) else own  # a CUDA graph writes its next loss over it
+        shape, own = loss.shape, _number(loss)
         added = own if contribution.of_mean is None else contribution.of_mean.mean
-        self._take_in(Entry(own, added if shares is None else on_host(shares.reshape(())), contribution))
+        self._take_in(Entry(own, added if shares is None else _number(shares), contribution))
         weight, weight_scale = contribution.weight, self._weight_scale
         if weight_scale is None:
             weight_scale = self._agreed_weight_scale(0.0 if weight is None else weight)
@@ -291,6 +290,10 @@ class Window:
                 " a single mean. Have training_step compute the same function on all ranks."
             )
         return value + sum(constant for *_, constant in numbers) / size, slope
+
+
+def _number(loss: Tensor) -> Denominator:
+    return loss.item() if loss.is_cpu else loss.detach().reshape(()).clone()  # a CUDA graph writes its next loss over it
 
 
 def _power_of_two_near(mean: float) -> float:

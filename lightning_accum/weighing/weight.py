@@ -154,7 +154,8 @@ class Weigher:
         """The contribution of a plain mean criterion, like the first loss."""
         assert self._plain is not None
         _, count_of, first = self._plain
-        weight = on_host(count_of(node))
+        weight = count_of(node)
+        weight = weight.item() if isinstance(weight, Tensor) and weight.is_cpu else weight
         return first if not isinstance(weight, Tensor) and weight == first.weight else first._replace(weight=weight)
 
     def _weigh(self, reading: Reading, loss: Tensor, batch: Any, rows: int | None) -> Contribution:
