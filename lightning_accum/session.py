@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -21,54 +22,39 @@ from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.auto import Mark
 from lightning_accum.splitting.plan import Plan
 from lightning_accum.step import Backward, CountsAhead, Outcome, Step, Trained
-from lightning_accum.sync.base import GradientSync
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
 _NOTHING_AROUND = nullcontext()
 
 
+@dataclass(eq=False)
 class Session:
-    """Runs the loader batches of one fit. State between loader batches is in its :class:`Accumulation`.
+    """Runs the loader batches of one fit. State between loader batches is in its :class:`Accumulation`."""
 
-    ``announce`` prints the start line, after the first loss was weighted.
-    """
+    trained: Trained
+    accumulation: Accumulation
+    guard: Guard | None
+    announce: Callable[[MicroBatch, Weighed], None]  # prints the start line, after the first loss was weighted
 
-    def __init__(
-        self,
-        trained: Trained,
-        accumulation: Accumulation,
-        guard: Guard | None,
-        announce: Callable[[MicroBatch, Weighed], None],
-    ) -> None:
-        self.sync = sync = trained.sync
-        self.guard = guard
-        self._accumulation = accumulation
-        self._announce = announce
-        self._named_parameters = trained.parameters_by_name
-        self._parameters = trained.parameters
-        self._module = trained.module
-        self._row_wise = accumulation.row_wise
-        self._snapshotter = trained.snapshotter
+    def __post_init__(self) -> None:
+        self.sync, policy = self.trained.sync, self.accumulation.policy
         self._is_announced = False
         self._copied: dict[nn.Parameter, ref[Tensor]] = {}  # gradients that CUDA graphs cannot overwrite
         self._has_graphs = False  # of torch.cuda.make_graphed_callables
-        self._has_ranks = accumulation.ranks.world_size > 1
-        self._has_sync = type(sync) is not GradientSync  # on one rank, engines for several ranks also need it
-        policy = accumulation.policy
         self.finishes_after_backward = policy.finishes_after_backward
-        self._has_rounds = sync.is_waited_for_in_forward and policy.micro_batch is not None
+        self._has_rounds = self.sync.is_waited_for_in_forward and policy.micro_batch is not None
 
     # --- one loader batch -----------------------------------------------------------------------------------------
 
     def run(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
         """Run a loader batch of the training loop, number ``seen``, counted from 1 over all epochs."""
-        accumulation, splitting = self._accumulation, self._accumulation.splitting
+        accumulation, splitting = self.accumulation, self.accumulation.splitting
         if accumulation.window.counted is not None:
-            count_window(accumulation, step, batch, self.sync, self._snapshotter)
+            count_window(accumulation, step, batch, self.sync, self.trained.snapshotter)
         is_split, begun = splitting is not None and splitting.plan is not None, len(accumulation.window.entries)
         has_boundary = ends_window and not self.finishes_after_backward
-        with _NOTHING_AROUND if self._row_wise is None else self._row_wise.step(count_samples(batch)):
+        with _NOTHING_AROUND if self.accumulation.row_wise is None else self.accumulation.row_wise.step(count_samples(batch)):
             if accumulation.is_shadow_batch:
                 self.zero_grad(step)  # before the snapshot, so that its changes to the module are kept
             if splitting is not None and is_split:
@@ -84,7 +70,7 @@ class Session:
         return Outcome(loss if ends_window and accumulation.is_passthrough() else window_loss, loss, extra)
 
     def _run_whole(self, step: Step, batch: Any, is_boundary: bool) -> tuple[Tensor | None, dict[str, Any]]:
-        micro_batch = MicroBatch(batch, is_boundary=is_boundary, is_shadow_batch=self._accumulation.is_shadow_batch)
+        micro_batch = MicroBatch(batch, is_boundary=is_boundary, is_shadow_batch=self.accumulation.is_shadow_batch)
         if self.guard is None or not self.guard.skips:
             return self._run_micro_batch(step, micro_batch)[:2]
         with step.collecting_logs() as log:  # logs of a micro-batch that may be left out wait for the check
@@ -94,9 +80,9 @@ class Session:
 
     def _mark(self) -> Mark:
         """The state of the window before an attempt at a loader batch, which may be undone."""
-        accumulation, window, sums = self._accumulation, self._accumulation.window, self._accumulation.sums
+        accumulation, window, sums = self.accumulation, self.accumulation.window, self.accumulation.sums
         begun, left_out, is_zero_grad_due = len(window.entries), window.left_out, accumulation.is_zero_grad_due
-        parameters = self._parameters()
+        parameters = self.trained.parameters()
         kept = {} if sums is None else {own: total.clone() for own, total in sums.accumulated(parameters).items()}
 
         def undo() -> None:
@@ -114,7 +100,7 @@ class Session:
         return Mark(undo, None if is_zero_grad_due else parameters)
 
     def _attempt(self, step: Step, has_boundary: bool, plan: Plan) -> tuple[list[Output], list[int] | None]:
-        guard, is_shadow_batch = self.guard, self._accumulation.is_shadow_batch
+        guard, is_shadow_batch = self.guard, self.accumulation.is_shadow_batch
         own, outputs = len(plan.pieces), list[Output]()
         rounds, is_read = self.rounds(own), plan.is_read
         with step.collecting_logs() as log:
@@ -145,12 +131,12 @@ class Session:
     def _run_micro_batch(self, step: Step, micro_batch: MicroBatch) -> tuple[Tensor | None, dict[str, Any], Weighed]:
         """Forward, weight, backward. Returns the loss, the other outputs, and the contribution to the window."""
         # a shadow batch does not change the module, but a step of its window may
-        undone = self._snapshotter.take(watches_parameters=False) if micro_batch.is_shadow_batch else _NOTHING_AROUND
+        undone = self.trained.snapshotter.take(watches_parameters=False) if micro_batch.is_shadow_batch else _NOTHING_AROUND
         with undone, self.begin_micro_batch(micro_batch):
-            with _NOTHING_AROUND if (counted := self._accumulation.window.counted) is None else counted.noting_values():
+            with _NOTHING_AROUND if (counted := self.accumulation.window.counted) is None else counted.noting_values():
                 loss, extra = step.forward(micro_batch.batch)
             weighed = self.add(step, loss, micro_batch)
-        if self.guard is not None or self._accumulation.changes.is_under_way:
+        if self.guard is not None or self.accumulation.changes.is_under_way:
             weighed = self.end_micro_batch(weighed)
         return loss, extra, weighed
 
@@ -158,12 +144,12 @@ class Session:
         """Begin a micro-batch. Returns the context for its forward and backward."""
         if self.guard is not None:
             self.guard.begin_micro_batch(micro_batch)
-        self._accumulation.later.begin_forward()
-        return self.sync.blocked(micro_batch) if self._has_sync and not micro_batch.is_boundary else _NOTHING_AROUND
+        self.accumulation.later.begin_forward()
+        return self.sync.blocked(micro_batch) if not micro_batch.is_boundary else _NOTHING_AROUND
 
     def add(self, step: Backward, loss: Tensor | None, micro_batch: MicroBatch) -> Weighed:
         """Add a micro-batch to the window after its forward, and run its backward. Returns its contribution."""
-        accumulation, weighed = self._accumulation, EMPTY
+        accumulation, weighed = self.accumulation, EMPTY
         if accumulation.is_zero_grad_due:
             self.zero_grad(step)
         if accumulation.changes.is_under_way:  # in the first windows
@@ -175,39 +161,37 @@ class Session:
             weighed = accumulation.add(loss, micro_batch)
             if not self._is_announced:
                 self._is_announced = True
-                self._announce(micro_batch, weighed)
+                self.announce(micro_batch, weighed)
                 self._has_graphs = any(
-                    getattr(part.forward, "__module__", "") == "torch.cuda.graphs" for part in self._module.modules()
+                    getattr(part.forward, "__module__", "") == "torch.cuda.graphs" for part in self.trained.module.modules()
                 )
-            if self._has_sync:
-                self.sync.begin_backward(micro_batch, loss)
+            self.sync.begin_backward(micro_batch, loss)
             if self.guard is None and not weighed.is_weightless:
                 step.backward(loss, weighed.grad_output)
             else:
                 with self._around_backward(loss, micro_batch, weighed):
                     step.backward(loss, weighed.grad_output)
-            if self._row_wise is not None:
-                self._row_wise.end_backward()
+            if self.accumulation.row_wise is not None:
+                self.accumulation.row_wise.end_backward()
             if self._has_graphs or "torch._inductor.cudagraph_trees" in sys.modules:  # of torch.compile
                 self._copy_gradients_of_graphs()
             if accumulation.observer is not None:
                 accumulation.observer.end_backward()
-        if self._has_sync:
-            self.sync.complete_reduction(micro_batch)
+        self.sync.complete_reduction(micro_batch)
         return weighed
 
     def end_micro_batch(self, weighed: Weighed) -> Weighed:
         """Leave a non-finite micro-batch out of the window, if the policy says so. Returns its contribution."""
         if self.guard is not None and self.guard.end_micro_batch():
-            self._accumulation.window.skip_nonfinite()
+            self.accumulation.window.skip_nonfinite()
             weighed = EMPTY
-        if self._accumulation.changes.is_under_way:
-            self._accumulation.changes.gradients.keep(has_values=True)
+        if self.accumulation.changes.is_under_way:
+            self.accumulation.changes.gradients.keep(has_values=True)
         return weighed
 
     def _copy_gradients_of_graphs(self) -> None:
         """Copy new gradients: a CUDA graph writes each backward's to the same memory."""
-        for parameter in self._parameters():
+        for parameter in self.trained.parameters():
             copied = self._copied.get(parameter)
             if parameter.grad is not None and (copied is None or copied() is not parameter.grad):
                 parameter.grad = parameter.grad.clone()
@@ -215,7 +199,7 @@ class Session:
 
     def zero_grad(self, step: Backward, is_after_forward: bool = True) -> None:
         """Clear the gradients of an earlier window, if this is due; by default after the first forward of the window."""
-        accumulation = self._accumulation
+        accumulation = self.accumulation
         if step.skips_backward or not accumulation.is_zero_grad_due:
             return
         accumulation.is_zero_grad_due = False
@@ -223,7 +207,7 @@ class Session:
         # sharded modules have other parameters between forward and backward
         is_compared = is_after_forward and accumulation.changes.is_due and not self.sync.is_waited_for_in_forward
         if is_compared and not accumulation.is_passthrough():
-            accumulation.changes.begin(self._named_parameters())
+            accumulation.changes.begin(self.trained.parameters_by_name())
         step.zero_grad()
 
     def _around_backward(self, loss: Tensor, micro_batch: MicroBatch, weighed: Weighed) -> AbstractContextManager[None]:
@@ -239,8 +223,8 @@ class Session:
     def run_without_batch(self, ahead: CountsAhead, seen: int, ends_window: bool) -> Outcome:
         """Take part in a loader batch of the other ranks with weight 0, since this rank has none."""
         has_boundary = ends_window and not self.finishes_after_backward
-        if self._accumulation.window.counted is not None:
-            count_window(self._accumulation, ahead, None, self.sync, self._snapshotter)
+        if self.accumulation.window.counted is not None:
+            count_window(self.accumulation, ahead, None, self.sync, self.trained.snapshotter)
         self._run_shadow_batches(0, max(1, self.rounds(0)), has_boundary)
         return Outcome(self.end_window(seen, has_boundary) if ends_window else None)
 
@@ -249,18 +233,18 @@ class Session:
         for index in range(done, rounds):
             micro_batch = MicroBatch(None, None, index, rounds, has_boundary and index == rounds - 1)
             with _NOTHING_AROUND if micro_batch.is_boundary else self.sync.blocked(micro_batch):
-                self._accumulation.changes.gradients.forget()
+                self.accumulation.changes.gradients.forget()
                 self.sync.forward_without_batch()
-                self._accumulation.add_without_loss(micro_batch)
+                self.accumulation.add_without_loss(micro_batch)
                 self.sync.backward_without_loss()
                 self.sync.complete_reduction(micro_batch)
 
     def rounds(self, own: int) -> int:
         """The number of micro-batches in a loader batch, including shadow batches while other ranks run theirs. Called on all
         ranks."""
-        splitting = self._accumulation.splitting
-        is_agreed = self._has_rounds or (self._has_ranks and splitting is not None and self.sync.is_recording_graph)
-        return int(self._accumulation.ranks.largest(own)[0]) if is_agreed else own
+        splitting, ranks = self.accumulation.splitting, self.accumulation.ranks
+        is_agreed = self._has_rounds or (ranks.world_size > 1 and splitting is not None and self.sync.is_recording_graph)
+        return int(ranks.largest(own)[0]) if is_agreed else own
 
     # --- the end of a window --------------------------------------------------------------------------------------
 
@@ -269,13 +253,12 @@ class Session:
 
         Returns its loss; None if it had no weight.
         """
-        accumulation = self._accumulation
+        accumulation = self.accumulation
         if not is_reduced:
             accumulation.reduce()
             self.sync.reduce_accumulated()
-        if self._has_sync:
-            self.sync.end_window()
-        if accumulation.close(seen, self._parameters).has_doubts:
+        self.sync.end_window()
+        if accumulation.close(seen, self.trained.parameters).has_doubts:
             accumulation.look_at_doubted()  # before its step
         closed = accumulation.closed
         if closed is None or closed.is_empty:
