@@ -134,9 +134,10 @@ class Engine(Strategy, Trained):
         if is_plain and splitting is not None and batch is not None and self.root_device.type != "cpu" and trainer.training:
             splitting.look_at(batch)  # else it returns another object
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
-        if is_plain and type(profiler) is pl.profilers.PassThroughProfiler:  # Lightning's calls take longer than the move
-            return move_data_to_device(batch, self.root_device if device is None else device)
-        return super().batch_to_device(batch, device, dataloader_idx)
+        move: Any = super().batch_to_device
+        if is_plain and move.__func__ is Strategy.batch_to_device and type(profiler) is pl.profilers.PassThroughProfiler:
+            return move_data_to_device(batch, self.root_device if device is None else device)  # Lightning's calls take longer
+        return move(batch, device, dataloader_idx)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
