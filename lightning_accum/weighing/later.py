@@ -126,7 +126,7 @@ class LaterLooks:
         doubted = [doubt for doubt in reversed(self.doubted) if doubt[0]] or [(0.0, others, "time")]
         self.doubted.clear()
         new = [doubt for doubt in doubted if doubt[2] == "new terms"]
-        farthest = max(new or doubted, key=lambda doubt: float(doubt[0]))
+        farthest = max((new or doubted)[::-1], key=lambda doubt: float(doubt[0]))  # the first, as the last may have few rows
         return [(batch, reason) for _, batch, reason in ([new[0], farthest] if new and new[0] is not farthest else [farthest])]
 
 

@@ -102,12 +102,15 @@ class Term(NamedTuple):
         return quotient(number if mode == MEAN else 1.0, self.losses)
 
     def oddities(self, mode: Mode) -> dict[str, Denominator]:
-        """Not 0 if all its losses are masked or have several weights, which the check must have seen to trust its mode."""
-        losses, total = self.losses, self.total
-        goes_by_losses = mode in (MEAN, LOSSES) or (mode == COUNT and not self.is_mean)
-        is_masked: Any = (losses == 0) & (total != 0) & (total == total)  # and not nan
+        """Not 0 if it has the factor 0, or all its losses are masked or have several weights, which the check must have seen."""
+        losses: Any = self.losses
+        is_zero: Any = self.total == 0
         are_several = len(self.shares) != 1 or (isinstance(self.shares[0], Tensor) and self.shares[0].numel() > 1)
-        return {"masked": is_masked if goes_by_losses else 0.0, "uneven": losses != losses if are_several else 0.0}
+        return {
+            "zero": is_zero,
+            "masked": (losses == 0) & (is_zero == 0) & (mode != SUM),
+            "uneven": losses != losses if are_several else 0.0,
+        }
 
     def may_be_raised(self, mode: Mode, weight: Denominator | None, unit: float = 1.0) -> Denominator:
         """Not 0 if its divisor may be a count of 0 raised to 1: no mask leaves out only some of its losses.
