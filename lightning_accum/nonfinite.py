@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,43 +27,37 @@ from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.terms import Denominator
 
 
+@dataclass(eq=False)
 class Guard:
     """Checks each micro-batch of a training, and leaves out those that are not finite, or raises an error.
 
     Leaving out a micro-batch drops its gradient, and restores what it changed in the module, random state included (:class:`Undo`).
-    ``gradients`` keeps the window's gradients until they are reduced, ``where`` says in words which loader batch is under way, and
-    ``inform`` prints what was left out, after a warning about the first. With a GradScaler, which checks gradients itself, only the
-    loss is checked.
+    With a GradScaler, which checks gradients itself, only the loss is checked.
     """
 
-    def __init__(
-        self,
-        trained: Trained,
-        gradients: GradientSync | MainGradients,
-        skips: bool,
-        where: Callable[[], str],
-        inform: Callable[[str], None],
-        warn: Callable[[str], None] = warn,
-    ) -> None:
-        self.skips = skips
-        self.has_skipped = False  # the last micro-batch was left out
-        self._gradients, self._undo, self._parameters_by_name = gradients, trained.snapshotter, trained.parameters_by_name
-        self._where, self._inform, self._warn = where, inform, warn
-        self._group, self._looks_at_gradients = trained.ranks_of_micro_batch(), trained.scaler is None
+    trained: Trained
+    gradients: GradientSync | MainGradients  # keep the window's gradients until they are reduced
+    skips: bool
+    where: Callable[[], str]  # says in words which loader batch is under way
+    inform: Callable[[str], None]  # prints what was left out, after a warning about the first
+    warn: Callable[[str], None] = warn
+
+    def __post_init__(self) -> None:
+        self.has_skipped = self._has_warned = False  # the last micro-batch was left out; one was
+        self._group, self._looks_at_gradients = self.trained.ranks_of_micro_batch(), self.trained.scaler is None
         self._micro_batch = MicroBatch(None)
         self._snapshot: Snapshot | None = None
-        self._has_warned = False
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Save the state that its forward and backward may change."""
         self._micro_batch, self.has_skipped = micro_batch, False
         if self.skips:
-            self._snapshot = self._undo.take(watches_parameters=False)
+            self._snapshot = self.trained.snapshotter.take(watches_parameters=False)
 
     @contextmanager
     def watching(self, loss: Tensor, weight: Denominator | None) -> Iterator[None]:
         """The context of a micro-batch's backward."""
-        named, gradients = self._parameters_by_name(), self._gradients
+        named, gradients = self.trained.parameters_by_name(), self.gradients
         accumulated = gradients.accumulated(named.values()) if self.skips else {}
         kept = {parameter: gradient.clone() for parameter, gradient in accumulated.items()}
         fault: str | None = "an error"
@@ -77,7 +72,7 @@ class Guard:
 
     def _report(self, fault: str) -> None:
         place, number = self._micro_batch.position, self._micro_batch.number
-        where = self._where() + (f" (micro-batch {place} of {number})" if number > 1 else "")
+        where = self.where() + (f" (micro-batch {place} of {number})" if number > 1 else "")
         if not self.skips:
             raise NotFiniteError(
                 f'{where} is not finite: {fault}. No optimizer step used it. GradientAccumulation(on_nonfinite="skip") leaves out '
@@ -85,11 +80,11 @@ class Guard:
             )
         self.has_skipped = True
         if self._has_warned:
-            self._inform(f"{where} is left out: {fault}.")
+            self.inform(f"{where} is left out: {fault}.")
         else:
             self._has_warned = True
             found = f"{where} is not finite, and is left out: {fault}."
-            self._warn(f"{found} Others may follow; `window/skipped_micro_batches` counts them.")
+            self.warn(f"{found} Others may follow; `window/skipped_micro_batches` counts them.")
 
     def end_micro_batch(self) -> bool:
         """Restore what the micro-batch changed, if it was left out. Returns whether it was."""
@@ -125,7 +120,7 @@ class Guard:
         sum."""
         values: dict[str, Tensor] = {}
         names = {parameter: name for name, parameter in named.items()}
-        for parameter, gradient in self._gradients.accumulated(named.values()).items():
+        for parameter, gradient in self.gradients.accumulated(named.values()).items():
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             value = gradient if gradient.layout == torch.strided else gradient._values()
             if value.numel():
