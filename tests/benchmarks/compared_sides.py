@@ -201,14 +201,6 @@ def with_this_package(training: Training, batch: int = MICRO_BATCH, **policy: An
     with_trainer(training, sampler, "accum", batch, callbacks=[GradientAccumulation(**policy)], max_epochs=training.epochs)
 
 
-def with_windows(training: Training) -> None:
-    with_this_package(training, window=window())
-
-
-def with_split_batches(training: Training) -> None:
-    with_this_package(training, GLOBAL_BATCH // ranks(), micro_batch=MICRO_BATCH)
-
-
 def _without_accelerators_state() -> None:
     from accelerate.state import AcceleratorState, GradientState
 
@@ -318,6 +310,6 @@ SIDES = (
     Side("Accelerate, token recipe", with_token_recipe, SummingGPT, "accelerate"),
     Side("HF Trainer", with_hugging_face, needs="transformers"),
     Side("HF Trainer, model takes `num_items_in_batch`", with_hugging_face, CountingGPT, needs="transformers"),
-    Side("**this package**, `GradientAccumulation(N)`", with_windows),
-    Side("**this package**, `micro_batch=4`", with_split_batches),
+    Side("**this package**, `GradientAccumulation(N)`", lambda t: with_this_package(t, window=window())),
+    Side("**this package**, `micro_batch=4`", lambda t: with_this_package(t, GLOBAL_BATCH // ranks(), micro_batch=MICRO_BATCH)),
 )
