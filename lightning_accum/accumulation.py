@@ -87,7 +87,7 @@ class Accumulation(Windows):
         self.stops_counting = False  # from the next window on all terms have one weight
         self.rest_of_window: Callable[[], Iterator[tuple[Any, bool]]] | None = None
         """Draws the loader batches of a window after its first; None if they cannot be drawn ahead."""
-        self.look_at_doubted: Callable[[], None] = lambda: None
+        self.look_at_doubted: Callable[[], bool] = lambda: False
         """Checks micro-batches of the window that has ended. Called on all ranks."""
 
     def count_first(self, keys: Sequence[int] = ()) -> None:
@@ -183,8 +183,11 @@ class Accumulation(Windows):
             self.closed = ClosedWindow.alone(on_host(loss), 1.0 if contribution.weight is None else contribution.weight)
             return Weighed(self.closed.weight, is_weightless=False)
         if not self.checks_left:
-            is_checked = self.is_checked
-            doubt = self.later.note(micro_batch.batch, contribution, is_checked and is_new_graph)
+            doubt: Denominator = 0.0
+            is_checked, counted = self.is_checked, self.window.counted
+            is_noted = counted is not None and counted.is_agreed and not counted.is_listed  # as it was counted
+            if (is_checked and is_new_graph) or not is_noted:
+                doubt = self.later.note(micro_batch.batch, contribution, is_checked and is_new_graph)
             if is_checked and self.splitting is None and self.later.note_lengths(micro_batch.batch):
                 doubt = 1.0
             self.window.note_doubt(doubt)
@@ -280,6 +283,7 @@ class Accumulation(Windows):
     def leave_out_window(self) -> None:
         """Treat the window that has just ended as if its weight were 0: its step is skipped."""
         assert self.closed is not None
+        self.warn_once(OF_LATER_WEIGHTS)
         self.closed = self.closed._replace(loss=math.nan, weight=0.0, is_empty=True)
         self.is_step = False
 
@@ -322,7 +326,6 @@ class Accumulation(Windows):
             self.leave_out_window()
             self.count_first(self.counted_next)
             self.counted_next = None
-            self.warn_once(OF_LATER_WEIGHTS)
         return self.closed
 
     def _without_slope(self, closed: ClosedWindow) -> ClosedWindow:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lightning_accum import mends
+from lightning_accum.counting import copied
 from lightning_accum.decide import Deciding, Found
 from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.left_behind import leaves_nothing, warn_of_state
@@ -29,15 +30,17 @@ from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
+from lightning_accum.weighing.counts import count_samples
 from lightning_accum.whole.row_proof import perturbed
 
 MOST_BATCHES = 8  # loader batches that are checked at most, until there were enough rows
 
 
-def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
-    """Check a loader batch. Called on all ranks at each loader batch, until enough rows were checked on all of them.
+def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any], Any] | None = None) -> None:
+    """Check a loader batch, None on a rank that does not have it, until enough rows were checked on all ranks.
 
-    If loader batches have few rows, several are checked, each together with the rows of the one before it.
+    If it has few rows, the next ones of its window, ``transferred`` to the device, and rows of earlier windows are checked together
+    with it; each by itself if they cannot be joined, or do not add up together. Called on all ranks.
 
     Raises:
         DoesNotAddUpError: the weighted parts do not add up to the batch; or a loss gathers the rows of all ranks in a window of
@@ -45,14 +48,24 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
     accumulation.may_count_first = checked.may_count_first
-    if checked.sync.is_waited_for_in_forward and accumulation.position:
-        return  # the engine holds its own gradients until the window ends
+    has_begun = before is not None and before.is_suitable and accumulation.rest_of_window is not None
+    if accumulation.position and (has_begun or checked.sync.is_waited_for_in_forward):
+        return  # the window was checked, or the engine holds its own gradients until it ends
     if checked.sync.is_waited_for_in_forward and before is not None and before.looked_at > 1:
         return _end(checked)  # later batches may have no loss on one rank, and the others would wait for it
-    accumulation.checks_left -= 1
+    batches = [batch] if transferred is None else _with_the_next(checked, batch, transferred)
+    accumulation.checks_left -= len(batches)
     try:
-        check_batch(checked, batches)
-    except CannotCheckError as reason:
+        check_batch(checked, [own for own in batches if own is not None])
+    except (CannotCheckError, DoesNotAddUpError) as reason:
+        if len(batches) > 1 and not checked.on_any(isinstance(reason, UnsuitableRowsError)):
+            accumulation.checks_left += len(batches)
+            for own in batches:
+                if accumulation.checks_left:
+                    check_first_batch(checked, own)
+            return
+        if isinstance(reason, DoesNotAddUpError):
+            raise
         is_one = checked.is_one_micro_batch and accumulation.world_size > 1
         if accumulation.policy.weight == "auto" and is_one and accumulation.window.counted is None:
             accumulation.count_first()  # free if a window is one micro-batch on each rank
@@ -62,8 +75,22 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
             if not isinstance(reason, GathersError):  # such a loss sees all rows of its window
                 accumulation.warn_once(advice.of_unchecked(Verdict.unknown(reason), checked.is_manual))
             can_count = accumulation.policy.weight == "auto" and accumulation.window.counted is None and checked.may_count_first
-            if can_count and has_several_terms(checked, batches):
+            if can_count and has_several_terms(checked, batch):
                 accumulation.count_first()
+
+
+def _with_the_next(checked: Checked, batch: Any, transferred: Callable[[Any], Any]) -> list[Any]:
+    """A loader batch and the next ones of its window, until they have enough rows on all ranks."""
+    accumulation, batches = checked.accumulation, [batch]
+    ahead = iter(()) if accumulation.rest_of_window is None else accumulation.rest_of_window()
+
+    def rows() -> int:
+        return sum(0 if own is None else count_samples(own) or 1 for own in batches)
+
+    while len(batches) < accumulation.checks_left and checked.on_any(rows() < MOST_ROWS) and (drawn := next(ahead, None)):
+        batches.append(None if drawn[1] else drawn[0])
+    with checked.trained.snapshotter.take(watches_parameters=False):  # hooks of the transfer may draw random numbers
+        return [batch, *(None if own is None else transferred(copied(own)) for own in batches[1:])]
 
 
 def check_batch(checked: Checked, batches: Sequence[Any], is_later: bool = False) -> None:
@@ -85,9 +112,10 @@ def check_batch(checked: Checked, batches: Sequence[Any], is_later: bool = False
 
 def _end(checked: Checked) -> None:
     """End the check after enough rows, and report results found after training began."""
-    if checked.accumulation.checks_left < MOST_BATCHES - 1:
-        checked.inform(f"loss of the first loader batches: {checked.accumulation.verdict}")
-    checked.accumulation.checks_left = 0
+    accumulation = checked.accumulation
+    if accumulation.position or accumulation.closed is not None:
+        checked.inform(f"loss of the first loader batches: {accumulation.verdict}")
+    accumulation.checks_left = 0
 
 
 class Check:
@@ -125,6 +153,7 @@ class Check:
             joined, found = found, self._find(alone)
             if found.adds_up:
                 accumulation.warn_once(advice.of_joined(joined.verdict))
+                self._rows = rows = alone
         if not found.adds_up and checked.on_any(rows.found.is_guess):
             raise CannotCheckError("its rows cannot be told apart (split=function, which cuts a batch, tells them)")
         if not found.adds_up:

@@ -57,6 +57,11 @@ def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync
             sync.reshard()
         if splitting is not None:
             splitting.plan = plan
+    if snapshot is not None and accumulation.ranks.largest(accumulation.later.is_doubtful())[0]:
+        before = accumulation.weigher.known.modes, {**counted.constants}
+        if accumulation.look_at_doubted() or before != (accumulation.weigher.known.modes, counted.constants):
+            counted.discard()
+            return count_window(accumulation, step, batch, sync, undo)
     counted.agree()
 
 
@@ -72,7 +77,7 @@ def _count_by_running(
             )
         return
     if ahead:
-        batch = step.transferred(_copy(batch))
+        batch = step.transferred(copied(batch))
         if splitting is not None:
             splitting.plan = None
             step.plan_ahead(batch)
@@ -83,9 +88,9 @@ def _count_by_running(
     is_own = ahead and rounds <= own  # a batch that was drawn ahead is a copy already, and runs once
     with sync.blocked(MicroBatch(batch)):
         for micro_batch in () if is_shadow_batch else micro_batches:
-            _count_micro_batch(accumulation, step, micro_batch if is_own else _copy(micro_batch), ahead)
+            _count_micro_batch(accumulation, step, micro_batch if is_own else copied(micro_batch), ahead)
         for _ in range(0 if is_shadow_batch else own, rounds):
-            step.run_ahead(_copy(next(iter(micro_batches))), ahead)
+            step.run_ahead(copied(next(iter(micro_batches))), ahead)
 
 
 def _count_micro_batch(accumulation: Accumulation, step: CountsAhead, micro_batch: Any, ahead: int) -> None:
@@ -99,16 +104,18 @@ def _count_micro_batch(accumulation: Accumulation, step: CountsAhead, micro_batc
         loss = step.run_ahead(micro_batch, ahead)
     if loss is not None and loss.grad_fn is not None:
         contribution, reading = accumulation.weigher(loss, micro_batch)
+        if not accumulation.checks_left:
+            accumulation.later.note(micro_batch, contribution, False)
         counted.add(contribution.of_terms or {})
         counted.values.append(values.of(loss, reading.terms))
 
 
-def _copy(batch: Any) -> Any:
+def copied(batch: Any) -> Any:
     """Copy a batch, since a step may write into it."""
 
-    def copied(leaf: Any) -> Any:
+    def of_leaf(leaf: Any) -> Any:
         return leaf.clone() if type(leaf) is Tensor and not leaf.requires_grad else deepcopy(leaf)  # ten times as fast as deepcopy
 
     with suppress(Exception):
-        return tree_map(copied, batch)
+        return tree_map(of_leaf, batch)
     return batch

@@ -29,7 +29,7 @@ from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsE
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.counts import counts_of, name_of
 from lightning_accum.weighing.known import VARIES, Known
-from lightning_accum.weighing.terms import ONCE, SUM, Mode, Term
+from lightning_accum.weighing.terms import COUNT, ONCE, SUM, Mode, Term
 from lightning_accum.weighing.weight import words_of
 
 
@@ -209,10 +209,14 @@ class Deciding:
         works."""
         checked, ratio_of = self.checked, dict[int, float]()
         modes = {key: mode for key, mode in known.modes.items() if mode != ONCE}
-        if len(modes) < 2 and (len(known.modes) < 2 or SUM not in modes.values()):
+        measured, mode_of, is_function = measured_of(looks), known.modes, checked.on_any(looks[0].whole.function is not None)
+        is_free = checked.may_count_terms and not is_function and not checked.on_any(checked.accumulation.window.has_weight)
+        unseen = [key for key in terms if all(one.weight(key, mode_of.get(key, COUNT)) == 0 for one in measured)]
+        # a term with weight 0, but not by a factor of 0, may have any weight later
+        are_unseen = checked.on_any(is_free and any(terms[key].number for key in unseen))
+        if len(modes) < 2 and not are_unseen and (len(known.modes) < 2 or SUM not in modes.values()):
             return known, None
         main = next((key for key in modes if terms[key].words == "cross entropy"), next(iter(modes), None))
-        is_function = checked.on_any(looks[0].whole.function is not None)
         has_sum = any(mode == SUM for mode in modes.values())
         is_one = main is not None and not (has_sum and (len(set(modes.values())) > 1 or len(known.modes) > len(modes)))
         for key, mode in modes.items() if is_one and not has_sum else ():
@@ -224,7 +228,8 @@ class Deciding:
             is_one &= least < math.inf and math.isfinite(most) and most - least <= 1e-9 * most
             is_few = self.rows.number < MOST_ROWS and self.checked.accumulation.policy.split is None
             is_known = not self.known.counts_first and abs(self.known.ratios.get(key, 0.0) - most) <= 1e-9 * most
-            is_one &= is_function or is_known or not is_few or not checked.may_count_terms  # with few rows this may be chance
+            is_one &= is_known or not is_few or not is_free  # with few rows this may be chance
+        is_one &= not are_unseen
         known = known._replace(ratios=ratio_of)
         if is_one:
             return known, None

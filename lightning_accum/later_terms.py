@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from lightning_accum.check import Check, check_batch
+from lightning_accum.check import Check, check_batch, check_first_batch
 from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.looks import Checked, Rows, agree_on_rows, split_rows
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
-from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LATER_WEIGHTS, OF_LENGTHS, OF_NO_LOSS
+from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LENGTHS, OF_NO_LOSS
 from lightning_accum.weighing.known import Known
 from lightning_accum.weighing.later import Reason
 
 
-def check_again(checked: Checked, batches: Sequence[Any]) -> None:
+def check_loader_batch(checked: Checked, batch: Any, transferred: Callable[[Any], Any], is_again: bool) -> None:
+    """Check a loader batch, if it is one of the first, or one that begins a later window. Called on all ranks."""
+    if is_again:
+        _check_again(checked, [] if batch is None else [batch])
+    else:
+        check_first_batch(checked, batch, transferred)
+    checked.accumulation.look_at_doubted = partial(_check_doubted, checked)
+
+
+def _check_again(checked: Checked, batches: Sequence[Any]) -> None:
     """Check the loader batch that begins a later window, or rows that were checked if it has none. Called on all ranks."""
     kept = [[checked.accumulation.checked_rows]]  # a rank may have no loss in a later batch, and others would wait for it
     for rows in kept if checked.sync.is_waited_for_in_forward else [batches, *kept]:
@@ -26,17 +35,22 @@ def check_again(checked: Checked, batches: Sequence[Any]) -> None:
             return check_batch(checked, rows, is_later=True)
 
 
-def check_doubted(checked: Checked) -> None:
-    """Before the step of a window, check the micro-batch that differs most from the checked ones. Called on all ranks."""
-    later = checked.accumulation.later
-    if checked.on_any(later.take_lengths()):
-        if checked.of_dataset is not None:
-            _look_at(checked, checked.accumulation.checked_rows, "other lengths")
-        if not checked.on_any(any(doubt for doubt, *_ in later.doubted)):
-            return later.doubted.clear()
-    looks = later.telling(checked.accumulation.checked_rows)
+def _check_doubted(checked: Checked) -> bool:
+    """Before the step of a window, or before it begins, check the micro-batch that differs most from the checked ones.
+
+    Called on all ranks. Returns whether the terms of the loss are weighted otherwise than before.
+    """
+    later, weigher = checked.accumulation.later, checked.accumulation.weigher
+    before, has_lengths = weigher.known, checked.on_any(later.take_lengths())
+    if has_lengths and checked.of_dataset is not None:
+        _look_at(checked, checked.accumulation.checked_rows, "other lengths")
+    looks = later.telling(checked.accumulation.checked_rows) if not has_lengths or checked.on_any(later.is_doubtful()) else []
+    later.doubted.clear()
     for place in range(int(checked.largest(len(looks)))):
         _look_at(checked, *looks[min(place, len(looks) - 1)])
+    now = weigher.known
+    is_other = any(now.modes[key] != mode and not callable(mode) for key, mode in before.modes.items())
+    return is_other or (_others(now) != _others(before) if before.counts_first else now.counts_first)
 
 
 def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
@@ -56,7 +70,6 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
             own = trial.together(lambda: split_rows(checked, rows)) or _beside_others(checked, trial, rows)
             numbers = accumulation.ranks.largest(-own.of_batch, own.number, -own.at_once)
             looked_at = Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False)
-        before = accumulation.weigher.known
         Check(checked, looked_at, is_later=True).run()
     except DoesNotAddUpError as error:
         if reason != "other lengths":
@@ -70,12 +83,6 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
                 "The loss of a micro-batch has terms that the checked batches did not have, and the new terms could not be checked:"
                 f" {problem}."
             )
-        return
-    now = accumulation.weigher.known
-    is_other = any(now.modes[key] != mode and not callable(mode) for key, mode in before.modes.items())
-    if is_other or (_others(now) != _others(before) if before.counts_first else now.counts_first):
-        accumulation.leave_out_window()
-        accumulation.warn_once(OF_LATER_WEIGHTS)
 
 
 def _others(known: Known) -> tuple[Any, ...]:
@@ -86,7 +93,11 @@ def _others(known: Known) -> tuple[Any, ...]:
 def _beside_others(checked: Checked, trial: Trial, rows: Any) -> FewRows:
     """Rows that alternate with the checked ones, if both are of one kind."""
     accumulation, splitting = checked.accumulation, checked.accumulation.splitting
-    read = partial(FewRows, samples=checked.samples, known=None if splitting is None else splitting.kinds)
+    known = None if splitting is None else splitting.kinds
+
+    def read(batch: Any) -> FewRows:
+        return FewRows([batch], checked.samples, known=known)
+
     own, others = trial.together(lambda: (read(rows), read(accumulation.checked_rows)))
     with suppress(CannotCheckError):
         joined, turned = trial.together(lambda: (own.by_turns(others), others.by_turns(own)))

@@ -151,11 +151,13 @@ def _rows_of(
         return checked.of_dataset()
     if (cut := split_rows(checked, batches[0], size)) is not None:
         return cut
-    before = [] if accumulation.checked_rows is None else [accumulation.checked_rows]
     known = None if accumulation.splitting is None else accumulation.splitting.kinds
+    kinds = {**(known or {}), **dict.fromkeys(shared, "shared")}
     try:
-        found = FewRows(batches[0], checked.samples, before, {**(known or {}), **dict.fromkeys(shared, "shared")})
+        found = FewRows(batches, checked.samples, accumulation.checked_rows, kinds)
     except CannotCheckError:
+        if len(batches) > 1:  # each is checked by itself
+            raise
         with suppress(CannotCheckError):  # as lists of images and of their targets
             return SplitRows(batches[0], split_lists, size)
         if checked.of_dataset is not None and accumulation.splitting is None:
@@ -220,7 +222,7 @@ def looks_at(checked: Checked, trial: Trial, rows: Rows, known: Known) -> list[L
         whole = trial.measure(found.whole, known, range(found.number))
         return [Look(whole, [trial.measure(part, known, [place], is_part=True) for place, part in enumerate(found.parts)])]
     in_parts = _InParts(checked, trial, found, known)
-    number = max(2, min(rows.number, MOST_ROWS, 2 if rows.size == 1 else max(4, rows.size)))
+    number = max(2, min(rows.number, MOST_ROWS, max(4, rows.size)))
     looks = _as_memory_allows(checked, number, 2, partial(in_parts.few, most=min(rows.number, MOST_ROWS)))
     of_training = int(-checked.largest(-min(found.of_batch, rows.size)))  # few rows may hide a dependence on the batch size
     looks += _as_memory_allows(checked, of_training, 1, lambda size: in_parts.halves(size) if size > number else [])
@@ -275,7 +277,7 @@ class _InParts:
             looks = self.first(size)
         others = [range(begin, min(begin + size, most)) for begin in range(size - 1, most - 1, size - 1)]
         alone = {row: self.run([row], is_part=True) for row in range(size - 1, most) if others}
-        return looks + [Look(self.run(rows), [alone[row] for row in rows]) for rows in others]
+        return looks + [Look(self.run(rows, is_part=True), [alone[row] for row in rows]) for rows in others]
 
     def halves(self, size: int) -> list[Look]:
         """A micro-batch of training size, and its halves."""
@@ -307,7 +309,8 @@ class _InParts:
             few = sorted(sorted(base, key=lambda row: alone[row].loss)[: max(2, size // 2 - 1)])
             looks.append(self.look(whole, [few, [row for row in base if row not in few]], total))
         times = min(size, 4)  # detects losses that use frequencies in the batch
-        looks.append(Look(self.run([0] * times, total), [alone[0]] * times))
+        told = max(base, key=lambda row: sum(term.losses != 0 for term in alone[row].terms.values()))  # has all terms
+        looks.append(Look(self.run([told] * times, total), [alone[told]] * times))
         if found.of_others:
             kinds = [[row for row in base if (row in found.of_others) == is_other] for is_other in (False, True)]
             looks.append(self.look(whole, [kind for kind in kinds if kind], total))
@@ -323,13 +326,13 @@ class _InParts:
         return self.found.take(rows) if emptied is None else emptied
 
 
-def has_several_terms(checked: Checked, batches: Sequence[Any]) -> bool:
+def has_several_terms(checked: Checked, batch: Any) -> bool:
     """Whether the loss of a loader batch has several terms, if its rows cannot be checked. Called on all ranks."""
-    if checked.on_any(not batches or checked.accumulation.is_shadow_batch):
+    if checked.on_any(batch is None or checked.accumulation.is_shadow_batch):
         return False
     trial, terms = checked.trial(), dict[int, Term]()
     with suppress(CannotCheckError), trial.held():
-        terms = trial.measure(lambda: deepcopy(batches[0]), Known(), ()).terms
+        terms = trial.measure(lambda: deepcopy(batch), Known(), ()).terms
     return checked.on_any(sum(not term.is_penalty for term in terms.values()) > 1)
 
 

@@ -149,6 +149,7 @@ class LoaderBatches:
 
     def draw_ahead(self, number: float) -> Iterator[tuple[Any, bool]]:
         """Draw up to ``number`` batches after the last one yielded. Yields each with whether it is a shadow batch."""
+        yield from [(one.batch, one.is_shadow) for one in self.drawn]
         last, before = (self.drawn or [self._last])[-1], kept([self._last, *self.drawn])
         while len(self.drawn) < number and not last.is_last:
             last = draw(self._batches, before)

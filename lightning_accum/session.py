@@ -258,8 +258,8 @@ class Session:
             accumulation.reduce()
             self.sync.reduce_accumulated()
         self.sync.end_window()
-        if accumulation.close(seen, self.trained.parameters).has_doubts:
-            accumulation.look_at_doubted()  # before its step
+        if accumulation.close(seen, self.trained.parameters).has_doubts and accumulation.look_at_doubted():  # before its step
+            accumulation.leave_out_window()
         closed = accumulation.closed
         if closed is None or closed.is_empty:
             return None

@@ -271,7 +271,7 @@ class Trial:
         if loss.numel() != 1:
             raise CannotCheckError("the loss of the first rows is not one number")
         if needs_loss and not loss.requires_grad:
-            raise CannotCheckError("the loss of the first rows needs no gradient")
+            raise UnsuitableRowsError("the loss of the first rows needs no gradient")
         if loss.grad_fn is None or known is None:
             return loss, Reading([])
         reading = known.read(loss)

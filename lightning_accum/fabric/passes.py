@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.check import check_first_batch
 from lightning_accum.counting import count_window
 from lightning_accum.errors import AccumulationError, ArgumentError, UsageError
 from lightning_accum.fabric.training import LossOfBatch, Training
-from lightning_accum.later_terms import check_again, check_doubted
+from lightning_accum.later_terms import check_loader_batch
 from lightning_accum.looks import Checked
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
@@ -110,8 +109,7 @@ class Passes:
             is_long = self.policy.may_be_longer_than_one(1)
             may_count = self.policy.may_count_first(is_long)
             checked = Checked(training, loss_of, accumulation, self._samples, is_long, self._say, may_count)
-            (check_again if is_again else check_first_batch)(checked, batches)
-            accumulation.look_at_doubted = partial(check_doubted, checked)
+            check_loader_batch(checked, batch, self.transferred, is_again)
         if accumulation.window.counted is not None:
             count_window(accumulation, self, batch, training.sync, training.snapshotter)
 

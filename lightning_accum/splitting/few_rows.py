@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -18,37 +19,41 @@ from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 
 
 class FewRows:
-    """Rows of a batch as passed to ``training_step``, followed by the rows kept from the batch before.
+    """Rows of loader batches as passed to ``training_step``, followed by rows from ``before``.
 
-    The most informative rows come first, see :func:`_telling_first`. There are ``number`` rows, ``of_batch`` of them in the batch,
-    and ``at_once`` in the larger of both batches. ``of_others`` are the rows of another batch that alternate with them. ``kept`` is
-    a copy of the first rows of the batch. A CannotCheckError says why there are none.
+    The most informative rows come first, see :func:`_telling_first`. There are ``number`` rows, ``of_batch`` of them in the loader
+    batches, and about ``at_once`` in each of these. ``of_others`` are the rows of another batch that alternate with them. A
+    CannotCheckError says why there are none.
     """
 
     is_guess = False
 
     def __init__(
-        self, batch: Any, samples: Collection[int] = (), before: Sequence[Any] = (), known: Mapping[str, str] | None = None
+        self, batches: Sequence[Any], samples: Collection[int] = (), before: Any = None, known: Mapping[str, str] | None = None
     ) -> None:
         try:
-            layout = Layout(batch, known, samples)
+            layout = Layout(batches[0], known, samples)
         except UnsplittableBatchError as error:
             raise CannotCheckError(
                 "the rows of the batch cannot be told apart (pass split=, a function that splits the batch)"
             ) from error
-        self._own, self.of_batch, self.of_others = layout, layout.size, list[int]()
         if not layout.size:
             raise CannotCheckError("the first batch has no rows")
         if (doubt := _doubt_about(layout)) is not None:
             raise CannotCheckError(doubt)
-        telling = _telling_first(layout)
-        self.kept = layout.take(telling[:MOST_ROWS])
-        self._order = telling if layout.size > MOST_ROWS else [*range(layout.size)]
-        if before and layout.size < MOST_ROWS:
+        layout = _joined(batches, layout) if len(batches) > 1 else layout
+        self._own, self.of_batch, self.of_others = layout, layout.size, list[int]()
+        self.at_once = math.ceil(layout.size / len(batches))
+        self._order = _telling_first(layout)
+        if before is not None and layout.size < MOST_ROWS:
             with suppress(CannotCheckError):
-                layout = _joined([layout.take(self._order), *reversed(before)], layout)
+                layout = _joined([layout.take(self._order), before], layout)
         self._layout, self.number = layout, layout.size
-        self.at_once = max(self.of_batch, self.number - self.of_batch)
+
+    @property
+    def kept(self) -> Any:
+        """A copy of the first rows."""
+        return self.take(range(min(self.number, MOST_ROWS)))
 
     def alone(self) -> FewRows:
         """The rows of the batch alone."""
@@ -68,7 +73,7 @@ class FewRows:
     def may_be_misread(self, samples: Collection[int]) -> bool:
         """Whether the rows may be in another dimension: they are not as many as samples, or there are as many columns."""
         columns = {tensor.shape[1] for tensor in self._own.tensors.values() if tensor.dim() > 1}
-        return self.of_batch in columns or bool(samples and self.of_batch not in samples)
+        return self.at_once in columns or bool(samples and self.at_once not in samples)
 
     def misread(self, two: Any) -> set[str]:
         """The paths of what was read as rows, but has more than two entries in a batch of two samples."""

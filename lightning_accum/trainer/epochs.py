@@ -64,7 +64,9 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     def _is_in_counted_window(self) -> bool:
         """Whether a window is open whose terms are divided by totals over all of it, so that training must not stop inside."""
         fetcher = self.trainer.fit_loop._data_fetcher
-        return isinstance(fetcher, WindowFetcher) and fetcher.is_ahead
+        accumulation = self.strategy.accumulation
+        counted = None if accumulation is None else accumulation.window.counted
+        return counted is not None and counted.is_agreed and isinstance(fetcher, WindowFetcher) and fetcher.is_ahead
 
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:

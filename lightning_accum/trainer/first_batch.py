@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_accum import check
 from lightning_accum.exact import exact_dtype
-from lightning_accum.later_terms import check_again, check_doubted
+from lightning_accum.later_terms import check_loader_batch
 from lightning_accum.looks import Checked, have_one_loss
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trainer.engine import Engine
@@ -185,8 +185,7 @@ def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) ->
     after = unlogged_step(trainer, [others[0] + 1]) if "batch_idx" in kwargs else None
     of_dataset = partial(DatasetRows, trainer)
     checked = Checked(strategy, step, accumulation, samples, is_long, rank_zero_info, may_count, False, after, of_dataset)
-    (check_again if is_again else check.check_first_batch)(checked, batches)
-    accumulation.look_at_doubted = partial(check_doubted, checked)
+    check_loader_batch(checked, next(iter(batches), None), partial(transferred, trainer), is_again)
 
 
 def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) -> None:
@@ -195,7 +194,7 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[st
     assert windows is not None
     if (not kwargs and strategy.world_size == 1) or not windows.takes_check():
         return
-    batches, number = [*kwargs.values()][:1], 0
+    number = 0
     run = unlogged_step(trainer, [*kwargs.values()][1:])
     is_long = windows.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
 
@@ -219,7 +218,7 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[st
         accumulation, step = windows.call(number), partial(loss_of_call, number=number)
         checked = Checked(strategy, step, accumulation, samples, is_long, inform, **how)
         if accumulation.checks_left:
-            check.check_first_batch(checked, batches)
+            check.check_first_batch(checked, next(iter(kwargs.values()), None))
         if number == 0 and is_long and windows.is_free_of_steps is None and not checked.on_any(accumulation.checked_rows is None):
             before, after = (replace(checked, step=partial(sum_of_losses, moves=moves)) for moves in (False, True))
             windows.is_free_of_steps = have_one_loss(before, after)

@@ -77,8 +77,9 @@ class WindowFetcher(_PrefetchDataFetcher):
         if not self.is_ahead:
             self.states = deque([self._states_of_loaders()])
         for batch, is_shadow_batch in self._batches.draw_ahead(left):
-            self._stop_at_sigterm(self._batches.drawn[-1])
-            self.states.append(self._states_of_loaders())
+            if len(self.states) == len(self._batches.drawn):  # it was drawn now
+                self._stop_at_sigterm(self._batches.drawn[-1])
+                self.states.append(self._states_of_loaders())
             yield batch, is_shadow_batch
 
     def _stop_at_sigterm(self, drawn: LoaderBatch) -> None:

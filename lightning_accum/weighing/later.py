@@ -120,11 +120,14 @@ class LaterLooks:
         found, self._has_other_lengths = self._has_other_lengths, False
         return found
 
+    def is_doubtful(self) -> bool:
+        """Whether a micro-batch differs from the checked ones."""
+        return bool(sum((doubt for doubt, *_ in self.doubted), 0.0))
+
     def telling(self, others: Any) -> list[tuple[Any, Reason]]:
         """The micro-batches of the window to check, and why: the last with new terms, and the one that differs most; else
         ``others``."""
         doubted = [doubt for doubt in reversed(self.doubted) if doubt[0]] or [(0.0, others, "time")]
-        self.doubted.clear()
         new = [doubt for doubt in doubted if doubt[2] == "new terms"]
         farthest = max((new or doubted)[::-1], key=lambda doubt: float(doubt[0]))  # the first, as the last may have few rows
         return [(batch, reason) for _, batch, reason in ([new[0], farthest] if new and new[0] is not farthest else [farthest])]

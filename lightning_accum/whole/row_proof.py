@@ -87,7 +87,7 @@ def _rows_of(trained: Trained, batches: Sequence[Any], samples: Any) -> tuple[Ca
     if not batches:
         return lambda rows: None, 0
     try:
-        few = FewRows(batches[0], samples)
+        few = FewRows(batches[:1], samples)
     except CannotCheckError:
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(batches[0])):
             raise

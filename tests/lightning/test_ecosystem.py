@@ -244,7 +244,8 @@ class TwoOfThem(Scalar):
             raise Failure
         w = FailsInBackward.apply(self.w.clone()) if fails and self.where == "backward" else self.w
         if self.has_terms:
-            return (w * batch).mean() + (self.v * batch).mean()
+            twice = batch.repeat_interleave(1 + ((batch - 2.5).abs() == 1.5).long())  # 1 and 4: other counts, the same mean
+            return (w * batch).mean() + (self.v * twice).mean()
         return ((w + self.v) * batch).mean()  # the gradient of v is there before that of w has gone through its operations
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
