@@ -294,11 +294,11 @@ class _InParts:
             looks = [self.look(whole, [[row] for row in base], total)]
             alone = looks[0].parts
             finite = [row for row, one in zip(base, alone, strict=True) if not math.isinf(one.loss)]
-            if checked.on_any(len(finite) < size):  # a sum over no elements was divided by 0; a mean over none is NaN
+            if checked.on_any(len(finite) < size):  # a sum over some elements is divided by 0; a mean over none is NaN
                 if checked.on_any(len(finite) < 2):
                     raise UnsuitableRowsError("single rows have an infinite loss")
                 order = [*finite, *(row for row in base if row not in finite)]
-                return [self.look(whole, [sorted(order[::2]), sorted(order[1::2])], total)]
+                looks.append(self.look(whole, [sorted(order[::2]), sorted(order[1::2])], total))
             if checked.on_any(not any(one.terms for one in alone)):
                 raise UnsuitableRowsError("single rows have no loss")
         except CannotCheckError:

@@ -160,7 +160,10 @@ def fit_of(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> Fit:
     found = [_deviation(look, key, mode, constant, eps) for look in looks]
     worst = max(found, key=lambda deviation: deviation.size)
     adds_up = worst.size <= rounding_of_gradients(eps)
-    return Fit(mode if adds_up else None, worst._replace(has_evidence=any(one.has_evidence for one in found)), constant)
+    # a row that is repeated proves nothing alone
+    are_rows = [len(look.parts) < 2 or look.parts[0] is not look.parts[1] for look in looks]
+    seen = [one.has_evidence and is_so for one, is_so in zip(found, are_rows, strict=True)]
+    return Fit(mode if adds_up else None, worst._replace(has_evidence=any(seen)), constant)
 
 
 def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) -> Deviation:
@@ -211,6 +214,8 @@ def apart(expected: Mapping[int, Tensor], given: Sequence[Mapping[int, Tensor]],
         difference = sum(shares) - (0 if own is None else own)
         assert isinstance(difference, Tensor)
         seen = difference.isfinite()  # the gradient of a distance of 0 is NaN, and cannot be compared
+        if own is not None and bool((own.isfinite() & ~seen).any()):
+            return math.inf  # but a sum of NaN and others is NaN
         size = max(0.0 if own is None else float(own[seen].norm()), sum(float(one[seen].norm()) for one in shares))
         differences.append((float(difference[seen].norm()), size))
     overall = math.sqrt(sum(size**2 for _, size in differences))

@@ -67,7 +67,7 @@ class Arrived(NamedTuple):
         above: the factors on the way to the loss.
         path: the kinds of nodes between the addition and this node.
         is_vector: whether it is a vector of numbers, each a separate summand.
-        places: indices of parameters, by id, which tell the terms of several heads apart.
+        places: see :func:`terms_of`.
     """
 
     share: Denominator
@@ -324,16 +324,13 @@ def _of_all_alike(node: Node, kind: str, own: int, place: int, child: Node, at: 
         return None
     times, share = operator.mul if kind == "Mul" else quotient, share * (own // numel)
     factor = number_of(operand)
-    changes: dict[str, Any] = {"divisor": (arrived.divisor or 1.0) * (factor or 1.0)} if kind == "Div" else {}
-    if factor is not None:
-        changes |= {"share": times(share, factor), "number": times(arrived.number, factor)}
-    else:
-        changes |= {"share": times(share, _wide(operand)), "total": total if operand.dim() else arrived.total}
-        if kind == "Div":
-            changes["divisions"] = (*arrived.divisions, node)
-        elif not operand.dim():
-            changes["number"] = arrived.number * _wide(operand)
-    return arrived.through(kind, **changes)
+    by: Denominator = _wide(operand) if factor is None else factor
+    is_scalar = factor is not None or not operand.dim()
+    is_number = factor is not None or (is_scalar and kind == "Mul")
+    changes = {"total": arrived.total if is_scalar else total, "number": times(arrived.number, by if is_number else 1.0)}
+    divisor = (arrived.divisor or 1.0) * (factor or 1.0) if kind == "Div" else arrived.divisor
+    divisions = (*arrived.divisions, *[node] * (kind == "Div" and factor is None))
+    return arrived.through(kind, **changes, share=times(share, by), divisor=divisor, divisions=divisions)
 
 
 def _run(node: Node, kind: str, index: int, inputs: Sequence[_Input], arrived: Arrived, is_scalar: bool) -> _Below:

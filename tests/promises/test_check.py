@@ -135,6 +135,18 @@ def test_what_looks_like_rows_and_is_none_is_known_by_samples_of_the_dataset(nam
         fit(Toy(loss), data, GradientAccumulation(2, micro_batch=3))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_part_without_a_finite_loss_is_no_part_of_a_batch_with_one(seed: int) -> None:  # 0.5 off, silently
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        return F.binary_cross_entropy_with_logits(net(b[0]), b[1], pos_weight=(1 - b[1]).sum() / b[1].sum())
+
+    torch.manual_seed(seed)
+    module = Toy(loss)
+    with pytest.raises(DoesNotAddUpError):
+        fit(module, [(x, (torch.rand(8, 4) < 0.3).to(x)) for x, _ in labelled(*[8] * 4)], GradientAccumulation(micro_batch=4))
+    assert module.trainer.global_step == 0
+
+
 @pytest.mark.parametrize("begins", ["with an epoch", "with the second step"])
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 4}])
 def test_a_term_that_begins_takes_the_steps_of_full_batches_from_the_first_on(policy: Any, begins: str) -> None:
