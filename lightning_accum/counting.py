@@ -79,7 +79,6 @@ def _count_by_running(
     if ahead:
         batch = step.transferred(copied(batch))
         if splitting is not None:
-            splitting.plan = None
             step.plan_ahead(batch)
     micro_batches = [batch] if accumulation.plan is None else accumulation.plan
     own, rounds = len(accumulation.plan.pieces) if accumulation.plan is not None else 1, 0

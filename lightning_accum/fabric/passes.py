@@ -97,9 +97,7 @@ class Passes:
         """Plan how it is split, and check it or count its window, if that is due."""
         accumulation, training, loss_of = self._accumulation, self._training, self._loss_of
         if accumulation.splitting is not None:
-            accumulation.splitting.plan = None
-            if batch is not None:
-                self.plan_ahead(batch)
+            self.plan_ahead(batch)
         row_wise, batches = accumulation.row_wise, [] if batch is None else [batch]
         if row_wise is not None and row_wise.proofs_left and loss_of is not None:
             warn, position = self._messages.rank_zero_warn, accumulation.position

@@ -130,9 +130,9 @@ class Splitting:
             self.sizes.begin_epoch()
 
     def begin(self, batch: Any, proof: Proof) -> None:
-        """Plan a loader batch; ``proof`` is asked before padding is trimmed."""
-        self._proof = proof
-        self.plan = self._planned(batch)
+        """Plan a loader batch, or None; ``proof`` is asked before padding is trimmed."""
+        self._proof, self.plan = proof, None  # an error leaves no plan of another batch
+        self.plan = None if batch is None else self._planned(batch)
 
     def share(self, paths: Sequence[str]) -> None:
         """Treat parts with one entry a row as shared by all rows."""

@@ -106,9 +106,7 @@ class WindowOptimization(_AutomaticOptimization):
         if strategy.watch.is_close:
             strategy.watch.find_other_rates(strategy.optimizers[0], accumulation.warn_once)
         if splitting is not None:
-            splitting.plan = None
-            if kwargs:
-                self.plan_ahead(self.batch)
+            self.plan_ahead(self.batch if kwargs else None)
         is_looked_at = strategy.row_wise is not None or accumulation.checks_left or seen == accumulation.boundary.closed_at + 1
         if is_looked_at and not self.skips_backward and (kwargs or strategy.world_size > 1):
             try_out(self.trainer, strategy, kwargs)
