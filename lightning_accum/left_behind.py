@@ -72,11 +72,7 @@ class _LeftBehind:
     next_step: Step | None
 
     def find(self) -> dict[str, float]:
-        """The state that the loss depends on, in words (empty for ``batch_idx``), and the relative change of the loss.
-
-        Raises:
-            CannotCheckError: the rows have no loss, or a different loss each time. Raised on all ranks.
-        """
+        """The state that the loss depends on, in words (empty for ``batch_idx``), and the relative change of the loss."""
         trial, named = self.trial, self.trial.module.named_buffers
         at_first = {name: buffer.detach().clone() for name, buffer in named()}
         before = trial.result(self.rows)

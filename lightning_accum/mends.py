@@ -24,12 +24,7 @@ _MOST_TRIED = 8
 def of_losses(checked: Checked, rows: Rows, verdict: Verdict, terms: Mapping[int, Term], mend: str | None) -> str:
     """The error of a loss that does not add up, from the rank with the largest deviation. Called on all ranks.
 
-    Args:
-        checked: what is checked.
-        rows: the checked rows.
-        verdict: of this rank.
-        terms: of the loss.
-        mend: an argument with which the parts add up; None if none was found.
+    ``mend`` is an argument with which the parts add up; None if none was found.
     """
     own = checked.accumulation.policy.weight
     weight = f'"auto" ({", ".join(term.words or "a term" for term in terms.values())})' if own == "auto" else name_of(own)

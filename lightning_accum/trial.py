@@ -47,14 +47,8 @@ class Trial:
 
     Dropout is off and BatchNorm in evaluation mode, so that other differences are found; random numbers belong to rows; nothing is
     compiled. Random state, buffers, attributes, metrics and parameters are restored. Ranks take every step together, since they may
-    wait for each other in it.
-
-    Args:
-        trained: the module in training, with what saves and restores it, and its optimizers.
-        training_step: runs the module on a batch, logs nothing, and returns the output.
-        backward: the backward of the engine that runs the module.
-        largest: returns the largest of a number of each rank.
-        dtype: the type to try the module in, if not its own.
+    wait for each other in it. ``largest`` returns the largest of a number of each rank; ``dtype`` is the type to try the module in,
+    if not its own.
     """
 
     def __init__(
@@ -88,9 +82,7 @@ class Trial:
     def widened(self, dtype: torch.dtype) -> Trial:
         """A trial of the module in a wider type. The values stay rounded to the module's own type.
 
-        Raises:
-            CannotCheckError: its own type is as wide, the module cannot run in the wider type, or it is too large. Raised on all
-            ranks.
+        A CannotCheckError, on all ranks, if its own type is as wide, the module cannot run in the wider type, or it is too large.
         """
         is_narrower = any(is_narrow(p, dtype) for p in self.module.parameters() if p.requires_grad)
         is_large = sum(parameter.numel() for parameter in self.module.parameters()) * dtype.itemsize > _MOST_BYTES
@@ -135,11 +127,7 @@ class Trial:
         return rounding(self.eps)
 
     def losses_of(self, batches: Sequence[Callable[[], Any]]) -> list[float]:
-        """The losses of some batches, each run as if it were the first. Called on all ranks, with equally many.
-
-        Raises:
-            CannotCheckError: one of them has no loss. On all ranks.
-        """
+        """The losses of some batches, each run as if it were the first. Called on all ranks, with equally many."""
 
         def loss_of(batch: Callable[[], Any]) -> float:
             self.restore()
@@ -187,11 +175,7 @@ class Trial:
         self._snapshot, self._end = self._take_snapshot(), None
 
     def step(self, batch: Any, instead: Step | None = None) -> Tensor:
-        """The loss of a batch, by this step or by another ``instead``.
-
-        Raises:
-            UnsuitableRowsError: it has no loss.
-        """
+        """The loss of a batch, by this step or by another ``instead``."""
         batch = batch if self._dtype is None else widened_batch(batch, self._dtype)
         with _users_code(), self.mode:
             output = (instead or self._training_step)(batch)
@@ -205,18 +189,10 @@ class Trial:
     def measure(
         self, batch: Callable[[], Any], known: Known | None, rows: Sequence[int], total: int = 0, is_part: bool = False
     ) -> Measured:
-        """Run the step on some rows, once, and measure each term of its loss. Called on all ranks.
+        """Run the step on some rows, once, and measure each term of its loss; without ``known``, its gradient alone. On all ranks.
 
-        Args:
-            batch: returns the rows.
-            known: of the terms of its loss; None for its gradient alone.
-            rows: their indices among the rows of the whole.
-            total: the number of rows of the whole, to which random numbers belong; 0 if all rows draw the same.
-            is_part: the rows are a micro-batch, which may have no loss. Its backward starts with a factor, by which the gradients
-                are divided: this detects hooks that clip.
-
-        Raises:
-            CannotCheckError: the step fails. On all ranks.
+        ``rows`` are their indices among the ``total`` rows of the whole, to which random numbers belong; 0 if all draw the same. A
+        part may have no loss; its backward starts with a factor, by which the gradients are divided: this detects hooks that clip.
         """
         scale = float(MOST_ROWS) if is_part else 1.0
         loss, reading = self.together(lambda: self._run(batch, known, rows, total, is_part))
@@ -279,14 +255,7 @@ class Trial:
         return loss, reading
 
     def gradients(self, loss: Tensor, share: float, scale: float = 1.0, keeps_graph: bool = False) -> dict[int, Tensor]:
-        """The gradients of ``share`` times a loss, by parameter: some of their elements, in double precision.
-
-        Args:
-            loss: with its graph.
-            share: the factor that the backward starts with.
-            scale: the gradients are divided by it afterwards.
-            keeps_graph: whether another backward follows.
-        """
+        """The gradients of ``share`` times a loss, divided by ``scale``, by parameter: some elements, in double precision."""
         if not (self._trained and self._has_gradients):
             return {}
         try:

@@ -17,20 +17,13 @@ from lightning_accum.randomness import NoiseOfRows
 class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_subclass__
     """Inside, random numbers belong to rows, and parameters are copied before a write.
 
-    Args:
-        parameters: of the module. A momentum encoder writes into its parameters, perhaps through ``.data``, which changes no
-            version.
-        eps: machine epsilon to begin with.
-
-    Attributes:
-        eps: machine epsilon of the narrowest type that was used.
-        has_waited: whether ranks communicated.
+    A momentum encoder writes into its parameters, perhaps through ``.data``, which changes no version.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], eps: float = torch.finfo(torch.float64).eps) -> None:
         super().__init__()
-        self.eps = eps
-        self.has_waited = False
+        self.eps = eps  # machine epsilon of the narrowest type that was used
+        self.has_waited = False  # whether ranks communicated
         self.watch(parameters)
 
     def watch(self, parameters: Iterable[nn.Parameter], may_be_set: bool = False) -> None:
@@ -95,14 +88,6 @@ def widened(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     The parameters themselves do not change: with data of another type they would lose DDP's hooks on their gradients. The user's
     hooks on gradients are copied.
-
-    Example:
-        >>> module = nn.Linear(2, 1)
-        >>> with widened(module, torch.float64):
-        ...     print(module.weight.dtype)
-        torch.float64
-        >>> module.weight.dtype
-        torch.float32
     """
     holders: list[Any] = [held for child in module.modules() for held in (child._parameters, child._buffers)]
     narrow = [(held, {n: own for n, own in held.items() if own is not None and is_narrow(own, dtype)}) for held in holders]
