@@ -88,7 +88,7 @@ class Deciding:
 
     def decide(self, looks: Sequence[Look], names: Known, trial: Trial) -> Found:
         """The mode of each term; the same on all ranks."""
-        eps, checked, weight = trial.eps, self.checked, self.weight
+        eps, checked, weight = trial.mode.eps, self.checked, self.weight
         known = self._named(looks, names)
         terms: dict[int, Term] = {}
         for of_rank in checked.of_all(keys_of(looks)):
@@ -250,7 +250,7 @@ class Deciding:
         """
         if self.weight == "auto":
             return None
-        chosen = [self._fit(looks, key, modes_to_try(term), trial.eps) for key, term in terms.items()]
+        chosen = [self._fit(looks, key, modes_to_try(term), trial.mode.eps) for key, term in terms.items()]
         adds_up = all(fit.mode is not None and not fit.is_open for fit in chosen)
         whole, parts = looks[0].whole, looks[0].parts
         weights = [weight for weight in (self.weight if isinstance(self.weight, tuple) else [self.weight]) if callable(weight)]

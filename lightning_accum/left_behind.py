@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_accum.looks import Checked
 from lightning_accum.prove import ALL, Measured
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
-from lightning_accum.trial import Result, Step, Trial
+from lightning_accum.trial import Step, Trial, difference
 from lightning_accum.undo import version_of
 from lightning_accum.user_warnings import listed
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
@@ -52,7 +52,7 @@ def leaves_nothing(checked: Checked, trial: Trial, whole: Measured) -> bool:
         buffer is not before or version_of(buffer) != version or not buffer.equal(value)
         for buffer, (before, version, value) in zip(checked.module.buffers(), held, strict=False)
     )
-    of_loss = math.inf if is_written else _difference(now, (whole.loss, {**whole.gradient(ALL)}))
+    of_loss = math.inf if is_written else difference(now, (whole.loss, {**whole.gradient(ALL)}))
     return trial.largest(of_loss) <= trial.tolerance
 
 
@@ -83,7 +83,7 @@ class _LeftBehind:
                     buffer.data.copy_(values[name])
 
         def change(step: Step | None = None) -> float:
-            return trial.largest(_difference(trial.result(self.rows, step), before))
+            return trial.largest(difference(trial.result(self.rows, step), before))
 
         trial.restore()
         trial.result(self.others)
@@ -111,16 +111,6 @@ class _LeftBehind:
         trial.restore()
         found[""] = change(self.next_step)
         return {what: size for what, size in found.items() if size > trial.tolerance}
-
-
-def _difference(now: Result, before: Result) -> float:
-    """The relative change of a loss, or of its gradient if that is larger."""
-    (loss, gradients), (old_loss, old_gradients) = now, before
-    both = gradients.keys() & old_gradients.keys()
-    apart = sum(float((gradients[index] - old_gradients[index]).square().sum()) for index in both)
-    size = sum(float(old_gradients[index].square().sum()) for index in both)
-    of_loss = abs(loss - old_loss) / (max(abs(loss), abs(old_loss)) or 1.0)
-    return max(of_loss, math.sqrt(apart / (size or 1.0)))
 
 
 def _far(before: Tensor, after: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -42,6 +43,7 @@ _MOST_BYTES = 2**32
 """Most bytes of a copy of the parameters in a wider type."""
 
 
+@dataclass(eq=False)
 class Trial:
     """Runs ``training_step`` on some rows, and restores everything.
 
@@ -51,27 +53,21 @@ class Trial:
     if not its own.
     """
 
-    def __init__(
-        self,
-        trained: Trained,
-        training_step: Step,
-        backward: GradientSync,
-        largest: Callable[[float], float],
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._of_fit, self.module = trained, trained.module
-        self._training_step = training_step
-        self._take_snapshot = partial(trained.snapshotter.take, watches_parameters=False)
-        self.backward = backward
-        self.largest = largest
-        self._dtype = dtype
+    trained: Trained
+    training_step: Step
+    backward: GradientSync
+    largest: Callable[[float], float]
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        self.module = self.trained.module
+        self._take_snapshot = partial(self.trained.snapshotter.take, watches_parameters=False)
         self._trained: list[nn.Parameter] = []
-        self._has_gradients = True
         self._end: RandomState | None = None  # after a step on the first rows
         self.draws_others = False
         """Whether some rows drew random numbers that do not belong to rows."""
         self._snapshot: Snapshot | None = None
-        self.mode = TrialMode((), _EPS if dtype is None else _EPS_OF_ROUNDED)
+        self.mode = TrialMode((), _EPS if self.dtype is None else _EPS_OF_ROUNDED)
         """Gives rows their random numbers, and detects whether ranks wait for each other."""
 
     @property
@@ -88,7 +84,7 @@ class Trial:
         is_large = sum(parameter.numel() for parameter in self.module.parameters()) * dtype.itemsize > _MOST_BYTES
         if self.backward.is_waited_for_in_forward or not is_narrower or is_large:
             raise CannotCheckError(f"the module does not run in {dtype}")
-        return Trial(self._of_fit, self._training_step, self.backward, self.largest, dtype)
+        return replace(self, dtype=dtype)
 
     def in_widest_type(
         self, look: Callable[[Trial], _T], rows: Callable[[], Any] | None, is_answer: Callable[[_T], bool] = lambda _: True
@@ -105,7 +101,7 @@ class Trial:
                 wide = self.widened(dtype)
                 if rows is not None:
                     own = self._result_alone(rows) if own is None else own
-                    if self.largest(_difference(own, wide._result_alone(rows))) > rounding_of_gradients(self.eps):
+                    if self.largest(difference(own, wide._result_alone(rows))) > rounding_of_gradients(self.mode.eps):
                         continue
                 if is_answer(found := look(wide)):
                     return found
@@ -117,14 +113,9 @@ class Trial:
             return self.result(rows)
 
     @property
-    def eps(self) -> float:
-        """Machine epsilon of the narrowest type that was used so far."""
-        return self.mode.eps
-
-    @property
     def tolerance(self) -> float:
         """The relative error that rounding in that type explains."""
-        return rounding(self.eps)
+        return rounding(self.mode.eps)
 
     def losses_of(self, batches: Sequence[Callable[[], Any]]) -> list[float]:
         """The losses of some batches, each run as if it were the first. Called on all ranks, with equally many."""
@@ -176,9 +167,9 @@ class Trial:
 
     def step(self, batch: Any, instead: Step | None = None) -> Tensor:
         """The loss of a batch, by this step or by another ``instead``."""
-        batch = batch if self._dtype is None else widened_batch(batch, self._dtype)
+        batch = batch if self.dtype is None else widened_batch(batch, self.dtype)
         with _users_code(), self.mode:
-            output = (instead or self._training_step)(batch)
+            output = (instead or self.training_step)(batch)
         loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
             raise UnsuitableRowsError("training_step returns None for some of the first rows")
@@ -256,16 +247,10 @@ class Trial:
 
     def gradients(self, loss: Tensor, share: float, scale: float = 1.0, keeps_graph: bool = False) -> dict[int, Tensor]:
         """The gradients of ``share`` times a loss, divided by ``scale``, by parameter: some elements, in double precision."""
-        if not (self._trained and self._has_gradients):
+        if not self._trained:
             return {}
-        try:
-            with _users_code(), self.mode:
-                gradients = self.backward.gradients_of(loss, share, self._trained, keeps_graph)
-        except CannotCheckError as error:
-            if "checkpoint" not in str(error.__cause__).lower():
-                raise
-            self._has_gradients = False  # reentrant checkpointing has no torch.autograd.grad
-            return {}
+        with _users_code(), self.mode:
+            gradients = self.backward.gradients_of(loss, share, self._trained, keeps_graph)
         most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(self._trained)))
         return {index: sample(gradient, most) / scale for index, gradient in enumerate(gradients) if gradient is not None}
 
@@ -303,10 +288,10 @@ class Trial:
         """Inside, the module is set up for trials; afterwards it is restored."""
         with ExitStack() as stack:
             # parameters of sharded modules are managed by the engine
-            of_fit = [] if self.backward.is_waited_for_in_forward else self._of_fit.parameters()
+            of_fit = [] if self.backward.is_waited_for_in_forward else self.trained.parameters()
             of_module = {*self.module.parameters()}
             stack.enter_context(gradients_set_aside(of_fit))
-            if (dtype := self._dtype) is not None:
+            if (dtype := self.dtype) is not None:
                 self.together(lambda: stack.enter_context(widened(self.module, dtype)))  # memory may run out
             parameters = [*self.module.parameters(), *(own for own in of_fit if own not in of_module)]
             self.backward.reshard()  # after a forward without a backward, gathered parameters remain in memory
@@ -337,7 +322,7 @@ def _users_code(kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[N
         raise CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}") from error
 
 
-def _difference(one: Result, other: Result) -> float:
+def difference(one: Result, other: Result) -> float:
     """The relative difference of two losses, or of their gradients if that is larger; 0 for losses that are not finite."""
     (loss, gradients), (other_loss, others) = one, other
     of_loss = abs(loss - other_loss) / max(abs(loss), abs(other_loss), 1e-300)

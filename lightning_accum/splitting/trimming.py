@@ -138,14 +138,14 @@ def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, padded: Any, trim
     modes: dict[int, Mode] = {ALL: weigh} if weigh is not None else {}
     if weigh is None:
         modes = {key: term.default_mode if term.words else ONCE for key, term in keys_of([look]).items()}
-    fits = [fit_of([look], key, mode, trial.eps) for key, mode in modes.items()]
+    fits = [fit_of([look], key, mode, trial.mode.eps) for key, mode in modes.items()]
     if any(fit.mode is None for fit in fits):
         worst = max(fits, key=lambda fit: fit.deviation.size).deviation
         seen = f"{worst.seen} differs by {worst.size:.2g} of its size"
         with_it, without = measured[0].loss, measured[-1].loss
         if len(trimmed) == 1 and not math.isclose(with_it, without, rel_tol=trial.tolerance):
             seen = f"its loss is {with_it:.9g} with it, {without:.9g} without"
-        if trial.eps >= torch.finfo(torch.float16).eps:
+        if trial.mode.eps >= torch.finfo(torch.float16).eps:
             raise CannotCheckError(f"{seen}, which may be rounding")
         return seen
     if not any(fit.deviation.has_evidence for fit in fits):

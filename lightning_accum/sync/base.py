@@ -24,6 +24,7 @@ class GradientSync:
     is_waited_for_in_forward = False
     """Whether the forward and backward of a micro-batch always wait for the other ranks."""
     can_forget_forward = True  # whether a forward may fail half-way
+    notes_parameters = False  # which a backward has reached, also of no micro-batch
     is_reduced_inside = False  # the gradients of an unfinished window are averaged over the ranks already
 
     @property
@@ -83,12 +84,15 @@ class GradientSync:
     def gradients_of(
         self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
     ) -> Sequence[Tensor | None]:
-        """The gradients of ``share`` times a loss that is in no window; None for a share of 0. They are not added to ``.grad``.
+        """The gradients of ``share`` times a loss that is in no window, as these parameters receive them. They are not added to
+        ``.grad``.
 
         For a sharded module, returns this rank's shards of the mean over the ranks; called on all ranks.
         """
-        found = torch.autograd.grad(loss, parameters, torch.full_like(loss, share), retain_graph=keeps_graph, allow_unused=True)
-        return found if share else [None] * len(found)  # NaN * 0 is NaN
+        if self.notes_parameters or self.is_recording_graph:
+            start = torch.full_like(loss, share)
+            return torch.autograd.grad(loss, parameters, start, retain_graph=keeps_graph, allow_unused=True)
+        return gradients_in_place(loss, share, parameters, keeps_graph)
 
     def reshard(self) -> None:
         """Restore the optimizer's parameters in the module, if an engine replaces them between steps."""

@@ -35,7 +35,7 @@ class DDPSync(WrappedSync):
         self._ddp = ddp
         self._finishes_after_backward = finishes_after_backward
         self._policy = policy
-        self.is_reduced_inside = policy == "micro_batch"
+        self.is_reduced_inside, self.notes_parameters = policy == "micro_batch", ddp.find_unused_parameters
         self._trainable = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         layers = dict(ddp.module.named_modules())
         self._sparse = frozenset(p for name in sparse_layers(ddp.module) for p in layers[name].parameters())

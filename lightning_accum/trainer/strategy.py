@@ -169,10 +169,6 @@ class AccumulationMixin(Engine):
             self.manual = ManualWindows(policy, self, schedulers, rank_zero_warn, reduces, self.row_wise, checks)
             self._fit.callback(self.manual.steps.end)
             return
-        is_one_backward = not (is_split or is_long or self.ranks.size > 1)
-        if not is_one_backward or self.row_wise is not None:
-            warn_of_hooks(module, rank_zero_warn)
-        self.gradient_reads = None if is_one_backward else gradient_reads(trainer, rank_zero_warn)
         sums, dtype = None, policy.accumulate_dtype
         is_engines = self.reduces_every_backward_by_itself  # the engine holds the whole gradients, and so their sum
         if dtype is not None and not is_engines and (sums := main_gradients(dtype, self.parameters)) is None:
@@ -242,6 +238,12 @@ class AccumulationMixin(Engine):
                 )
         if windows is None:
             return
+        is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
+        has_several_backwards = is_long or self.policy.micro_batch is not None or self.ranks.size > 1
+        if has_several_backwards or self.row_wise is not None:
+            warn_of_hooks(self.module, rank_zero_warn)
+        if has_several_backwards:
+            self.gradient_reads = gradient_reads(trainer, rank_zero_warn)
         # begin or resume: inside an epoch Lightning skips on_train_epoch_start
         self.begin_epoch()
         epoch_loop = trainer.fit_loop.epoch_loop

@@ -27,7 +27,7 @@ from lightning_accum.prove import ALL, Deviation, Look, Measured, fit_of
 from lightning_accum.randomness import RandomState
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.step import Trained
-from lightning_accum.sync.base import GradientSync, gradients_in_place
+from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.counts import count_samples
@@ -55,7 +55,7 @@ def prove_row_wise(
     if trained.sync.is_waited_for_in_forward and position:
         return  # the engine holds its own gradients until the window ends
     row_wise.begin_proof()
-    engine = trained.sync if trained.sync.is_waited_for_in_forward else _GradientsInPlace()
+    engine = trained.sync if trained.sync.is_waited_for_in_forward else GradientSync()
     trial = Trial(trained, step, engine, lambda value: trained.ranks.largest(value)[0])
     try:
         take, number = trial.together(lambda: _rows_of(trained, batches, samples))
@@ -93,12 +93,6 @@ def _rows_of(trained: Trained, batches: Sequence[Any], samples: Any) -> tuple[Ca
             raise
         return lambda rows: copy(batches[0]), count_samples(batches[0]) or 2
     return few.take, few.of_batch
-
-
-class _GradientsInPlace(GradientSync):
-    """Computes gradients by a full backward, including reentrant checkpoints and calls that run again."""
-
-    gradients_of = staticmethod(gradients_in_place)
 
 
 @dataclass
@@ -175,11 +169,11 @@ class _Proof:
         return found
 
     def _deviation(self, trial: Trial, whole: Measured, part: Measured) -> Deviation:
-        return fit_of([Look(whole, [part])], ALL, ONCE, trial.eps).deviation
+        return fit_of([Look(whole, [part])], ALL, ONCE, trial.mode.eps).deviation
 
     def _is_wrong(self, trial: Trial, found: Deviation) -> bool:
         """On any rank."""
-        return trial.largest(found.size / rounding_of_gradients(trial.eps)) > 1
+        return trial.largest(found.size / rounding_of_gradients(trial.mode.eps)) > 1
 
     def _refuse(self, trial: Trial, found: Deviation, number: int) -> None:
         """Raise the error, unless the step has a different gradient each time."""

@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accum import AccumulationError, GradientAccumulation, SampleCount
+from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, SampleCount
 from lightning_accum.fabric import Accumulator
 from lightning_accum.testing import EXACT, sgd
 
@@ -262,6 +262,47 @@ def test_a_parameter_with_a_gradient_that_is_not_finite_hides_nothing_of_the_oth
 
     replaces = LambdaCallback(on_before_optimizer_step=lambda trainer, module, optimizer: module.net.bias.grad.nan_to_num_())
     assert outcome(partial(Toy, loss), rows_of(4, 4, 4, 4), trainer={"callbacks": [replaces]}) == "refused"
+
+
+def test_a_factor_of_0_in_a_later_micro_batch_is_looked_at() -> None:
+    def with_factor(net: nn.Module, batch: Any) -> Tensor:  # 0.1 before
+        return classified(net, batch) + float((batch[1] < 3).any()) * net(batch[0]).square().mean()
+
+    def with_dummy(net: nn.Module, batch: Any) -> Tensor:  # as LoFTR: 0.4 before
+        weights, found = torch.ones(len(batch[1])), batch[1] < 3
+        if not found.any():
+            weights[0], found[0] = 0.0, True
+        return (net(batch[0]).square().mean(1)[found] * weights[found]).mean()
+
+    batches = labelled(8, 8, 8, 8)
+    torch._foreach_clamp_max_([labels for _, labels in batches[:2]], 2)
+    batches[3][1].fill_(3)
+    with pytest.raises(AccumulationError, match="do not add up"):
+        fit(Toy(with_factor), batches, GradientAccumulation(2))
+    with pytest.warns(AccumulationWarning, match="This window is left out"):
+        fit(Toy(with_dummy), batches, GradientAccumulation(2))
+
+
+def of_node(own: Tensor) -> Any:  # the node that adds up the gradient, which lives as long as this
+    node = own.expand_as(own).grad_fn.next_functions[0][0]
+    node.register_prehook(lambda gradients: (gradients[0] / gradients[0].norm(),))
+    return node
+
+
+def after_adding(own: Tensor) -> None:
+    own.grad /= own.grad.norm()
+
+
+@pytest.mark.parametrize("kind", [Toy, ManualToy])
+@pytest.mark.parametrize(
+    ("register", "expected"), [(of_node, "refused"), (lambda own: own.register_post_accumulate_grad_hook(after_adding), "warned")]
+)
+def test_a_hook_that_normalises_the_gradient_of_a_parameter_is_seen(kind: Any, register: Any, expected: str) -> None:  # 0.5
+    class Hooked(kind):
+        def on_train_start(self) -> None:
+            self.kept = [register(own) for own in self.parameters()]
+
+    assert outcome(partial(Hooked, classified), rows_of(4, 4, 4, 4), optimizer=None) == expected
 
 
 def test_a_backward_that_writes_into_its_gradient_changes_no_other_micro_batch() -> None:  # 0.084 before
