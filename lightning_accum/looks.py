@@ -336,28 +336,6 @@ def has_several_terms(checked: Checked, batch: Any) -> bool:
     return checked.on_any(sum(not term.is_penalty for term in terms.values()) > 1)
 
 
-def have_one_loss(checked: Checked, other: Checked) -> bool | None:
-    """Whether two steps have the same loss on rows that were checked; None if that is unknown. Called on all ranks.
-
-    Raises:
-        DoesNotAddUpError: the losses differ on some rank: the other step changes parameters before its loss.
-    """
-    rows = partial(deepcopy, checked.accumulation.checked_rows)
-
-    def measured(trial: Trial) -> tuple[float, float]:
-        return trial.losses_of([rows])[0], trial.tolerance
-
-    for is_wide in (False, True):  # code may reach the parameters that were moved in one type only
-        trials = checked.trial(), other.trial()
-        try:
-            (one, tolerance), (two, _) = (trial.in_widest_type(measured, None) if is_wide else measured(trial) for trial in trials)
-        except CannotCheckError:
-            return None
-        if checked.on_any(abs(one - two) > tolerance * max(abs(one), abs(two))):
-            raise DoesNotAddUpError(advice.OF_STEPS)
-    return None if checked.on_any(not math.isfinite(one - two)) else True
-
-
 def has_layers_of_zeros(checked: Checked) -> bool:
     """Whether a layer has only zero weights, whose outputs hide dependences. Called on all ranks."""
     matrices = [parameter for parameter in checked.module.parameters() if parameter.dim() > 1 and parameter.requires_grad]

@@ -2,24 +2,67 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 from zlib import crc32
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_accum.errors import UsageError
 from lightning_accum.failures import have_all_left
+from lightning_accum.prove import apart, sample
 from lightning_accum.ranks import Ranks
+from lightning_accum.sync.base import gradients_in_place
 from lightning_accum.trial import PATIENCE
 from lightning_accum.user_warnings import users_line
 
+Gradients: TypeAlias = Mapping[nn.Parameter, Tensor]
+_SAMPLED = 2**12  # elements compared in a gradient
 _SAME_CALLS = (
     "All ranks must make the same calls of manual_backward and step: a rank without a loss passes a loss of 0 that depends on "
     "the parameters. With automatic optimization a rank may return None."
 )
+
+
+@dataclass
+class TriedStep:
+    """What a ``training_step`` does in a trial."""
+
+    given: Sequence[Gradients] = ()  # what its backwards leave in .grad, if not their own gradients
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: list[Gradients] = field(default_factory=list)  # of each loss
+    stepped: list[dict[int, Tensor]] = field(default_factory=list)  # .grad in each call of an optimizer's step, and its numbers
+
+    def backward(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        """Add the gradients of a loss to ``.grad``."""
+        number = len(self.losses)
+        if number < len(self.given):
+            gradients = self.given[number]
+        else:
+            found = gradients_in_place(loss, 1.0, parameters, keeps_graph=True)
+            gradients = {own: gradient for own, gradient in zip(parameters, found, strict=True) if gradient is not None}
+        self.losses.append(loss)
+        self.gradients.append(gradients)
+        for own, gradient in gradients.items():
+            own.grad = gradient.clone() if own.grad is None else own.grad + gradient
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Note the gradients with which an optimizer would step, and its learning rate and other numbers."""
+        parameters = [own for group in optimizer.param_groups for own in group["params"]]
+        self.stepped.append({at: sample(own.grad.clone(), _SAMPLED) for at, own in enumerate(parameters) if own.grad is not None})
+        numbers = [float(value) for group in optimizer.param_groups for value in group.values() if isinstance(value, (int, float))]
+        self.stepped.append({0: torch.tensor(numbers)})
+
+    def difference(self, other: TriedStep) -> float:
+        """The relative difference of the gradients of both in the calls of step."""
+        if len(self.stepped) != len(other.stepped):
+            return math.inf
+        return max((apart(one, [two]) or 0.0 for one, two in zip(self.stepped, other.stepped, strict=True)), default=0.0)
 
 
 @dataclass

@@ -196,7 +196,7 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
             drawn = draw(whole[1:]).expand(whole) if repeats else draw(whole)
             if is_whole:
                 return drawn.clone()
-            dim = others[0] if others else next((dim for dim, size in enumerate(whole) if size == total), None)
+            dim = others[0] if others else next((dim for dim, size in enumerate(whole) if size == total == number), None)
             if dim is not None and whole[dim] == total:
                 return drawn.index_select(dim, torch.tensor(rows, device=drawn.device))
             if dim is None:  # all rows share the numbers

@@ -29,6 +29,7 @@ class DeferredSteps:
     def __post_init__(self, schedulers: Iterable[Any]) -> None:
         self._is_stepping = False
         self._undo, self._known, self.optimizers = ExitStack(), set[int](), list[Optimizer]()
+        self.others: list[Optimizer] = []  # of the module, which step at once
         self._defer(self.trained.optimizers, schedulers)
 
     def _defer(self, optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> None:
@@ -47,11 +48,12 @@ class DeferredSteps:
         held = [value for owner in (self.trained.module, *optimizers) for value in vars(owner).values()]
         held += [one for value in held if isinstance(value, (list, tuple)) for one in value]
         held += [one for value in held if isinstance(value, dict) for one in value.values()]
-        if not optimizers:
-            wrapper = pl.core.optimizer.LightningOptimizer
-            optimizers = [one for one in held if isinstance(one, Optimizer) and not isinstance(one, wrapper)]
+        wrapper = pl.core.optimizer.LightningOptimizer
+        own = [one for one in held if isinstance(one, Optimizer) and not isinstance(one, wrapper)]
+        optimizers = optimizers or own
         schedulers = [one for one in held if isinstance(one, (LRScheduler, ReduceLROnPlateau))]
         self._defer(optimizers, [one for one in schedulers if any(one.optimizer is optimizer for optimizer in optimizers)])
+        self.others = [one for one in own if id(one) not in self._known]
 
     def end(self) -> None:
         """Restore the optimizers and schedulers."""

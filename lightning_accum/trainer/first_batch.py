@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -18,17 +19,21 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_accum import check
+from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.exact import exact_dtype
 from lightning_accum.later_terms import check_loader_batch
-from lightning_accum.looks import Checked, have_one_loss
-from lightning_accum.splitting.few_rows import FewRows
+from lightning_accum.looks import Checked, agree_on_rows
+from lightning_accum.manual_calls import TriedStep
+from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import ClosureResult, call, pl, rank_zero_info
+from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import logging_nothing
 from lightning_accum.trial_mode import is_narrow
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
+from lightning_accum.weighing import advice
 from lightning_accum.whole.row_proof import prove_row_wise
 
 
@@ -194,32 +199,68 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[st
     assert windows is not None
     if (not kwargs and strategy.world_size == 1) or not windows.takes_check():
         return
-    number = 0
+    batches, number = [*kwargs.values()][:1], 0
     run = unlogged_step(trainer, [*kwargs.values()][1:])
     is_long = windows.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
 
     def loss_of_call(batch: Any, number: int) -> Tensor:
-        with windows.trying_out() as losses:
+        with windows.trying_out() as tried:
             run(batch)
-        if number < len(losses):
-            return losses[number]
-        raise UnsuitableRowsError(f"training_step calls self.manual_backward {len(losses)} times for some of the first rows")
-
-    def sum_of_losses(batch: Any, moves: bool) -> Tensor:
-        with windows.trying_out(moves) as losses:
-            run(batch)
-        found = torch.stack([loss.detach().reshape(()) for loss in losses])
-        places = torch.arange(1, len(found) + 1, device=found.device)  # losses cannot cancel; a float would count as rounded
-        return torch.where((found == 0).any(), torch.nan, (places * found).sum())  # a loss of 0 proves nothing
+        if number < len(tried.losses):
+            return tried.losses[number]
+        times = len(tried.losses)
+        raise UnsuitableRowsError(f"training_step calls self.manual_backward {times} times for some of the first rows")
 
     how: dict[str, Any] = {"is_manual": True, "of_dataset": partial(DatasetRows, trainer)}
     samples, inform = strategy.samples_of_loader(), lambda _: None  # the start line reports each call
+    if not windows.are_steps_tried:
+        checked = Checked(strategy, run, windows.call(0), samples, is_long, inform, **how)
+        with suppress(CannotCheckError):
+            _try_steps(checked, windows, batches)
+            windows.are_steps_tried = True
     while number < windows.ranks.largest(windows.most_tried)[0]:
         accumulation, step = windows.call(number), partial(loss_of_call, number=number)
-        checked = Checked(strategy, step, accumulation, samples, is_long, inform, **how)
         if accumulation.checks_left:
-            check.check_first_batch(checked, next(iter(kwargs.values()), None))
-        if number == 0 and is_long and windows.is_free_of_steps is None and not checked.on_any(accumulation.checked_rows is None):
-            before, after = (replace(checked, step=partial(sum_of_losses, moves=moves)) for moves in (False, True))
-            windows.is_free_of_steps = have_one_loss(before, after)
+            check.check_first_batch(
+                Checked(strategy, step, accumulation, samples, is_long, inform, **how), next(iter(batches), None)
+            )
         number += 1
+
+
+def _try_steps(checked: Checked, windows: ManualWindows, batches: Sequence[Any]) -> None:
+    """Whether optimizers step with the same gradients if fewer rows are given those of more, as the last micro-batch of a window
+    is given the full batch's; and whether a loss depends on an earlier step. Called on all ranks.
+
+    Raises:
+        CannotCheckError: the rows cannot be run, or draw other random numbers. On all ranks.
+        DoesNotAddUpError: the gradients, or a loss, differ on some rank.
+    """
+    rows, tried, losses = agree_on_rows(checked, batches), list[TriedStep](), list[list[float]]()
+    found, number = rows.found, min(rows.number, MOST_ROWS)
+    if number < 2:
+        raise UnsuitableRowsError("the first batch has 1 row")
+    if isinstance(found, SplitRows):
+        whole, part = found.whole, found.parts[0]
+    else:
+        whole, part = (partial(found.take, range(size)) for size in (number, (number + 1) // 2))
+
+    def step(batch: Any) -> Tensor:
+        with windows.trying_out(moves=len(tried) == 3, given=tried[0].gradients if tried else ()) as one:
+            checked.step(batch)
+        losses.append([float(loss.detach()) for loss in one.losses])
+        one.losses.clear()
+        tried.append(one)
+        return torch.zeros(())
+
+    trial = replace(checked, step=step).trial()
+    trial.losses_of([whole, whole, part, whole])
+    expected, again, of_part, _ = tried
+    if checked.on_any(again.difference(expected) > trial.tolerance):
+        raise CannotCheckError("training_step steps with other gradients for the same rows each time")
+    if checked.on_any(of_part.difference(expected) > trial.tolerance):
+        raise DoesNotAddUpError(advice.OF_GRADIENTS)
+    pairs = zip(losses[0], losses[3], strict=False)
+    of_losses = [abs(one - two) / max(abs(one), abs(two), 1e-300) for one, two in pairs]
+    if checked.is_window_long and checked.on_any(any(size > trial.tolerance for size in of_losses)):
+        raise DoesNotAddUpError(advice.OF_STEPS)
+    windows.is_free_of_steps = not checked.on_any(0.0 in losses[0] or not all(map(math.isfinite, of_losses)))

@@ -8,8 +8,9 @@ boundary, steps of optimizers and schedulers are deferred, but not ``zero_grad``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any, cast
 
 import torch
@@ -19,12 +20,14 @@ from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.checkpoint import PartialWindow
+from lightning_accum.errors import UsageError
 from lightning_accum.main_gradients import GradientSums, as_number
-from lightning_accum.manual_calls import ManualMicroBatch, check_batches
+from lightning_accum.manual_calls import Gradients, ManualMicroBatch, TriedStep, check_batches
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import manual_start_line
 from lightning_accum.step import Trained
+from lightning_accum.sync.base import gradients_set_aside
 from lightning_accum.trainer.deferred_steps import DeferredSteps
 from lightning_accum.trainer.from_lightning import pl, rank_zero_info
 from lightning_accum.user_warnings import listed, users_line
@@ -68,10 +71,10 @@ class ManualWindows(Windows):
         self.current = ManualMicroBatch()  # without a batch between loader batches
         self.closed: list[ClosedWindow] = []  # the window of each call, at the last boundary
         self.row_wise, self.checks = row_wise, checks
-        self.tried: list[Tensor] | None = None  # the losses of a ``training_step`` in a trial
+        self.tried: TriedStep | None = None  # the ``training_step`` of a trial
         self.most_tried = 1  # the largest number of losses in a trial
-        self.is_free_of_steps: bool | None = None
-        """Whether no loss depends on an earlier step of the same ``training_step``; None if not checked."""
+        self.are_steps_tried = False  # what they use of a batch was checked
+        self.is_free_of_steps = False  # no loss depends on an earlier step of the same ``training_step``
         self._module = cast("pl.LightningModule", trained.module)
         self._named, self._named_parameters = dict(trained.module.named_parameters()), trained.parameters_by_name
         self._parameters, self._loss_scale, self._reduces_by_itself = trained.parameters, trained.loss_scale, reduces_by_itself
@@ -111,7 +114,7 @@ class ManualWindows(Windows):
         """``manual_backward``: at the boundary it leaves the full batch's gradients. ``run`` is the strategy's own."""
         current = self.current
         if self.tried is not None:
-            self.tried.append(loss)
+            self.tried.backward(loss, [own for own in self._parameters() if own.requires_grad])
             return loss
         if not current.is_running:  # in validation, or in a hook
             if self._module.trainer.training:
@@ -126,6 +129,11 @@ class ManualWindows(Windows):
                 "parameters, all micro-batches of a window but the last compute it with the old parameters, and the window differs "
                 "from its full batch. To be exact, call step after the last backward, or have the loader yield batches as large as "
                 'the window: GradientAccumulation(micro_batch="offload") runs each whole.'
+            )
+        if kwargs.get("create_graph"):
+            raise UsageError(
+                "manual_backward(create_graph=True): the gradients of a window are sums without a graph. Compute gradients that a"
+                " loss uses by torch.autograd.grad(loss, parameters, create_graph=True)."
             )
         if not current.next_call:
             self._look_for_changes()
@@ -199,27 +207,30 @@ class ManualWindows(Windows):
         return sums
 
     @contextmanager
-    def trying_out(self, moves: bool = False) -> Iterator[list[Tensor]]:
-        """Inside, ``training_step`` runs as a trial: losses are collected, no backward runs, and steps do nothing (``moves``: a
-        little).
+    def trying_out(self, moves: bool = False, given: Sequence[Gradients] = ()) -> Iterator[TriedStep]:
+        """Inside, ``training_step`` runs as a trial, in which steps do nothing (``moves``: a little).
 
         Optimizers have the parameters that the module has now: a trial in a wider type replaces those.
         """
-        before, self.current, self.tried = self.current, ManualMicroBatch(defers_steps=True, moves=moves), []
+        before, self.current, self.tried = self.current, ManualMicroBatch(defers_steps=True, moves=moves), TriedStep(given)
         trained = [(parameter, parameter.requires_grad) for parameter in self._parameters()]
         now = dict(self._module.named_parameters())
         of_trial = {parameter: now.get(name, parameter) for name, parameter in self._named.items()}
         groups = [group for optimizer in self.steps.optimizers for group in optimizer.param_groups]
-        of_groups = [group["params"] for group in groups]
+        of_groups = [{**group} for group in groups]
+        kept = [(optimizer, deepcopy(optimizer.state_dict())) for optimizer in self.steps.others]
         try:
-            for group, parameters in zip(groups, of_groups, strict=True):
-                group["params"] = [of_trial.get(parameter, parameter) for parameter in parameters]
-            yield self.tried
+            for group in groups:
+                group["params"] = [of_trial.get(parameter, parameter) for parameter in group["params"]]
+            with gradients_set_aside(self._parameters()):
+                yield self.tried
         finally:
-            self.most_tried = max(self.most_tried, len(self.tried))
+            self.most_tried = max(self.most_tried, len(self.tried.losses))
             self.current, self.tried = before, None
-            for group, parameters in zip(groups, of_groups, strict=True):
-                group["params"] = parameters
+            for group, values in zip(groups, of_groups, strict=True):
+                group.update(values)
+            for optimizer, state in kept:
+                optimizer.load_state_dict(state)
             for parameter, is_trained in trained:  # an error may occur after toggle_optimizer has changed it
                 parameter.requires_grad_(is_trained)
 
@@ -318,18 +329,15 @@ class ManualWindows(Windows):
     def may_step(self, name: str, optimizer: Optimizer) -> bool:
         """Whether the optimizer of this name steps now, or at the boundary."""
         self.current.stepped.append(name)
+        if self.tried is not None:
+            self.tried.step(optimizer)
         if self.current.moves:
             with torch.no_grad():
                 for parameter in [own for group in optimizer.param_groups for own in group["params"]]:
                     parameter.mul_(1.01).add_(0.01)
         if self.current.defers_steps:
             return False
-        if self.current.is_running and not self.closed and not self._micro_batches():
-            self.warn_once(
-                f"training_step steps {name}, but no micro-batch of the window has called self.manual_backward. Other backwards, "
-                "such as loss.backward(), only count for the last micro-batch of this rank. Call self.manual_backward(loss)."
-            )
-        elif self.current.is_running and self.boundary.size != 1 and (names := self._of_other_backwards(optimizer)):
+        if self.current.is_running and (names := self._of_other_backwards(optimizer)):
             self.warn_once(
                 f"training_step steps {name}, but no self.manual_backward gave the gradients of {names}. In a window they are the"
                 " gradients of the last micro-batch of this rank alone. Compute them by self.manual_backward(loss)."

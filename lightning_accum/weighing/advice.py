@@ -52,6 +52,11 @@ OF_STEPS = (
     'manual_backward. Or have the loader yield your effective batch, with a window of 1; micro_batch="offload" runs it in less '
     "memory. check=False turns the check off."
 )
+OF_GRADIENTS = (
+    "An optimizer steps with gradients, or a learning rate, that depend on the batch beside the gradients of self.manual_backward: "
+    "in a window on its last micro-batch. Compute all gradients by self.manual_backward, and scale them by no loss or count of the "
+    "batch. Or have the loader yield your effective batch, with a window of 1. check=False turns the check off."
+)
 OF_ONE_ROW = "the loader yields single rows, and the loss of two rows together is not the sum of their losses"
 OF_ROW_WISE = (
     "With row_wise= the loss sees one whole loader batch of one rank: have the loader yield your effective batch (a window of 1),"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from support import SaveAfter, StatefulLoader, ddp, error_of_updates, fit, fp16_
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from lightning_accum import AccumulationWarning, DoesNotAddUpError, GradientAccumulation
+from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUpError, GradientAccumulation
 from lightning_accum.testing import EXACT, assert_window_equals_batch, compare_window_with_batch
 
 
@@ -110,22 +111,11 @@ def test_the_callback_logs_each_loss_once_a_window() -> None:
     assert float(seen[-1][0]) == pytest.approx(run.callback_metrics["window/loss"].item(), rel=1e-12)
 
 
-class ByItself(GAN):
-    def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        loss.backward(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        (GAN, ("3 loader batches", "window/loss ", "window/loss_2", "window/loss_3", "manual_modules.py")),
-        (ByItself, ("no call of self.manual_backward", "manual_backward 0 times")),
-    ],
-)
-def test_the_start_line_says_which_backward_is_which_loss(kind: type[GAN], names: Any, caplog: Any) -> None:
+def test_the_start_line_says_which_backward_is_which_loss(caplog: Any) -> None:
     with caplog.at_level(logging.INFO, "lightning.pytorch"), warned():
-        fit(kind(), batches_of(GAN), GradientAccumulation(3))
+        fit(GAN(), batches_of(GAN), GradientAccumulation(3))
     (line,) = [record.message for record in caplog.records if record.message.startswith("accumulating ")]
+    names = ("3 loader batches", "window/loss ", "window/loss_2", "window/loss_3", "manual_modules.py")
     assert all(name in " ".join(line.split()) for name in names)
 
 
@@ -391,7 +381,73 @@ class Follows(GAN):
 )
 def test_what_cannot_be_equal_is_named(kind: type[Manual], named: str) -> None:
     with pytest.warns(AccumulationWarning, match=named):
-        fit(kind(), batches_of(GAN), accumulate_grad_batches=2)
+        fit(kind(), batches_of(GAN), GradientAccumulation(2, check=kind is not Direct))
+
+
+class Changes(GAN):
+    """The gradients of a backward are changed before the step; the parameters are a list that a wider copy has no part of."""
+
+    def __init__(self, change: Callable[..., Any], optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.change, self.cached = change, [*self.generator.parameters()]
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.generator(batch[1]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, _ = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.change(self, optimizer, [own.grad.data for own in self.cached if own.grad is not None], loss.detach(), batch)
+        optimizer.step()
+
+
+def climbs(module: Changes, optimizer: Any, gradients: list[Tensor], loss: Tensor, batch: Any) -> None:  # sharpness-aware
+    ascent, values = [0.5 * gradient for gradient in gradients], [own.data for own in module.cached][: len(gradients)]
+    torch._foreach_add_(values, ascent)
+    optimizer.zero_grad()
+    module.manual_backward(module.loss(batch))
+    torch._foreach_sub_(values, ascent)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda module, optimizer, gradients, loss, batch: torch._foreach_mul_(gradients, loss), "depend on the batch"),
+        (lambda module, optimizer, gradients, loss, batch: optimizer.param_groups[0].update(lr=float(loss)), "a learning rate"),
+        (
+            lambda module, *_: module.generator[0].weight.square().sum().backward() or module.loss(_[-1]).backward(),
+            "by self.manual_b",
+        ),
+        (climbs, "the loss compares the rows of its batch"),
+    ],
+)
+def test_gradients_of_a_step_that_depend_on_its_batch_are_an_error(change: Any, named: str, dtype: torch.dtype) -> None:  # 0.6 to 5
+    batches = [tuple(part.to(dtype) for part in batch) for batch in batches_of(GAN)]
+    with pytest.raises(DoesNotAddUpError, match=named):
+        fit(Changes(change).to(dtype), batches, accumulate_grad_batches=2)
+
+
+def smaller(module: Changes, optimizer: Any, gradients: list[Tensor], *_: Any) -> None:  # by its parameters, and less its mean
+    for own, gradient in zip(module.cached, gradients, strict=False):
+        gradient.mul_((own.detach().norm() / gradient.norm()).clamp(max=1)).sub_(gradient.mean())
+
+
+@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
+def test_gradients_that_are_changed_without_the_batch_are_exact() -> None:
+    for optimizer in ("sgd", "adamw"):
+        assert_one_window_one_batch(partial(Changes, smaller, optimizer), [draw(GAN)], 3, collate=default_collate)
+
+
+def test_gradients_with_a_graph_are_refused() -> None:
+    class Doubles(GAN):
+        def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            super().manual_backward(loss, *args, create_graph=True, **kwargs)
+
+    with pytest.raises(AccumulationError, match="torch.autograd.grad"):
+        fit(Doubles(), batches_of(GAN), GradientAccumulation(2, check=False))
 
 
 # --- losses that do not add up ----------------------------------------------------------------------------------------------
