@@ -145,8 +145,8 @@ class Deciding:
         constants = {key: fit.constant for key, fit in chosen.items() if fit.constant}
         losses = [part.loss for part in looks[0].parts]
         are_alike = checked.on_any(max(losses) - min(losses) <= trial.tolerance * abs(max(losses)))
-        is_shown = not (wrong or known.counts_first or isinstance(weight, tuple))
-        of_loss = _loss_of(looks[0], chosen) - looks[0].whole.loss if is_shown else 0.0
+        is_read = weight == "auto" and not (wrong or known.counts_first or looks[0].whole.function is not None)
+        of_loss = _loss_of(looks[0], known, terms) - looks[0].whole.loss if is_read else 0.0
         is_loss_off = checked.on_any(abs(of_loss) > trial.tolerance * max(map(abs, losses)))
         return Found(verdict, not wrong, known, constants, terms, mend, are_alike, is_loss_off=is_loss_off)
 
@@ -267,11 +267,11 @@ _OF_HALF = 1e-3
 """Deviations of as many roundings tell nothing, nor does one of this size in half precision, whose roundings even out."""
 
 
-def _loss_of(look: Look, chosen: Mapping[int, Fit]) -> float:
-    """The loss that a window of these parts shows; nan if it is unknown."""
-    key, mode = next(((key, fit.mode) for key, fit in chosen.items() if fit.mode not in (None, ONCE)), (ALL, None))
-    if mode is None or look.whole.function is not None:
+def _loss_of(look: Look, known: Known, terms: Mapping[int, Term]) -> float:
+    """The loss that a window of these parts shows; nan if it is unknown, since a hook may change the gradient of a mean."""
+    own = next((own for own in known.modes.items() if own[1] == terms[own[0]].default_mode != ONCE), None)
+    if own is None:
         return math.nan
-    parts = [(1.0 if mode == SUM else part.weight(key, mode), part.loss) for part in look.parts]
+    parts = [(1.0 if own[1] == SUM else part.weight(*own), part.loss) for part in look.parts]
     shown = sum(weight * loss for weight, loss in parts if weight)
-    return shown if mode == SUM else shown / (look.whole.weight(key, mode) or math.nan)
+    return shown if own[1] == SUM else shown / (look.whole.weight(*own) or math.nan)
