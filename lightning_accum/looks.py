@@ -101,16 +101,9 @@ class Rows(NamedTuple):
 
 
 def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str] = (), of_dataset: bool = False) -> Rows:
-    """The rows that are checked. Called on all ranks.
+    """The rows that are checked, of the loader batch (empty if this rank has none) or ``of_dataset``. Called on all ranks.
 
-    Args:
-        checked: what is checked.
-        batches: the loader batch; empty if this rank has none.
-        shared: paths of shared parts that have one entry a row by chance.
-        of_dataset: whether to draw rows from the dataset in any case.
-
-    Raises:
-        CannotCheckError: a rank has no rows. On all ranks.
+    ``shared`` are paths of shared parts that have one entry a row by chance.
     """
     accumulation, sync = checked.accumulation, checked.sync
     policy = accumulation.policy
@@ -343,11 +336,7 @@ def has_layers_of_zeros(checked: Checked) -> bool:
 
 
 def takes_rows_of_other_ranks(checked: Checked, trial: Trial, rows: Rows) -> bool:
-    """Find out whether the loss gathers the rows of all ranks. Called on all ranks.
-
-    Raises:
-        DoesNotAddUpError: it gathers them in a window of several loader batches.
-    """
+    """Find out whether the loss gathers the rows of all ranks, an error in windows of several loader batches. On all ranks."""
     accumulation = checked.accumulation
     if accumulation.ranks.world_size == 1:
         return False

@@ -42,11 +42,9 @@ class Undo:
 
     @torch.no_grad()
     def take(self, gradients_of: Iterable[Tensor] | None = None, watches_parameters: bool = True) -> Snapshot:
-        """Save the present state.
+        """Save the present state, and ``gradients_of`` parameters whose gradients the step adds to (None costs no memory).
 
-        Args:
-            gradients_of: parameters whose gradients the step adds to. A gradient that is None costs no memory.
-            watches_parameters: whether to raise if a parameter was changed; False if an optimizer may step in between.
+        ``watches_parameters``: whether to raise if a parameter was changed; False if an optimizer may step in between.
         """
         kept, too_large, _ = self._reached()
         watched: list[_Watched] = [(tensor, version_of(tensor), path) for tensor, path in too_large]
