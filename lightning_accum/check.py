@@ -196,8 +196,8 @@ class Check:
         is_cut = accumulation.splitting is not None or checked.is_window_long
         if is_cut and before is None and not is_open and found.leaves_something:
             warn_of_state(checked, self._trial, rows.found)
-        is_open |= checked.is_manual and not own.words.keys() <= own.units.keys()  # nothing checks later windows
-        if not accumulation.checks_left or not checked.on_any(verdict.may_try_again or is_open):
+        lacks_terms = checked.is_manual and not own.words.keys() <= own.units.keys()  # nothing checks later windows
+        if not accumulation.checks_left or not checked.on_any(verdict.may_try_again or lacks_terms):
             if verdict.deviation is None:
                 accumulation.warn_once(advice.of_unchecked(verdict, checked.is_manual))
             _end(checked)
