@@ -220,6 +220,8 @@ class Check:
             if checked.on_any(len({measured.function for measured in measured_of(looks)}) > 1):  # a single row may look like one
                 names = names._replace(takes_functions=False)
                 looks = looks_at(checked, trial, rows, names)
+            if checked.on_any(trial.draws_others) and trial.is_random(looks[0].whole.batch):
+                raise CannotCheckError("training_step draws different random numbers for each batch")
             written = {*trial.mode.written}  # of a wider trial, its own
             self._accumulation.written |= {name for name, own in checked.module.named_parameters() if own in written}
             leaves_something = self._before is None and not leaves_nothing(checked, trial, looks[0].whole)
@@ -248,8 +250,6 @@ class Check:
                 return again
             if not (self._accumulation.splitting or checked.is_window_long) and checked.on_any(trial.mode.has_waited):
                 raise GathersError("training_step gathers from other ranks")
-            if checked.on_any(trial.draws_others):
-                raise CannotCheckError("training_step draws different random numbers for each batch")
             first = looks[0].whole
             same = trial.measure(first.batch, names, first.rows, first.total)
             if checked.on_any(abs(same.loss - first.loss) > trial.tolerance * abs(first.loss)):

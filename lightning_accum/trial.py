@@ -17,7 +17,7 @@ from lightning_accum.errors import AccumulationError, RowWiseError
 from lightning_accum.exact import exact_dtype, rounding, rounding_of_gradients
 from lightning_accum.failures import have_all_left
 from lightning_accum.prove import ALL, Measured, apart, sample
-from lightning_accum.randomness import RandomState, dropout_switched_off
+from lightning_accum.randomness import RandomState, dropout_switched_off, seed_everything
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync, gradients_set_aside
 from lightning_accum.trial_mode import TrialMode, is_narrow, widened, widened_batch
@@ -131,6 +131,18 @@ class Trial:
         """Whether two batches have different losses on this rank, each run as if it were the first. Called on all ranks."""
         first, second = self.losses_of([one, other])
         return abs(first - second) > self.tolerance * max(abs(first), abs(second))
+
+    def is_random(self, batch: Callable[[], Any]) -> bool:
+        """Whether a loss depends on random numbers that do not belong to rows: a permutation may be the same by chance. Called on all
+        ranks."""
+
+        def loss_of(seed: int) -> float:
+            self.restore()
+            seed_everything(seed)
+            return float(self.step(batch()).detach())
+
+        losses = [self.together(partial(loss_of, seed)) for seed in range(4)]
+        return self.largest(max(losses) - min(losses)) > self.tolerance * self.largest(max(map(abs, losses)))
 
     def result(self, batch: Callable[[], Any], step: Step | None = None) -> Result:
         """The loss and gradient of a batch in the present state, by this step or by another. Called on all ranks."""

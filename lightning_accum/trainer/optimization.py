@@ -80,8 +80,6 @@ class WindowOptimization(_AutomaticOptimization):
                         outcome = session.run_without_batch(self, seen, ends_window)
                 if ends_window:
                     outcome = self.step(outcome, again)
-                elif strategy.watch.is_close:
-                    strategy.watch.note_rates(strategy.optimizers[0])
         finally:
             attributes["_current_fx_name"] = before
         epoch_loop.end_loader_batch(accumulation, seen)
@@ -178,6 +176,8 @@ class WindowOptimization(_AutomaticOptimization):
             with strategy.watch.training_step(self.trainer.lightning_module) if strategy.watch.is_close else _NOTHING_AROUND:
                 output = call._call_strategy_hook(self.trainer, "training_step", batch, *self._others)
             strategy.post_training_step()
+        if strategy.watch.is_close and strategy.accumulation is not None:
+            strategy.watch.find_other_rates(strategy.optimizers[0], strategy.accumulation.warn_once, is_after_step=True)
         if isinstance(output, Tensor):
             return output, _NOTHING
         result = result_of(output)
@@ -204,12 +204,12 @@ class WindowOptimization(_AutomaticOptimization):
         if self._is_silent:
             loss.backward(grad_output)  # type: ignore[no-untyped-call]
             return
+        own, kwargs = loss, {} if is_users or grad_output is None else {"gradient": grad_output}
         if is_users and grad_output is not None:  # it may drop keyword arguments, so it gets the product instead
-            loss, grad_output = loss * grad_output, None
-        kwargs = {} if grad_output is None else {"gradient": grad_output}
+            loss = loss * grad_output
         is_close = strategy.watch.is_close
         scale = strategy.loss_scale() if is_close and strategy.has_lightnings_precision else None  # this waits for the device
-        with strategy.watch.gradient_of_loss(loss, grad_output, scale) if is_close else _NOTHING_AROUND:
+        with strategy.watch.gradient_of_loss(own, grad_output, scale) if is_close else _NOTHING_AROUND:
             call._call_strategy_hook(self.trainer, "backward", loss, strategy.optimizers[0], **kwargs)
 
     def collecting_logs(self) -> AbstractContextManager[BatchLog]:

@@ -56,6 +56,7 @@ class Watch:
         self._before_step: tuple[list[int], list[Tensor]] = ([], [])
         self._own: Tensor | None = None
         self._rates: list[float] | None = None
+        self._times: list[float] = []  # the factor by which the module's own backward multiplies a loss
         self._left: set[bool] = set()
         self._is_lightnings = partial(is_lightnings, module)
 
@@ -91,7 +92,7 @@ class Watch:
     def gradient_of_loss(self, loss: Tensor, gradient: Tensor | None, scale: float | None) -> Iterator[None]:
         """Expect the loss to get ``gradient`` once in the backward, times the ``scale`` of a GradScaler (None: unknown)."""
         own, self._own = self._own if self._own is not None else loss, None
-        if not self._is_lightnings("backward") or not own.requires_grad or scale is None:
+        if not own.requires_grad or scale is None:
             yield
             return
         expected = scale * (1.0 if gradient is None else float(gradient))
@@ -102,6 +103,15 @@ class Watch:
         finally:
             handle.remove()
         found = [float(number) for number in arrived]
+        if not self._is_lightnings("backward"):
+            times = [number / expected for number in found[:1] if expected]
+            self._times = self._times or times
+            if any(abs(one - two) > _TOLERANCE * abs(two) for one, two in zip(times, self._times, strict=False)):
+                raise UsageError(
+                    f"The module's backward multiplies the losses of micro-batches by different numbers: by {self._times[0]:g}, and"
+                    f" then by {times[0]:g}. Multiply the loss in training_step."
+                )
+            return
         is_right = len(found) == 1 and abs(found[0] - expected) <= _TOLERANCE * abs(expected)
         if not is_right and math.isfinite(expected) and (not found or math.isfinite(found[0])):
             raise seams.broken(
@@ -125,18 +135,15 @@ class Watch:
                 "LightningModule.optimizer_zero_grad)."
             )
 
-    def note_rates(self, optimizer: Optimizer) -> None:
-        """End a loader batch inside a window."""
-        self._rates = _rates_of(optimizer)
-
-    def find_other_rates(self, optimizer: Optimizer, warn: Callable[[str], None]) -> None:
-        """Begin the next loader batch: other code may have stepped a scheduler before it."""
-        before, self._rates = self._rates, None
-        if before is not None and before != (now := _rates_of(optimizer)):
+    def find_other_rates(self, optimizer: Optimizer, warn: Callable[[str], None], is_after_step: bool = False) -> None:
+        """Compare the learning rate with the rate after an earlier ``training_step`` of the window."""
+        before, now = self._rates, _rates_of(optimizer)
+        self._rates = now if is_after_step or before is not None else None
+        if before is not None and before != now:
             warn(
-                f"The learning rate was changed between two loader batches of a window, from {before} to {now}, perhaps by a "
-                "callback that steps a scheduler at every batch, and so several times a window. Step it when "
-                "trainer.global_step has grown, or in on_window_end."
+                f"The learning rate was changed inside of a window, from {before} to {now}, by training_step, or by a callback that "
+                "steps a scheduler at every batch. The step uses the last one. Change it when trainer.global_step has grown, or in"
+                " on_window_end."
             )
 
     def attend(self, optimizer: Optimizer) -> None:

@@ -264,6 +264,36 @@ def test_a_parameter_with_a_gradient_that_is_not_finite_hides_nothing_of_the_oth
     assert outcome(partial(Toy, loss), rows_of(4, 4, 4, 4), trainer={"callbacks": [replaces]}) == "refused"
 
 
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 2}])
+def test_a_permutation_of_a_few_rows_that_is_none_by_chance_proves_nothing(policy: dict[str, Any]) -> None:  # 0.5 before
+    def mixed(net: nn.Module, batch: Any) -> Tensor:
+        order = torch.randperm(len(batch[0]))
+        return F.cross_entropy(net(0.7 * batch[0] + 0.3 * batch[0][order]), batch[1])
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        with pytest.warns(AccumulationWarning, match="draws different random numbers"):
+            fit(Toy(mixed), labelled(3, 2, 3, 2), GradientAccumulation(**policy))
+
+
+class Scales(Toy):  # by its loss: in its own backward, or its learning rate
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss / loss.detach(), *args, **kwargs)
+
+
+class Rates(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().param_groups[0]["lr"] = float(loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Scales, "refused"), (Rates, "warned")])
+def test_a_step_that_is_scaled_by_the_loss_of_a_micro_batch_is_seen(kind: Any, expected: str) -> None:  # 0.4, 0.06 before
+    assert outcome(partial(kind, classified), rows_of(4, 4, 4, 4), optimizer=None) == expected
+    assert outcome_split(partial(kind, classified), labelled(4, 4), optimizer=None) == expected
+
+
 def test_a_factor_of_0_in_a_later_micro_batch_is_looked_at() -> None:
     def with_factor(net: nn.Module, batch: Any) -> Tensor:  # 0.1 before
         return classified(net, batch) + float((batch[1] < 3).any()) * net(batch[0]).square().mean()
