@@ -222,8 +222,7 @@ class Check:
                 looks = looks_at(checked, trial, rows, names)
             if checked.on_any(trial.draws_others) and trial.is_random(looks[0].whole.batch):
                 raise CannotCheckError("training_step draws different random numbers for each batch")
-            written = {*trial.mode.written}  # of a wider trial, its own
-            self._accumulation.written |= {name for name, own in checked.module.named_parameters() if own in written}
+            self._accumulation.written |= {name for name, own in checked.module.named_parameters() if own in trial.mode.written}
             leaves_something = self._before is None and not leaves_nothing(checked, trial, looks[0].whole)
             found = self._deciding.decide(looks, names, trial)._replace(leaves_something=leaves_something)
             if found.adds_up and not checked.on_any(any(key & 255 for key in found.terms)):  # one term may be absent

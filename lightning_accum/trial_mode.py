@@ -29,17 +29,12 @@ class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_
     def watch(self, parameters: Iterable[nn.Parameter], may_be_set: bool = False) -> None:
         """Copy these parameters from now on, and no others. If they ``may_be_set``, undo ``parameter.data = ...``, too."""
         self._parameters: dict[int, list[Tensor]] = {}
-        self._written: list[tuple[Tensor, Tensor]] = []
+        self.written: dict[Tensor, Tensor] = {}  # the parameters that were written to, and their values before
         self._data: list[tuple[nn.Parameter, Tensor]] = []
         for parameter in parameters:
             if parameter.device.type != "meta":
                 self._data += [(parameter, parameter.data)] * may_be_set
                 self._parameters.setdefault(_storage_of(parameter), []).append(parameter)
-
-    @property
-    def written(self) -> list[Tensor]:
-        """The parameters that were written to."""
-        return [parameter for parameter, _ in self._written]
 
     def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
         """Restore the parameters that were written to, and draw the same random numbers again."""
@@ -48,7 +43,7 @@ class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_
             for own, data in self._data:
                 if own.data_ptr() != data.data_ptr():
                     own.data = data
-            for parameter, value in self._written:
+            for parameter, value in self.written.items():
                 parameter.data.copy_(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,7 +65,7 @@ class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_
             for tensor in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
                     for parameter in self._parameters.pop(_storage_of(tensor), ()):
-                        self._written.append((parameter, parameter.detach().clone()))
+                        self.written[parameter] = parameter.detach().clone()
 
 
 def _storage_of(tensor: Tensor) -> int:

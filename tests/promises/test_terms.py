@@ -18,7 +18,6 @@ from losses_of_terms import (
     Function,
     OfTerms,
     each,
-    edges,
     rows,
     that_only_shows,
     value,
@@ -97,7 +96,7 @@ def test_a_term_without_a_gradient_is_shown_with_the_weight_of_another_and_chang
 
 
 def test_a_part_of_the_loss_that_only_shows_and_is_no_mean_is_told_of() -> None:
-    make = partial(OfTerms, lambda o, b, m: value(o, b) + edges(o, b).detach())
+    make = partial(OfTerms, lambda o, b, m: value(o, b) + o.values.detach().sum())
     with pytest.warns(AccumulationWarning, match="window/loss"):
         found = compare_window_with_batch(make, BATCHES, GradientAccumulation(4), windows=windows_of([BATCHES], 4))
     assert found.parameters <= EXACT
