@@ -140,6 +140,11 @@ class Diagnosis:
         """The difference between the batch, with another seed, and the full batch."""
         return _difference(self._runner.full(batch, self.change, seed=1), self.full)
 
+    def differs_by(self, runner: StepRunner) -> float:
+        """The relative difference that another precision makes to the full batch's gradient; 0 for other parameters."""
+        other = runner.full(self._comparison.full, self.change)
+        return 0.0 if differing(other.before, self.full.before, 1e-2) else _difference(other, self.full)
+
     # --- what breaks equality -----------------------------------------------------------------------------------------
 
     def _find_breaks(self, refusal: Exception | None) -> None:

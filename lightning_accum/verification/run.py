@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from textwrap import fill
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_accum.errors import AccumulationError
+from lightning_accum.exact import rounding_of_gradients
 from lightning_accum.policy import is_natural
 from lightning_accum.randomness import generators_kept
 from lightning_accum.splitting.few_rows import join as join_batches
@@ -25,6 +26,7 @@ from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import MisconfiguredError, Strategy, pl
 from lightning_accum.trainer.package import check_package
+from lightning_accum.trial_mode import is_narrow
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.examination import Break, Comparison, Diagnosis
 from lightning_accum.verification.over_ranks import OverRanks
@@ -171,6 +173,12 @@ def verify(
         try:
             runner = StepRunner(given, state, arguments, trainer, hooks)
             diagnosis = Diagnosis(runner, comparison)
+            narrow = [torch.finfo(own.dtype).eps for own in module.parameters() if is_narrow(own, torch.float64)]
+            if narrow and precision == "64-true" and not diagnosis.breaks:
+                own = replace(runner, trainer={**trainer, "precision": "32-true"})
+                if diagnosis.differs_by(own) > rounding_of_gradients(max(narrow)):
+                    precision = "32-true (it has another gradient in 64-true)"
+                    runner, diagnosis = own, Diagnosis(own, comparison)
             if devices > 1 and not diagnosis.breaks:  # else the difference does not depend on ranks
                 over_ranks = OverRanks(runner, comparison, diagnosis, devices, strategy)
         except (RuntimeError, TypeError, ValueError) as error:  # nn.RNNBase raises ValueError

@@ -289,6 +289,12 @@ BREAKS: list[Any] = [
     ("BatchNorm", of(plain, nn.BatchNorm1d(8)), SPLIT, 'micro_batch="offload"'),
     ("batch_idx", of(reads_batch_idx), WINDOW, "micro_batch="),
     ("losses that do not add up", of(contrastive), SPLIT, "row_wise="),
+    (
+        "losses that do not add up",
+        of(lambda m, y, b, i: (contrastive if y.dtype == torch.float32 else plain)(m, y, b, i)),
+        SPLIT,
+        "",
+    ),
     ("state", of(warm), WINDOW, ""),
     ("state", lambda: Classifier(plain, nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))), SPLIT, ""),
     ("buffers", of(counting), SPLIT, ""),
