@@ -142,8 +142,8 @@ class Watch:
         if before is not None and before != now:
             warn(
                 f"The learning rate was changed inside of a window, from {before} to {now}, by training_step, or by a callback "
-                "that steps a scheduler at every batch. The step uses the last one. Change it when trainer.global_step has grown, or "
-                "in on_window_end."
+                "that steps a scheduler at every batch. The step uses the last one. Change it when trainer.global_step has grown, "
+                "or in on_window_end."
             )
 
     def attend(self, optimizer: Optimizer) -> None:
