@@ -133,8 +133,7 @@ class Trial:
         return abs(first - second) > self.tolerance * max(abs(first), abs(second))
 
     def is_random(self, batch: Callable[[], Any]) -> bool:
-        """Whether a loss depends on random numbers that do not belong to rows: a permutation may be the same by chance. Called on all
-        ranks."""
+        """Whether a loss depends on random numbers that do not belong to rows, which may be the same by chance. On all ranks."""
 
         def loss_of(seed: int) -> float:
             self.restore()

@@ -245,7 +245,7 @@ def _try_steps(checked: Checked, windows: ManualWindows, batches: Sequence[Any])
         whole, part = (partial(found.take, range(size)) for size in (number, (number + 1) // 2))
 
     def step(batch: Any) -> Tensor:
-        with windows.trying_out(moves=len(tried) == 3, given=tried[0].gradients if tried else ()) as one:
+        with windows.trying_out(moves=len(tried) == 4, given=tried[0].gradients if tried else ()) as one:
             checked.step(batch)
         losses.append([float(loss.detach()) for loss in one.losses])
         one.losses.clear()
@@ -253,13 +253,18 @@ def _try_steps(checked: Checked, windows: ManualWindows, batches: Sequence[Any])
         return torch.zeros(())
 
     trial = replace(checked, step=step).trial()
-    trial.losses_of([whole, whole, part, whole])
-    expected, again, of_part, _ = tried
+    with trial.held():
+        for batch in (whole, whole, part, whole, whole):
+            (trial.leave if len(tried) == 3 else trial.restore)()
+            trial.together(partial(trial.step, batch()))
+    expected, again, of_part, next_one, _ = tried
     if checked.on_any(again.difference(expected) > trial.tolerance):
         raise CannotCheckError("training_step steps with other gradients for the same rows each time")
     if checked.on_any(of_part.difference(expected) > trial.tolerance):
         raise DoesNotAddUpError(advice.OF_GRADIENTS)
-    pairs = zip(losses[0], losses[3], strict=False)
+    if checked.is_window_long and (size := checked.largest(next_one.difference(expected))) > trial.tolerance:
+        checked.accumulation.warn_once(advice.of_state("what it keeps in an attribute", size))
+    pairs = zip(losses[0], losses[4], strict=False)
     of_losses = [abs(one - two) / max(abs(one), abs(two), 1e-300) for one, two in pairs]
     if checked.is_window_long and checked.on_any(any(size > trial.tolerance for size in of_losses)):
         raise DoesNotAddUpError(advice.OF_STEPS)

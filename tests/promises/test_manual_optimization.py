@@ -441,6 +441,17 @@ def test_gradients_that_are_changed_without_the_batch_are_exact() -> None:
         assert_one_window_one_batch(partial(Changes, smaller, optimizer), [draw(GAN)], 3, collate=default_collate)
 
 
+def averaged(module: Changes, optimizer: Any, gradients: list[Tensor], *_: Any) -> None:  # over the steps so far
+    module.average = [0.9 * before + own for before, own in zip(getattr(module, "average", gradients), gradients, strict=False)]
+    for own, gradient in zip(module.average, gradients, strict=True):
+        gradient.copy_(own)
+
+
+def test_gradients_that_depend_on_what_earlier_steps_left_are_warned_of() -> None:  # 0.4
+    with pytest.warns(AccumulationWarning, match="training_step changes what it keeps in an attribute"):
+        fit(Changes(averaged), batches_of(GAN), accumulate_grad_batches=2)
+
+
 def test_gradients_with_a_graph_are_refused() -> None:
     class Doubles(GAN):
         def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
