@@ -94,36 +94,22 @@ def _exclusions(a: Asked) -> Iterator[str]:
     if trims and not is_split:
         yield f"{trims} says how to split loader batches, but not into which size: set micro_batch= too."
     if policy.counts_ahead and TAILS[policy.tail].goes_on and is_long:
-        yield (
-            f"weight={weights} counts a window before it runs, but with tail='carry' it may continue in the next epoch, whose "
-            "batches are not known yet. Use tail='step' or 'drop', or one weight for all terms."
-        )
+        yield f"weight={weights} counts a window before it runs, but tail='carry' leads into the next epoch. Use 'step' or 'drop'."
 
     # --- and beside a module or an optimizer
     training_step = getattr(a.module, "training_step", None)
     draws = training_step is not None and "dataloader_iter" in inspect.signature(training_step).parameters
     if (is_split or policy.counts_ahead) and draws:
-        yield (
-            f"{micro_batch if is_split else f'weight={weights}'} counts or splits the batches of the loader, but the training_step "
-            f"of {module_name} draws its own (`dataloader_iter`). Have it take a batch."
-        )
+        asked = micro_batch if is_split else f"weight={weights}"
+        yield f"{asked} is for batches of the loader, but {module_name}.training_step draws its own (`dataloader_iter`)."
     if any(isinstance(optimizer, LBFGS) for optimizer in a.optimizers):
         again = "LBFGS runs its closure several times in a step, and"
         if is_long:
-            yield (
-                f"{again} a window of several loader batches cannot be run again: their data is gone. Use"
-                " GradientAccumulation(1) or another optimizer."
-            )
+            yield f"{again} the loader batches of a window are gone by then. Use GradientAccumulation(1) or another optimizer."
         if policy.on_nonfinite == "skip":
-            yield (
-                "LBFGS runs a batch several times in a step and compares its losses, so none can be left out. Use "
-                'on_nonfinite="raise" or another optimizer.'
-            )
+            yield f'{again} compares its losses, so none can be left out. Use on_nonfinite="raise" or another optimizer.'
         if a.is_manual and a.ranks > 1:
-            yield (
-                f"{again} with automatic_optimization=False, but gradients that were reduced over the ranks cannot be reduced "
-                "again. Use one rank, or another optimizer."
-            )
+            yield f"{again} gradients of manual optimization are reduced over the ranks once. Use one rank, or another optimizer."
     if a.is_manual:
         alone = f"is not for modules with automatic_optimization=False, such as {module_name}: they run backward and step."
         if policy.ends_by_tokens:
@@ -141,36 +127,20 @@ def _exclusions(a: Asked) -> Iterator[str]:
 
     # --- and beside an engine
     if widens and not a.is_sharded and a.module is not None and (layers := sparse_layers(a.module)):
-        yield (
-            f"accumulate_dtype={dtype} adds up dense gradients, but those of {layers[0]} are sparse. Leave out sparse=True, or "
-            "accumulate_dtype."
-        )
+        yield f"accumulate_dtype={dtype} sums dense gradients, but {layers[0]} has sparse ones. Leave out one of the two."
     if widens and a.engine in ("ddp", "fsdp2") and a.sync == "micro_batch":
-        yield (
-            f'accumulate_dtype={dtype} reduces the sum of the gradients, but {strategy}(sync="micro_batch") reduces each '
-            'micro-batch in the type of the parameters. Use sync="window".'
-        )
+        yield f'accumulate_dtype={dtype} is reduced once a window, but {strategy}(sync="micro_batch") reduces more. Use "window".'
     if widens and a.has_comm_hook:
-        yield (
-            f"accumulate_dtype={dtype} reduces its own sums, but {strategy}(ddp_comm_hook=...) changes how DistributedDataParallel "
-            "reduces gradients. Leave one of them out."
-        )
+        yield f"accumulate_dtype={dtype} reduces its own sums, without {strategy}(ddp_comm_hook=...). Leave one of them out."
     if a.engine == "fsdp1" and dtype is not None:
         yield (
-            f"accumulate_dtype={dtype}: FSDP1 adds up the gradients of a window in its compute type. Use "
-            'FSDPAccumulationStrategy(sync="micro_batch") without accumulate_dtype and keep the parameters in float32 '
-            '(precision="bf16-mixed"), which adds up shards in float32; or strategy="accum_model_parallel" (FSDP2).'
+            f"accumulate_dtype={dtype}: FSDP1 sums gradients in its compute type. Use FSDP2; or, with parameters in float32, "
+            'FSDPAccumulationStrategy(sync="micro_batch") without accumulate_dtype, which sums shards in float32.'
         )
     if a.engine == "fsdp1" and looks_at_gradients:
-        yield (
-            f"{nonfinite} needs gradients before they are reduced, but FSDP1 does not expose them. Use "
-            'strategy="accum_model_parallel" (FSDP2, fully_shard).'
-        )
+        yield f'{nonfinite} needs gradients that FSDP1 does not expose. Use strategy="accum_model_parallel" (FSDP2, fully_shard).'
     if looks_at_gradients and a.sync != "window":
-        yield (
-            f"{nonfinite} needs the gradients of each rank, but with {strategy}(sync={a.sync!r}) each backward reduces them, so a "
-            'non-finite gradient reaches all ranks. Use sync="window".'
-        )
+        yield f'{nonfinite} needs the gradients of each rank, but {strategy}(sync={a.sync!r}) reduces them. Use sync="window".'
     again = "runs submodules again in the backward of the loss"
     if a.is_static_graph:
         recorded = f"is decided after a backward, but {strategy}(static_graph=True) reduces gradients in one recorded backward."
@@ -181,25 +151,15 @@ def _exclusions(a: Asked) -> Iterator[str]:
         if policy.ends_by_tokens:
             yield f"The end of {window} {recorded} Leave static_graph out, or give the window in loader batches."
     if row_wise and a.engine == "fsdp1":
-        yield (
-            f"row_wise={row_wise} {again}, but {strategy} gathers and frees their parameters for one forward and backward. Use"
-            ' Trainer(strategy="accum_model_parallel") (FSDP2) or "accum_ddp".'
-        )
+        yield f'row_wise={row_wise} {again}, which FSDP1 cannot. Use strategy="accum_model_parallel" (FSDP2) or "accum_ddp".'
     if row_wise and a.engine == "fsdp2" and a.not_row_wise_sharded:
-        yield (
-            f"row_wise={row_wise} {again}, on all ranks together, which {strategy} does not support with {a.not_row_wise_sharded}. "
-            'Leave that out, or use Trainer(strategy="accum_ddp").'
-        )
+        other = a.not_row_wise_sharded
+        yield f'row_wise={row_wise} {again}, which FSDP2 cannot with {other}. Leave that out, or use Trainer(strategy="accum_ddp").'
     if (isinstance(policy.micro_batch, Tokens) or policy.micro_batch == "auto") and a.needs_as_many_rounds:
-        yield (
-            f"{micro_batch} may split the batches of the ranks into different numbers of micro-batches, but "
-            f"{a.needs_as_many_rounds} needs the same number on all ranks. Leave it out, or give a number of samples."
-        )
+        one = a.needs_as_many_rounds
+        yield f"{micro_batch} varies between ranks, but {one} needs as many micro-batches on each. Give a number of samples."
     if policy.micro_batch == "auto" and a.is_sharded:
-        yield (
-            f"{micro_batch} runs a batch again if a rank runs out of memory, which {strategy} can do only on all ranks together. "
-            "Pass a number of samples, or Tokens(...)."
-        )
+        yield f"{micro_batch} runs a batch again on one rank, which {strategy} cannot. Pass a number of samples, or Tokens(...)."
     if a.same_rows > 1:
         parts = f"but {a.same_rows} ranks have parts of the same rows and run together."
         if is_split:

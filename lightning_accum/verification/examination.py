@@ -26,19 +26,16 @@ The gradient of a key's bias in attention is 0 up to rounding, so its relative e
 
 _DOES_NOT_ADD_UP = "losses that do not add up"
 _MENDS = {
-    "random numbers": "No argument helps: micro-batches equal their batch only in distribution. Verify a copy of the module "
-    "without random numbers, with torch.use_deterministic_algorithms(True).",
+    "random numbers": "Verify a copy of the module without random numbers, with torch.use_deterministic_algorithms(True).",
     "BatchNorm": 'GradientAccumulation(micro_batch="offload") runs a loader batch whole: have the loader yield your'
     " effective batch. Or use GroupNorm, or layers in evaluation mode.",
-    "batch_idx": "GradientAccumulation(micro_batch=...) splits each loader batch into micro-batches of the same batch_idx; or read"
-    " self.global_step, which counts optimizer steps.",
+    "batch_idx": "Split each loader batch with micro_batch=, or read self.global_step, which counts optimizer steps.",
     "padding": "Mask the padding in the module and in its loss; or let the loader pad all batches to one length.",
     "state": "No argument helps. Reset it in training_step, or update it once in on_train_batch_start.",
     "weight": 'weight="auto", which reads the denominators from the losses: the gradients are then equal.',
     "gradient": 'GradientAccumulation(micro_batch="offload"), which runs the batch whole. Look for a count that can be 0 in a '
     "micro-batch, and for operations over all rows of a batch.",
-    "optimizer step": "Compare what configure_optimizers and the hooks around the step do with a window: they may count loader"
-    " batches.",
+    "optimizer step": "Look for what counts loader batches in configure_optimizers and the hooks around the step.",
     "buffers": "No argument helps. Update them once a step, in on_train_batch_start or on_before_zero_grad.",
 }
 """The fix for each break, by name."""
@@ -96,8 +93,7 @@ class Diagnosis:
             raise MisconfiguredError("The gradient of the full batch is not finite, so nothing can be compared. Pass other data.")
         if not any(bool(gradient.any()) for gradient in self.full.gradient.values()):
             raise MisconfiguredError(
-                "The full batch has no gradient: training_step returned no loss, or a loss that depends on no parameter of the "
-                "Trainer's optimizers. Pass other data, or look for optimizers that step elsewhere."
+                "The full batch has no gradient: training_step returned no loss, or one of no trained parameter."
             )
         self.tolerance = tolerance(self.full.dtype, self._measure_noise())
         refusal: Exception | None = None
@@ -126,8 +122,7 @@ class Diagnosis:
             noise = self._from_itself(self._comparison.reversed())
         of_itself = noise if noise <= most else self._from_itself(self._comparison.full)
         if of_itself > most:
-            found = "The full batch, run twice, gives two gradients: its operations are not deterministic, or it draws random"
-            found += " numbers that cannot be the same for batches of all sizes (a permutation)."
+            found = "The full batch has another gradient each time, from operations that are not deterministic or a permutation."
             self._add("random numbers", found, of_itself)
         elif self.full.noise:
             self.notes.append(
@@ -196,8 +191,8 @@ class Diagnosis:
 
     def _check_step(self) -> None:
         if moved_differently(self.window, self.full):
-            found = "The gradients are equal, but the steps move the parameters differently: the learning rate, the optimizer or a"
-            self._add("optimizer step", f"{found} hook around the step differs.", self.gradient.largest)
+            found = "The gradients are equal, but the learning rate, the optimizer or a hook around the step differs."
+            self._add("optimizer step", found, self.gradient.largest)
         if all(torch.equal(after, self.full.before[name]) for name, after in self.full.after.items()):
             self.notes.append("The step changed no parameter (its learning rate may be 0), so gradients were compared instead.")
 

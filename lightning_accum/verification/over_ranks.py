@@ -1,4 +1,4 @@
-"""Compares a window over real ranks with the full batch in one process: which rank differs, and by what factor."""
+"""Compares a window over real ranks with the full batch in one process: which rank differs, and in which parameters."""
 
 from __future__ import annotations
 
@@ -28,16 +28,10 @@ from lightning_accum.verification.step import Change, Step, StepRunner, Tensors
 
 _OTHER_LOSSES = (
     "Return the loss as one process would. Look for what depends on the rank or the number of ranks: parameters and buffers made"
-    " from other random numbers (seed_everything with one seed), factors in training_step, random numbers in it, and attributes."
+    " from other random numbers (seed_everything with one seed), factors and random numbers in training_step, and attributes."
 )
-_OTHER_GRADIENTS = (
-    "Look for code that multiplies losses or gradients by the rank or the number of ranks, for communication hooks, and for "
-    "parameters that no group reduces."
-)
-_OTHER_STEPS = (
-    "Compare what configure_optimizers and the hooks around the step do on each rank: they may depend on the rank or on the number"
-    " of ranks."
-)
+_OTHER_GRADIENTS = "Look for factors of the number of ranks, for communication hooks, and for parameters that no group reduces."
+_OTHER_STEPS = "Look for what depends on the rank or the number of ranks in configure_optimizers and the hooks around the step."
 
 
 class OverRanks:
@@ -55,7 +49,7 @@ class OverRanks:
             self.breaks = self._of_step()
         else:
             parts = [runner.accumulated(share, alone.change) for share in shares]
-            self.breaks = self._of_losses(parts) or [self._of_gradients(parts)]  # later differences follow from the first
+            self.breaks = self._of_losses(parts) or [self._of_gradients()]  # later differences follow from the first
 
     def _break(self, name: str, found: str, mend: str) -> Break:
         return Break(name, found, self.gradient.largest, None, mend)
@@ -79,18 +73,11 @@ class OverRanks:
             breaks.append(self._break("loss of a rank", found, _OTHER_LOSSES))
         return breaks
 
-    def _of_gradients(self, parts: Sequence[Step]) -> Break:
-        """The losses are right, so the reduction is wrong: find the factor of each rank's gradients."""
-        off = [name for name, size in self.gradient.by_name.items() if not size <= self._tolerance]
-        found = f"The losses are right, but on rank {self._worst} the reduced gradients of {listed(off)} differ from the full batch"
-        steps = (self._full, self._steps[self._worst], *parts)
-        expected, seen, *own = (torch.cat([step.gradient[name].double().flatten() for name in off]) for step in steps)
-        columns, targets = torch.stack(own, 1), torch.stack([expected, seen], 1)
-        weights = torch.linalg.lstsq(columns, targets, driver="gelsd").solution
-        if bool((targets - columns @ weights).norm() <= max(100 * self._tolerance, 1e-9) * targets.norm()):
-            counts = ", ".join(f"{count:.6g}" for count in (weights[:, 1] / weights[:, 0]).tolist())
-            found += f": the rows of ranks 0 to {self.ranks - 1} have {counts} times the weight that they should have"
-        return self._break("gradients of the ranks", f"{found}.", _OTHER_GRADIENTS)
+    def _of_gradients(self) -> Break:
+        """The losses are right, so the reduction is wrong."""
+        off = listed([name for name, size in self.gradient.by_name.items() if not size <= self._tolerance])
+        found = f"The losses are right, but on rank {self._worst} the reduced gradients of {off} differ from the full batch."
+        return self._break("gradients of the ranks", found, _OTHER_GRADIENTS)
 
     def _of_step(self) -> list[Break]:
         """Steps of ranks that differ from the full batch's, though the gradients are equal."""
@@ -113,9 +100,8 @@ def _steps(
             sent = pickle.dumps(parts)
         except Exception as error:  # classes of the user may raise anything
             raise RanksFailedError(
-                f"verify(devices={len(shares)}) sends the module, its batches and the strategy to fresh processes, but they cannot "
-                f"be pickled: {error}. Define classes and functions at the top level of a file, and create objects that cannot be "
-                "pickled in setup()."
+                f"verify(devices={len(shares)}) cannot pickle the module, its batches and the strategy for its processes: {error}. "
+                "Define classes and functions at the top level of a file, and create other objects in setup()."
             ) from error
     return run_on_ranks(partial(_run_rank, sent), len(shares))
 
@@ -169,9 +155,8 @@ def run_on_ranks(job: Callable[[], Any], devices: int, seconds: float = MOST_SEC
         except ProcessException as error:  # with the traceback of the rank, or its exit code
             raise RanksFailedError(
                 f"Training failed on rank {error.error_index}: {error}\nA rank without a traceback was killed, perhaps because "
-                f"memory ran out; or the ranks waited for each other for {seconds:g} seconds, and standard error shows where: "
-                "perhaps a rank enters a collective that others do not, or returns no loss. A script must call this below `if "
-                '__name__ == "__main__":`, since the process of each rank imports the script.'
+                f"memory ran out; or the ranks waited for each other for {seconds:g} seconds, and standard error shows where. "
+                'A script must call this below `if __name__ == "__main__":`.'
             ) from error
         return [pickle.loads(path.read_bytes()) for path in paths]
 

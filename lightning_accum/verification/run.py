@@ -137,8 +137,8 @@ def verify(
         gradient_clip_algorithm: the Trainer's.
         join: a function ``join(batches)`` that returns one batch, for batches that are not nested containers of tensors.
         devices: ranks of a window: fresh processes on the CPU, which get the batches in turn, ``window`` each. Module and batches
-            must be picklable, and a script must call ``verify`` below ``if __name__ == "__main__":``. The report names the rank,
-            the parameter and the factor.
+            must be picklable, and a script must call ``verify`` below ``if __name__ == "__main__":``. The report names the rank
+            and the parameters.
         strategy: the strategy for these ranks: a name or an object of this package.
         policy: further arguments of :class:`GradientAccumulation`: ``weight``, ``split``, ``trim_padding``, ...
 
@@ -185,15 +185,13 @@ def verify(
             if isinstance(error, AccumulationError) or not re.search(r"dtype|scalar type|type torch\.|Double|Float", str(error)):
                 raise
             raise MisconfiguredError(
-                f"{type(module).__name__} does not run in precision={precision!r}: {error}. Parameters, buffers and batches are "
-                "converted to it, except tensors in objects of custom classes; for operations that do not support it, pass "
-                'verify(precision="32-true").'
+                f"{type(module).__name__} does not run in precision={precision!r}, to which parameters, buffers and batches are "
+                f'converted: {error}. For operations that do not support it, pass verify(precision="32-true").'
             ) from error
     if diagnosis.window.parts < 2 and size < 2 and not policy.get("row_wise"):
         rows = "" if comparison.rows is None else f" of {comparison.rows} rows"
         raise MisconfiguredError(
-            f"verify has nothing to compare: the batch{rows} is one micro-batch. Pass window=<loader batches> or "
-            'micro_batch=<fewer samples>, which say how its step is accumulated; micro_batch="offload" runs the batch unchanged.'
+            f"verify has nothing to compare: the batch{rows} is one micro-batch. Pass window= or micro_batch=<fewer samples>."
         )
     return _report(module, comparison, diagnosis, over_ranks, precision)
 
@@ -206,8 +204,7 @@ def _read_data(module: pl.LightningModule, state: ModuleState, data: Any, window
         if whole.layout is None or whole.layout.size < window:
             found = "its rows cannot be told apart" if whole.layout is None else f"it has {whole.rows} rows"
             raise MisconfiguredError(
-                f"verify(window={window}) got one batch to split into the {window} batches of a window, but {found}. Pass a loader "
-                "or a list of batches, or micro_batch= instead of window=."
+                f"verify(window={window}) splits one batch, but {found}. Pass a loader, a list of batches, or micro_batch=."
             )
         parts = torch.arange(whole.layout.size).tensor_split(window)
         return Comparison(data, [whole.layout.take(part.tolist()) for part in parts])
@@ -216,10 +213,7 @@ def _read_data(module: pl.LightningModule, state: ModuleState, data: Any, window
         with generators_kept(loader):
             batches = [copy.deepcopy(batch) for batch in islice((b for b in loader if b is not None), window)]
     if len(batches) < window:
-        raise MisconfiguredError(
-            f"verify(window={window}) needs {window} batches, but there {'is' if len(batches) == 1 else 'are'} {len(batches)}."
-            " Pass more data or a smaller window."
-        )
+        raise MisconfiguredError(f"verify needs {window} batches, but found {len(batches)}. Pass more data or a smaller window.")
     full, padding = join_batches(batches) if join is None else (join(batches), "")
     return Comparison(full, batches, padding)
 
@@ -241,10 +235,7 @@ def _has_loaders(data: Any) -> bool:
 
 def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
     if data is None and not pl.utilities.model_helpers.is_overridden("train_dataloader", module):
-        raise MisconfiguredError(
-            f"verify needs data: {type(module).__name__} has no train_dataloader. Pass data=<a batch, a loader or"
-            " a LightningDataModule>."
-        )
+        raise MisconfiguredError(f"verify needs data=, since {type(module).__name__} has no train_dataloader.")
     owner: Any = module if data is None else data
     if isinstance(owner, (pl.LightningModule, pl.LightningDataModule)):
         owner.prepare_data()
@@ -261,10 +252,7 @@ def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, acceler
     if not module.automatic_optimization:
         return f"{type(module).__name__} has automatic_optimization=False; verify supports automatic optimization only."
     if window is not None and not is_natural(window):
-        return (
-            f"verify(window={window!r}): expected a number of loader batches from 1. For windows of varying size, pass one size, "
-            "in loader batches."
-        )
+        return f"verify(window={window!r}): expected a number of loader batches from 1. Of windows that vary, pass one size."
     if not is_natural(devices):
         return f"verify(devices={devices!r}): expected a number of ranks from 1."
     if devices > 1 and accelerator != "cpu":

@@ -76,10 +76,7 @@ class Step(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         found = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         if found != self._ranks:
-            raise MisconfiguredError(
-                f"verify(devices={self._ranks}) gives each device its own batches, but {type(trainer.strategy).__name__} has "
-                f"{found} data-parallel ranks. Pass an object of the strategy whose data_parallel_size is {self._ranks}."
-            )
+            raise MisconfiguredError(f"verify(devices={self._ranks}): the strategy has {found} data-parallel ranks, not as many.")
         self.dropout, self.batch_norm = switch_off_dropout(pl_module), batch_norm_layers(pl_module)
         seed_everything(self._seed)
 
@@ -157,10 +154,7 @@ class ModuleState:
             if is_lazy(tensor):
                 raise MisconfiguredError(f"{path} has no shape yet. Run a batch through {name} before verify.")
         if found := undo.iterators():
-            raise MisconfiguredError(
-                f"verify runs the module several times from the same state, but {found[0]} is an iterator, which cannot be "
-                "restored. Remove it, or create it in setup()."
-            )
+            raise MisconfiguredError(f"verify cannot restore {found[0]}, an iterator. Remove it, or create it in setup().")
         self._module, self._before = module, undo.take(watches_parameters=False)
 
     @contextmanager
@@ -256,18 +250,14 @@ class StepRunner:
             trainer |= {"logger": pl.loggers.logger.DummyLogger(), "limit_val_batches": 0, "use_distributed_sampler": False}
             made = pl.Trainer(**trainer, callbacks=[*callbacks, step])
             if forks_or_spawns(made.strategy.launcher):
-                raise MisconfiguredError(
-                    f"verify starts the ranks itself: pass a {type(made.strategy).__name__} without start_method, or a strategy's"
-                    " name."
-                )
+                raise MisconfiguredError(f"verify starts the ranks: pass {type(made.strategy).__name__} without start_method.")
             made.fit(self.module, loader)
         step.noise.update(noise.found)
         for name in ("log", "log_dict"):  # set by the Trainer, and refer to it
             vars(step).pop(name, None)
         if not step.gradients:
             raise MisconfiguredError(
-                f"{type(inner).__name__} took no optimizer step on {len(batches)} batch{'es' * (len(batches) > 1)}: training_step "
-                "returned no loss, the loss had no weight, or its gradient was not finite."
+                f"{type(inner).__name__} took no step: training_step returned no loss, or one without weight or a finite gradient."
             )
 
 
