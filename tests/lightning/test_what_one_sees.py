@@ -265,7 +265,7 @@ SOURCES: dict[str, tuple[type[Scalar], list[Any], list[Callback], Any]] = {
     "non-finite": (Scalar, [x(torch.inf), x(1)], [GradientAccumulation(1, on_nonfinite="skip")], None),
     "metric": (Shows, [x(1, 2), x(3, 4)], [GradientAccumulation(micro_batch=1)], None),
     "noise": (Scalar, [x(1), x(2)], [GradientAccumulation(1), GradientNoiseScale()], None),
-    "manual": (Alternates, [x(1), x(2)], [GradientAccumulation(2)], Alternates.training_step),
+    "manual": (Alternates, [x(1), x(2)], [GradientAccumulation(2, check=False)], Alternates.training_step),
 }
 
 
