@@ -322,14 +322,17 @@ def noted(hook: str, what: Callable[[pl.Trainer], Any]) -> tuple[LambdaCallback,
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """The messages of this package's warnings, filled in at the end, after an error too; warnings of others pass unseen."""
+    """The messages of this package's warnings, as soon as they are there; warnings of others pass unseen."""
     messages: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
+
+    def note(message: Warning | str, category: type[Warning], *_: Any) -> None:
+        if issubclass(category, AccumulationWarning):
+            messages.append(str(message))
+
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
-        try:
-            yield messages
-        finally:
-            messages += [str(warning.message) for warning in caught if issubclass(warning.category, AccumulationWarning)]
+        warnings.showwarning = note
+        yield messages
 
 
 def seeds_of_a_search(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import Dealt, assert_one_window_one_batch, dealt, trained
 from sharded import (
     GROUPS,
@@ -23,6 +22,8 @@ from sharded import (
 )
 from support import Profiled, Toy, sentences
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, default_collate
 
@@ -144,23 +145,6 @@ def test_replicas_of_shards_beside_tensor_parallelism_equal_the_full_batch(sync:
 VOCABULARY, LENGTH, ROWS = 11, 8, 20
 
 
-class _Gathered(torch.autograd.Function):
-    """The parts of all ranks of a group, along the tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient.chunk(ctx.group.size(), 1)[ctx.group.rank()], None
-
-
 class Attending(nn.Module):
     """Each token sees those before it, which other ranks may have."""
 
@@ -168,12 +152,12 @@ class Attending(nn.Module):
         super().__init__()
         self.token, self.before, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, 6), nn.Linear(6, VOCABULARY)
 
-    def forward(self, tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(self, tokens: Tensor, mesh: DeviceMesh | None) -> Tensor:
         own = self.token(tokens)
-        every = own if group is None else _Gathered.apply(own, group)
+        every = own if mesh is None else DTensor.from_local(own, mesh, [Shard(1)]).full_tensor(grad_placements=[Partial()])
         means = every.cumsum(1) / torch.arange(1, every.shape[1] + 1)[:, None]
-        if group is not None:
-            means = means.chunk(group.size(), 1)[group.rank()]
+        if mesh is not None:
+            means = means.chunk(mesh.size(), 1)[mesh.get_local_rank()]
         return self.head((own + self.before(means)).tanh())
 
 
@@ -189,11 +173,11 @@ class Parts(Toy):
             fully_shard(self.net, mesh=mesh[tuple(n for n, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1)])
 
     def part(self, net: Attending, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        group = None if self.device_mesh is None else self.device_mesh["context_parallel"].get_group()
+        mesh = None if self.device_mesh is None else self.device_mesh["context_parallel"]
         tokens, labels = batch["input_ids"], batch["labels"]
-        if group is not None:
-            tokens, labels = (value.chunk(group.size(), 1)[group.rank()] for value in (tokens, labels))
-        return net(tokens, group), labels
+        if mesh is not None:
+            tokens, labels = (value.chunk(mesh.size(), 1)[mesh.get_local_rank()] for value in (tokens, labels))
+        return net(tokens, mesh), labels
 
     def loss_of_tokens(self, net: Attending, batch: dict[str, Tensor]) -> Tensor:
         logits, labels = self.part(net, batch)

@@ -229,6 +229,7 @@ def test_a_trainer_that_has_fitted_fits_again_validates_and_resumes(tmp_path) ->
     run.save_checkpoint(tmp_path / "end.ckpt")
     w = module.w.item()
     (metrics,) = run.validate(module, verbose=False)
+    assert set(run.callback_metrics) == {"val_loss"}  # none of the training
     assert metrics["val_loss"] == pytest.approx(w, rel=1e-6)  # Lightning averages it in single precision
     assert run.test(module, verbose=False)
     assert len(run.predict(module)) == 3

@@ -141,20 +141,6 @@ def test_metrics_are_those_of_the_last_window_whenever_one_looks() -> None:
     assert seen == [(), (4, 1, 4), (4, 1, 4), (2, 2, 6)]
 
 
-def test_metrics_of_a_training_do_not_come_back_in_a_validation() -> None:
-    class Validates(Scalar):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("validated", batch.sum())
-
-    module = Validates([x(2), x(4)])
-    run = fit(module, None, GradientAccumulation(2))
-    run.validate(module, loader([x(1)]), verbose=False)
-    assert set(run.callback_metrics) == {"validated"}
-    run.fit_loop.max_epochs = 2
-    run.fit(module)
-    assert run.callback_metrics["window/optimizer_steps"].item() == 2
-
-
 def test_log_false_logs_nothing() -> None:
     run = fit(Ranked(), None, GradientAccumulation(4, log=False))
     assert not [name for name in run.callback_metrics if name.startswith("window/")]
@@ -197,13 +183,14 @@ CLASSES = [x(1, 2, 3)] * 4
 @pytest.mark.parametrize(
     ("module", "policy", "words"),
     [
-        (Ranked, {"window": 4}, ("4 loader batches", "8 samples")),
+        (Ranked, {"window": 4}, ("4 loader batches", "8 samples", "exact, checked to")),
+        (Ranked, {"window": 4, "check": False}, ("8 samples",)),
         (Ranked, {"window": Tokens(4)}, ("4 tokens",)),
         (Ranked, {"window": Tokens(4), "micro_batch": 1}, ("4 tokens",)),
         (Ranked, {"window": Tokens(4), "weight": TokenCount()}, ("4 tokens", "TokenCount")),
         (lambda: Classifies(CLASSES), {"window": Tokens(4)}, ("4 samples",)),
         (lambda: Classifies(CLASSES), {"window": Tokens(4), "weight": SampleCount()}, ("4 samples", "SampleCount")),
-        (lambda: Classifies(CLASSES), {"window": Tokens(4), "weight": "equal"}, ("4 micro-batches",)),
+        (lambda: Classifies(CLASSES), {"window": Tokens(4), "weight": "equal"}, ("4 micro-batches", "not checked")),
         (lambda: Classifies(CLASSES), {"window": Tokens(4), "weight": of_rows}, ("of_rows",)),
         (lambda: Classifies(CLASSES), {"micro_batch": 2}, ("micro-batches of 2", "3 samples")),
         (lambda: Classifies(CLASSES), {"micro_batch": Tokens(8), "split": lambda b, n: [b]}, ("micro-batches of up to 8",)),
@@ -214,6 +201,7 @@ def test_one_line_says_what_a_window_is_in_what_unit(caplog: Any, module: Any, p
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         fit(module(), None, GradientAccumulation(**policy), precision="64-true")
     (line,) = [record.message for record in caplog.records if record.message.startswith("accumulating ")]
+    assert ("checked" in line) == ("check" not in policy)
     assert all(word in line for word in words), line
     assert max(map(len, line.splitlines())) <= 120
 

@@ -372,14 +372,6 @@ def test_a_window_of_one_batch_on_one_rank_is_plain_lightning_to_the_bit() -> No
     assert all(torch.equal(p, q) for p, q in zip(*(module.parameters() for module in modules), strict=True))
 
 
-@pytest.mark.parametrize(("arguments", "is_checked"), [({}, True), ({"check": False}, False), ({"weight": "equal"}, False)])
-def test_the_line_at_the_start_says_whether_a_fit_was_checked(arguments: dict[str, Any], is_checked: bool, caplog: Any) -> None:
-    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
-        fit(Toy(classified), labelled(8, 8), GradientAccumulation(2, **arguments))
-    (line,) = [record.message for record in caplog.records if record.message.startswith("accumulating ")]
-    assert ("checked" in line and "not checked" not in line) == is_checked
-
-
 @pytest.mark.parametrize(
     ("before", "rows"), [({"check": False}, 8), ({"weight": "equal"}, 8), ({"weight": SampleCount()}, 8), ({}, 3)]
 )
@@ -463,18 +455,13 @@ def masks(empty: int | None, number: int = 6, share: float = 1.0) -> list[list[T
 def window_that_is_told_of(module: pl.LightningModule, data: Any, **policy: Any) -> int | None:
     """The first window that is warned of, or refused, before its step."""
     told: list[int] = []
-
-    def number() -> int:
-        return sum(issubclass(warning.category, AccumulationWarning) for warning in caught)
-
-    looks = LambdaCallback(on_before_optimizer_step=lambda *_: told.append(number()))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as messages:
+        looks = LambdaCallback(on_before_optimizer_step=lambda *_: told.append(len(messages)))
         try:
             fit(module, data, GradientAccumulation(**policy), looks)
         except AccumulationError:
             return len(told)
-        told.append(number())  # a window that was left out takes no step
+    told.append(len(messages))  # a window that was left out takes no step
     return next((window for window, number in enumerate(told) if number), None)
 
 
@@ -613,14 +600,9 @@ def test_a_hand_written_loop_is_told_of_a_later_break_too() -> None:
 
 def is_told_of_on_two_ranks(module: Toy, by_rank: Sequence[Sequence[Any]], **policy: Any) -> bool:
     """Whether rank 0 warns, or both end with an error. No rank waits for another for longer than a timeout."""
-
-    def note() -> None:
-        number = sum(issubclass(warning.category, AccumulationWarning) for warning in caught)
-        Path(f"rank{module.global_rank}").write_text(str(number))
-
-    module.train_dataloader, module.on_train_end = lambda: loader(by_rank[module.global_rank]), note
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    module.train_dataloader = lambda: loader(by_rank[module.global_rank])
+    with warned() as messages:
+        module.on_train_end = lambda: Path(f"rank{module.global_rank}").write_text(str(len(messages)))
         try:
             fit(module, None, GradientAccumulation(**policy), strategy=ddp(), devices=2)
         except Exception as error:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
-from support import Interrupted, Manually, Scalar, ddp, fit, fp16_on_cpu, loader, trainer, x
+from support import Interrupted, Manually, SaveAfter, Scalar, ddp, fit, fp16_on_cpu, loader, trainer, x
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -211,20 +211,6 @@ def test_a_window_without_weight_is_not_heard_and_one_whose_training_step_gave_n
 # --- resumed -------------------------------------------------------------------------------------------------------------
 
 
-class Breaks(Callback):
-    """Takes a checkpoint at the n-th call of a hook, and stops there."""
-
-    def __init__(self, hook: str, at: int) -> None:
-        self.left = at
-        setattr(self, hook, self._called)
-
-    def _called(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.left -= not trainer.sanity_checking
-        if self.left == 0:
-            trainer.save_checkpoint("broken.ckpt")
-            raise Interrupted
-
-
 def fit_by_steps(policy: dict[str, Any], *callbacks: Callback, **kwargs: Any) -> tuple[Distance, pl.Trainer]:
     """Two epochs. All loader batches are of five samples, since a loader without a state begins anew where training goes on."""
     module = Distance([x(*range(i, i + 5)) for i in range(7)])
@@ -239,11 +225,12 @@ RESUMED: dict[str, dict[str, Any]] = {
     "carry": {"window": 3, "tail": "carry"},
     "tokens": {"window": Tokens(12)},
 }
-HOOKS = {
-    **{"on_train_batch_end": 14, "on_train_batch_start": 14, "on_train_epoch_end": 1, "on_train_epoch_start": 2},
-    **dict.fromkeys(["on_validation_start", "on_validation_batch_start", "on_validation_batch_end"], 2),
+HOOKS: dict[str, Any] = {
+    **dict.fromkeys(["on_train_batch_end", "on_train_batch_start"], range(1, 15)),
+    **dict.fromkeys(["on_train_epoch_end", "on_train_epoch_start"], range(7, 8)),
+    **dict.fromkeys(["on_validation_start", "on_validation_batch_start", "on_validation_batch_end"], (6, 10, 12)),
 }
-"""How often each is called."""
+"""After which loader batches each is interrupted, if it is called then."""
 
 
 @pytest.mark.some_cases(2, 4)
@@ -251,11 +238,11 @@ HOOKS = {
 @pytest.mark.parametrize("hook", HOOKS)
 def test_no_validation_comes_twice_or_is_missed_wherever_training_goes_on(hook: str, policy: str) -> None:
     whole, _ = fit_by_steps(RESUMED[policy])
-    for at in range(1, HOOKS[hook] + 1):
-        first, run = fit_by_steps(RESUMED[policy], Breaks(hook, at))
-        if run.global_step == len(whole.stepped) and "validation" not in hook:
+    for at in HOOKS[hook]:
+        first, run = fit_by_steps(RESUMED[policy], SaveAfter(at, ends=True, hook=hook))
+        if run.global_step == len(whole.stepped):
             continue  # nothing is left to be trained
-        second, resumed = fit_by_steps(RESUMED[policy], ckpt_path="broken.ckpt")
+        second, resumed = fit_by_steps(RESUMED[policy], ckpt_path="inside.ckpt")
         found = [step for step, _ in first.validated + second.validated]
         assert resumed.global_step == len(whole.stepped), f"{hook} {at}"
         assert found == [step for step, _ in whole.validated], f"{hook} {at}"

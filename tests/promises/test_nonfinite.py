@@ -27,19 +27,6 @@ FEATURES, WIDTH, CLASSES, IGNORED = 3, 6, 4, -100
 Batch = dict[str, Tensor]
 
 
-class Poison(torch.autograd.Function):
-    """What goes in, with a gradient of which ``added`` has been added."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, added: Tensor) -> Tensor:
-        ctx.save_for_backward(added)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient + ctx.saved_tensors[0], None
-
-
 class Net(nn.Module):
     """Two layers; in the backward, ``added`` goes into the gradient of the first."""
 
@@ -49,7 +36,9 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         hidden = self.first(x)
-        return self.last(torch.tanh(hidden if added is None else Poison.apply(hidden, added)))
+        if added is not None and hidden.requires_grad:
+            hidden.register_hook(added.add)
+        return self.last(torch.tanh(hidden))
 
 
 def spoilt_by_its_rows(net: Net, batch: Batch) -> Tensor:

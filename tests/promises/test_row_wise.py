@@ -37,7 +37,6 @@ from lightning_accum import (
     ModelParallelAccumulationStrategy,
     RowWiseError,
     Tokens,
-    verify,
 )
 from lightning_accum.testing import adamw, assert_window_equals_batch, sgd
 
@@ -657,12 +656,3 @@ def test_sharded_submodules_take_the_step_of_the_global_batch(case: str) -> None
         first[:-1] = [(x, -100) for x, _ in first[:-1]]
     make = partial(Gathering, loss, "torch", True)
     assert_one_window_one_batch(make, by_rank, row_wise(**{"micro_batch": 3, **policy}), "fsdp2", **WITH_RANKS)
-
-
-# --- verify ---------------------------------------------------------------------------------------------------------------
-
-
-def test_verify_compares_a_row_wise_step_with_the_whole_batch() -> None:
-    report = verify(two_views(clip), collated(ROWS)[0], micro_batch=4, row_wise="net.encoder")
-    assert report
-    assert report.gradient < 1e-12

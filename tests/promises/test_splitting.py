@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import operator
 import random
-from collections import OrderedDict, UserList, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Sequence
-from dataclasses import fields, make_dataclass
+from dataclasses import make_dataclass
 from typing import Any
 
 import numpy as np
@@ -57,18 +56,8 @@ def rows(*shape: int, start: int = 0) -> Tensor:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal in types and values, looked at from outside."""
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, (Tensor, np.ndarray)):
-        return left.dtype == right.dtype and left.tolist() == right.tolist()
-    if isinstance(left, collections.abc.Mapping):
-        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple, UserList)):
-        return len(left) == len(right) and all(map(same, left, right))
-    if hasattr(left, "__dataclass_fields__"):
-        return all(same(getattr(left, f.name), getattr(right, f.name)) for f in fields(left))
-    return bool(left == right)
+    """Equal in types and values, which all are shown, since tensors are small and of whole numbers."""
+    return (type(left), repr(left)) == (type(right), repr(right))
 
 
 Triple = namedtuple("Triple", "x y name")

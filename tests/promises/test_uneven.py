@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, SumMetric
 
-from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
+from lightning_accum import GradientAccumulation
 
 EPOCHS = 2
 ENGINES = pytest.mark.parametrize(
@@ -47,13 +47,8 @@ class Uneven(ShardedScalar):
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self.has_length = has_length
 
-    def own(self, by_rank: Sequence[Any]) -> Any:
-        if isinstance(self.trainer.strategy, ModelParallelAccumulationStrategy):
-            return by_rank[self.device_mesh["data_parallel"].get_local_rank()]
-        return by_rank[self.trainer.global_rank]
-
     def train_dataloader(self) -> DataLoader:
-        own = self.own(self.by_rank)
+        own = self.by_rank[self.global_rank]
         return DataLoader(own if self.has_length else Unsized(own), batch_size=None)
 
     def configure_optimizers(self) -> Any:
@@ -159,7 +154,7 @@ class ByEpoch(Uneven):
     """In each epoch the loaders have other lengths."""
 
     def train_dataloader(self) -> DataLoader:
-        by_epoch = [self.own(by_rank) for by_rank in self.by_rank]
+        by_epoch = [by_rank[self.global_rank] for by_rank in self.by_rank]
         if self.has_length:
             return DataLoader(by_epoch[self.trainer.current_epoch], batch_size=None)
         return DataLoader(Streams(by_epoch), batch_size=None)

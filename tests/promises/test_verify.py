@@ -218,6 +218,7 @@ EQUAL: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "a loss that hides its sum": (lambda: Classifier(lambda m, y, b, i: Hide.apply(plain(m, y, b, i))), {}),
     "a hook on a gradient": (lambda: changed(lambda net: net[0].weight.register_hook(lambda g: g * 2)), {}),
     "layers that are made late": (Late, {}),
+    "a loss of pairs, row-wise": (lambda: Classifier(contrastive), {"row_wise": "net"}),
 }
 
 
