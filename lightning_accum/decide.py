@@ -100,11 +100,12 @@ class Deciding:
             if failed & {key >> 8 for key in terms if key & 255} - known.looped:  # treat them as one term
                 return self.decide(looks, known._replace(looped=known.looped | failed), trial)
             for key, fit in chosen.items():
-                if fit.mode is None and not fit.is_open:  # a sum that is equal in all parts does not depend on rows
-                    once = self._fit(looks, key, (ONCE,), eps)
+                fails = fit.mode is None and not fit.is_open
+                if fails or callable(self.known.modes.get(key)):
+                    once = self._fit(looks, key, (ONCE,), eps)  # a sum that is equal in all parts does not depend on rows
                     is_read = terms[key].is_bent or (once.mode is not None and terms[key].words)
                     adopted_fit = None if is_read else self._adopted(looks, key, eps)
-                    chosen[key] = adopted_fit or (fit if once.mode is None else once)
+                    chosen[key] = adopted_fit or (once if fails and once.mode is not None else fit)
         elif isinstance(weight, tuple):
             of_batch = [key for key, term in terms.items() if not term.is_penalty]
             if len(of_batch) != len(weight):

@@ -163,14 +163,17 @@ class Weigher:
         doubt = self._doubt(terms, batch, rows)
         if len(terms) == 1 and callable(terms[0].mode) and terms[0].weight is not None:
             doubt = doubt + is_lost(loss, terms[0].weight, reading.terms)
-        of_mean, is_read, is_new = reading.of_mean, True, self._is_new({term.key for term in reading.terms})
+        keys = {term.key for term in reading.terms}
+        of_mean, is_read, is_new = reading.of_mean, True, self._is_new(keys)
+        adopted = [(key, units) for key, units in self.known.units.items() if key not in keys and callable(next(iter(units)))]
+        of_absent = {key: count_by_all(units, batch) for key, units in adopted}  # a count holds for a term that is absent, too
         if self.known.counts_first:
             if of_mean is not None:
                 raise UnreadableLossError(how_to_mend("a function of means with different weights"))
             if self.criterion is None or not self.criterion.startswith("each"):
                 names = ", ".join(term.words or "a term" for term in reading.terms if not term.is_penalty)
                 self.criterion = f"each term by its own count ({names}), with one more forward, which weight=[...] saves"
-            of_terms = {term.key: weight for term, *_, weight in terms}
+            of_terms = {term.key: weight for term, *_, weight in terms} | of_absent
             of_factors = {term.key: self.known.factor_of(term, mode) for term, mode, *_ in terms}
             return Contribution(None, (), 0.0, None, True, is_new, of_terms, of_factors, doubt)
         of_batch = [one for one in terms if one.mode != ONCE]
@@ -186,6 +189,7 @@ class Weigher:
                 raise UnreadableLossError(how_to_mend("a node that hides its sum"))
             is_read = is_new = False
         weight, others = self._of_all(terms, main)
+        others += tuple(count / self.known.ratios.get(key, 1.0) for key, count in of_absent.items())
         if isinstance(weight, float) and math.isnan(weight):
             if loss.isfinite():
                 raise UnreadableLossError(how_to_mend("a sum of losses with several factors"))
@@ -196,7 +200,7 @@ class Weigher:
         contribution = Contribution(weight, others, factors, of_mean, is_read, is_new, doubt=doubt)
         root: Node = loss.grad_fn
         kind = kind_of(root)
-        is_criterion = len(terms) == 1 and main.mode in (COUNT, MEAN) and kind in CRITERIA and of_mean is None
+        is_criterion = len(terms) == 1 and not others and main.mode in (COUNT, MEAN) and kind in CRITERIA and of_mean is None
         if is_criterion and root._saved_reduction == MEAN_REDUCTION:
             self._plain = (type(root), CRITERIA[kind][1], contribution)
         return contribution
