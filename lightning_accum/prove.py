@@ -199,12 +199,18 @@ def _apart(whole: Measured, parts: Sequence[Measured], factors: Sequence[float],
     expected = whole.gradient(key)
     given = [part.gradient(key, factor) for part, factor in zip(parts, factors, strict=True)]
     of_all = whole.gradient(ALL).values()
-    size = apart(expected, given, math.sqrt(sum(float(gradient[gradient.isfinite()].square().sum()) for gradient in of_all)))
+    of_all_terms = math.sqrt(sum(float(gradient[gradient.isfinite()].square().sum()) for gradient in of_all))
+    size = apart(expected, given, of_all_terms, not any(math.isnan(part.loss) for part in parts))
     return Deviation(size or 0.0, size is not None, rows=rows)
 
 
-def apart(expected: Mapping[int, Tensor], given: Sequence[Mapping[int, Tensor]], of_all: float = 0.0) -> float | None:
-    """The largest relative error of a sum of gradients, by parameter; None if all are 0 beside one of size ``of_all``."""
+def apart(
+    expected: Mapping[int, Tensor], given: Sequence[Mapping[int, Tensor]], of_all: float = 0.0, is_finite: bool = True
+) -> float | None:
+    """The largest relative error of a sum of gradients, by parameter; None if all are 0 beside one of size ``of_all``.
+
+    If the losses are not finite, as means of nothing, neither are the gradients of their learned factors.
+    """
     differences: list[tuple[float, float]] = []
     for index in sorted({index for one in (expected, *given) for index in one}):
         shares = [one[index] for one in given if index in one]
@@ -214,7 +220,7 @@ def apart(expected: Mapping[int, Tensor], given: Sequence[Mapping[int, Tensor]],
         difference = sum(shares) - (0 if own is None else own)
         assert isinstance(difference, Tensor)
         seen = difference.isfinite()  # the gradient of a distance of 0 is NaN, and cannot be compared
-        if own is not None and bool((own.isfinite() & ~seen).any()):
+        if own is not None and is_finite and bool((own.isfinite() & ~seen).any()):
             return math.inf  # but a sum of NaN and others is NaN
         size = max(0.0 if own is None else float(own[seen].norm()), sum(float(one[seen].norm()) for one in shares))
         differences.append((float(difference[seen].norm()), size))

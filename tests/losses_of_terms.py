@@ -217,6 +217,8 @@ LOSSES: dict[str, Row] = {
     "heads, where something of each is known": Row("", lambda o, b, m:
         where_there_is((each(o, b).sum(1), b.has_box[:, 1]), ((o.rebuilt - b.x).square().sum(1), b.some))),
     "a term for each class": Row("", lambda o, b, m: balanced(o, b)),
+    "a loop over rows, some of which have nothing": Row("", lambda o, b, m:
+        by_loop(ce(o, b), [each(o, b)[row].mean() / len(b.t) for row in b.some.nonzero()], 1.0)),
     "a loop over heads": Row("tokens, some, boxes, edges", lambda o, b, m:
         by_loop(ce(o, b), [masked(each(o, b)[:, 0], b.some), boxes(o, b), edges(o, b)])),
     "a stack, summed": Row("tokens, samples, edges", lambda o, b, m: torch.stack([ce(o, b), value(o, b), edges(o, b)]).sum()),

@@ -230,7 +230,9 @@ def is_of_parameters_only(root: Node) -> bool:
 
 
 def is_multiplied_by_parameters(node: Node) -> bool:
-    """A product with a factor that depends on parameters only; or a quotient."""
+    """A product with a factor that depends on parameters only; or a quotient; also if numbers are added to it."""
+    while len(inputs := inputs_of(node)) == 1 and kind_of(node) in ADDITIONS:
+        node = inputs[0][0]
     return kind_of(node) in ("Mul", "Div") and any(is_of_parameters_only(child) for child, _ in inputs_of(node))
 
 

@@ -423,12 +423,17 @@ FEW = [0, 0, 0, 0], [0, 0, 1], [0, 1], [0, 1, 1, 1, 1]
 
 
 def test_the_unit_of_weights_does_not_change_inside_of_the_first_window() -> None:  # refused before
-    batches = [
-        [{**row, "some": torch.tensor(is_some > 0)} for row, is_some in zip(rows(len(some), seed), some, strict=True)]
-        for seed, some in enumerate(FEW)
-    ]
-    eps = 1e-8
-    assert_exact(lambda o, b, m: (each(o, b).mean(1) * b.some).sum() / (b.some.sum() + eps), {"window": 4}, batches)
+    flags = [torch.tensor(some) > 0 for some in FEW]
+    batches = [[{**row, "some": is_some} for row, is_some in zip(rows(len(f), n), f, strict=True)] for n, f in enumerate(flags)]
+    assert_exact(lambda o, b, m: (each(o, b).mean(1) * b.some).sum() / (b.some.sum() + 1e-8), {"window": 4}, batches)
+
+
+@pytest.mark.some_cases(6)
+@pytest.mark.parametrize(("size", "window"), [(1, 4), (2, 2), (2, 4), (3, 2), (4, 2)])
+@pytest.mark.parametrize("name", [name for name in LOSSES if "heads, where" not in name])  # without a gradient for nothing
+def test_loader_batches_of_few_rows_are_checked_together_before_their_window(name: str, size: int, window: int) -> None:
+    batches = [rows(size, seed, has_some=seed % 3 != 0) for seed in range(3 * window)]
+    assert_exact(LOSSES[name].of, {"window": window}, batches, [adamw])
 
 
 # --- a list with a weight for each term: windows are counted in loader batches that are drawn ahead -------------------------
