@@ -128,18 +128,7 @@ def _leads_on(*names: str) -> Kind:
 
 # --- classes ------------------------------------------------------------------------------------------------------------
 
-_OF_THE_MACHINE = (
-    "_io",
-    "_thread",
-    "asyncio",
-    "concurrent",
-    "io",
-    "logging",
-    "multiprocessing",
-    "socket",
-    "subprocess",
-    "threading",
-)
+_OF_THE_MACHINE = "_io _thread asyncio concurrent io logging multiprocessing socket subprocess threading".split()
 _OUTSIDE = (
     *(f"{name}." for name in (*_OF_THE_MACHINE, "lightning_accum")),
     *(f"torch.{name}." for name in ("_C", "_dynamo", "_functorch", "_inductor", "distributed", "fx")),
@@ -275,9 +264,8 @@ def _restore_cell(cell: types.CellType, saved: list[Any]) -> None:
 
 def _save_tensor(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     is_expanded = tensor.layout is torch.strided and 0 in tensor.stride() and tensor.numel() > 1
-    if (
-        is_expanded or tensor.is_inference() or is_traceable_wrapper_subclass(tensor)
-    ):  # it cannot be written to, or consists of other tensors
+    # it cannot be written to, or consists of other tensors
+    if is_expanded or tensor.is_inference() or is_traceable_wrapper_subclass(tensor):
         return None
     alias = tensor.data  # restoring through this alias changes no version, so an earlier graph that needs the tensor stays valid
     return alias, alias.clone()

@@ -25,12 +25,7 @@ from lightning_accum.trainer.from_lightning import Strategy, pl
 Rows = Sequence[Any]  # the samples that a collate function combines
 MakesOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 EXACT = 1e-12
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+QUIET: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

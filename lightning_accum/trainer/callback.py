@@ -150,22 +150,18 @@ class GradientAccumulation(pl.Callback):
         check_package(trainer)
         self._strategy, self._state = None, {}  # from an earlier fit, or a checkpoint that was validated
         if not isinstance(trainer.strategy, Engine):
+            found, instead = type(trainer.strategy).__name__, _what_to_use_instead_of(trainer.strategy)
             raise MisconfiguredError(
-                f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
-                f" {_what_to_use_instead_of(trainer.strategy)}"
+                f"GradientAccumulation needs a strategy of lightning_accum; the Trainer has {found}. {instead}"
             )
         if (number := sum(isinstance(callback, GradientAccumulation) for callback in callbacks_of(trainer))) > 1:
-            raise MisconfiguredError(
-                f"There are {number} GradientAccumulation callbacks: pass one, to the Trainer or from configure_callbacks."
-            )
+            raise MisconfiguredError(f"There are {number} GradientAccumulation callbacks, also of configure_callbacks: pass one.")
         size = 1 if isinstance(self.policy.window, Tokens) else self.policy.size_at(trainer.current_epoch, trainer.global_step)
         if size is None:
             return
         if trainer.accumulate_grad_batches not in (1, size):
-            raise MisconfiguredError(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and "
-                f"GradientAccumulation({self.policy.window!r}) both set the window. Use only one of them."
-            )
+            both = f"accumulate_grad_batches={trainer.accumulate_grad_batches} and GradientAccumulation({self.policy.window!r})"
+            raise MisconfiguredError(f"{both} both set the window. Use only one of them.")
         trainer.accumulate_grad_batches = size  # for tuners, monitors and Lightning itself, until the fit ends
 
     def connect(self, strategy: Engine) -> None:
@@ -224,18 +220,13 @@ class GradientAccumulation(pl.Callback):
 
 def _what_to_use_instead_of(strategy: Strategy) -> str:
     """The strategy of this package to use instead, in words."""
-    sharded = 'Trainer(strategy="accum_fsdp") or "accum_model_parallel" (FSDP2, fully_shard)'
+    sharded = 'strategy="accum_fsdp" or "accum_model_parallel" (FSDP2, fully_shard)'
     if isinstance(strategy, pl.strategies.DeepSpeedStrategy):
-        return (
-            f"DeepSpeed's engine does its own division, reduction and step. To shard as its stages do, use {sharded}; or keep "
-            "DeepSpeed with its gradient_accumulation_steps, without this callback."
-        )
+        return f"Shard with {sharded}; or keep DeepSpeed with its gradient_accumulation_steps, without this callback."
     if isinstance(strategy, (pl.strategies.XLAStrategy, pl.strategies.SingleDeviceXLAStrategy)):
         return "The weight of a loss on an XLA device cannot be read. Remove this callback, or use another device."
     if isinstance(strategy, pl.strategies.FSDPStrategy):
         return 'Use Trainer(strategy="accum_fsdp"), or FSDPAccumulationStrategy(...) with the same arguments.'
     if isinstance(strategy, pl.strategies.ModelParallelStrategy):
         return 'Use Trainer(strategy="accum_model_parallel"), or ModelParallelAccumulationStrategy(...) with the same arguments.'
-    return (
-        f'Use Trainer(strategy="accum") on one device, or Trainer(strategy="accum_ddp") on several; for sharded modules {sharded}.'
-    )
+    return f'Use Trainer(strategy="accum") on one device, "accum_ddp" on several, or for sharded modules {sharded}.'

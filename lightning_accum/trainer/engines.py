@@ -62,8 +62,7 @@ class AccumulationStrategy(AccumulationMixin, pl.strategies.SingleDeviceStrategy
     def parallel_devices(self, devices: list[torch.device]) -> None:
         if len(devices) > 1:
             raise MisconfiguredError(
-                f'strategy="accum" runs on one device, but the Trainer names {len(devices)}. Use strategy="accum_ddp", or'
-                " devices=1."
+                f'strategy="accum" runs on one device, but there are {len(devices)}. Use strategy="accum_ddp".'
             )
         self._root_device = devices[0]
         self._has_device = True
@@ -76,9 +75,7 @@ class AccumulationStrategy(AccumulationMixin, pl.strategies.SingleDeviceStrategy
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
         if num_nodes > 1:
-            raise MisconfiguredError(
-                f'strategy="accum" runs on one node, but the Trainer names {num_nodes}. Use strategy="accum_ddp".'
-            )
+            raise MisconfiguredError(f'strategy="accum" runs on one node, but there are {num_nodes}. Use strategy="accum_ddp".')
 
 
 class ReducingMixin(AccumulationMixin):
@@ -183,10 +180,7 @@ class ShardedMixin(ReducingMixin):
         with self.precision_plugin.train_step_context():
             loss = loss_unlogged(self.trainer(), batch if is_on_device else super().batch_to_device(batch))
         if loss is None:
-            raise UsageError(
-                f"training_step returned None on rank {self.global_rank} when a batch ran again in place of a batch without a "
-                "loss. The first time it returned a loss."
-            )
+            raise UsageError(f"On rank {self.global_rank} a batch has no loss when it runs again. The first time it had one.")
         return loss
 
 
@@ -235,8 +229,6 @@ class FSDPAccumulationStrategy(ShardedMixin, pl.strategies.FSDPStrategy):
     @override
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
         if not isinstance(self.model, FullyShardedDataParallel):
-            raise MisconfiguredError(
-                "Only a FullyShardedDataParallel around the whole model knows the norm of all gradients, but "
-                f"{type(self.model).__name__} wraps its parts. Clip by value, or in its configure_gradient_clipping."
-            )
+            kind = type(self.model).__name__
+            raise MisconfiguredError(f"{kind} wraps only its parts in FSDP1, which cannot clip by the norm of all. Clip by value.")
         return self.model.clip_grad_norm_(largest)

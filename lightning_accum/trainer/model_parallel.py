@@ -69,16 +69,13 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
             return
         if unknown := [name for name in mesh if name not in (*OWN_ROWS, *SAME_ROWS, SAME_LOSS)]:
             raise MisconfiguredError(
-                f"mesh={dict(mesh)}: the package does not know whether ranks along {unknown[0]!r} have their own rows. Name it "
-                f"{' or '.join(map(repr, OWN_ROWS))} if they have their own rows, {' or '.join(map(repr, SAME_ROWS))} if each has "
-                f"a part of the same rows and the loss of this part, or {SAME_LOSS!r} if all have the same loss."
+                f"mesh={dict(mesh)}: {unknown[0]!r} does not say which rows its ranks have. Name it {' or '.join(OWN_ROWS)} for "
+                f"their own rows, {' or '.join(SAME_ROWS)} for parts of the same rows, {SAME_LOSS} for the same loss."
             )
         if SAME_LOSS in self._sizes and list(self._sizes)[-1] != SAME_LOSS:
             raise MisconfiguredError(f"mesh={dict(mesh)}: {SAME_LOSS!r} must be its last dimension.")
         if (self._data_parallel_size, self._tensor_parallel_size) != ("auto", "auto"):
-            raise MisconfiguredError(
-                f"mesh={dict(mesh)} has the sizes of all dimensions: leave out data_parallel_size and tensor_parallel_size."
-            )
+            raise MisconfiguredError(f"mesh={dict(mesh)} replaces data_parallel_size and tensor_parallel_size: leave them out.")
 
     @property
     def gradient_mesh(self) -> DeviceMesh:
@@ -151,9 +148,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         found = sync.sums_narrower_than(dtype) or next((p.dtype for p in narrow if p not in sharded), None)
         if found is not None:
             raise MisconfiguredError(
-                f"GradientAccumulation(accumulate_dtype={dtype}): here fully_shard adds up the gradients of a window,"
-                f" in {found}. Apply it to all layers with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype}), in"
-                f" {type(self.module).__name__}.configure_model."
+                f"GradientAccumulation(accumulate_dtype={dtype}): fully_shard sums gradients in {found}. Apply it to all layers "
+                f"with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})."
             )
 
     @override
@@ -167,8 +163,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         assert self.accumulation is not None
         if self.same_rows() > 1 and weighed.weight is not None and float(weighed.weight) == count_samples(micro_batch.batch):
             raise MisconfiguredError(
-                f"The loss is a mean over rows, of which {self.same_rows()} ranks have parts (mesh=). The package cannot know how "
-                "to combine the losses of parts. Have training_step return the mean over the tokens or elements in its part."
+                f"The loss is a mean over rows, of which {self.same_rows()} ranks have parts (mesh=). "
+                "Have training_step return the mean over the tokens or elements in its part."
             )
 
     def _refuse_without_replicas(self, module: nn.Module) -> None:
@@ -178,10 +174,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         named = module.named_modules()
         if left := [name or "the module" for name, unit in named if isinstance(unit, FSDPModule) and not has_replicas(unit)]:
             raise MisconfiguredError(
-                f'{type(self).__name__}(sync="shard") reduces gradients over replicas once a window, but {listed(left)} is sharded '
-                f'over all ranks, without replicas. Use sync="micro_batch", or in {type(module).__name__}.configure_model apply '
-                "fully_shard with a mesh of two dimensions: init_device_mesh(device_type, (replicas, shards), "
-                'mesh_dim_names=("replicate", "shard")).'
+                f'sync="shard" needs replicas of shards, but {listed(left)} has none. Use sync="micro_batch", or fully_shard with '
+                'init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard")).'
             )
 
     @override
@@ -195,21 +189,15 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         sharded = sync.parameters()
         left = [n for n, p in self.module.named_parameters() if p.requires_grad and p not in sharded]
         if left and size > 1:
-            raise MisconfiguredError(
-                f"Nothing averages the gradients of {listed(left)} over the {size} data-parallel ranks: apply fully_shard to "
-                f"their modules in {type(self.module).__name__}.configure_model."
-            )
+            raise MisconfiguredError(f"Nothing averages the gradients of {listed(left)}: apply fully_shard to their modules.")
         expected = set(dist.get_process_group_ranks(self.ranks.group))
         if others := [ranks for ranks in sync.averaged_ranks() if ranks != expected]:
             raise MisconfiguredError(
-                f"fully_shard averages gradients over the ranks {sorted(others[0])}, but the data-parallel ranks are "
-                f"{sorted(expected)}, whose weights are summed. In {type(self.module).__name__}.configure_model, pass it a mesh of "
-                "these ranks."
+                f"fully_shard averages over the ranks {sorted(others[0])}: pass it a mesh of the data-parallel {sorted(expected)}."
             )
         if factors := sync.divide_factors() - {float(size)}:
             raise MisconfiguredError(
-                f"Gradients are divided by {factors.pop():g} (set_gradient_divide_factor), but must be averaged over {size} "
-                "data-parallel ranks. Leave it out: the weights of the window normalise them."
+                f"set_gradient_divide_factor({factors.pop():g}) does not average over {size} data-parallel ranks. Leave it out."
             )
         if self.policy.accumulate_dtype is not None:
             self._check_accumulate_dtype(sync, self.policy.accumulate_dtype)

@@ -172,9 +172,7 @@ class AccumulationMixin(Engine):
         sums, dtype = None, policy.accumulate_dtype
         is_engines = self.reduces_every_backward_by_itself  # the engine holds the whole gradients, and so their sum
         if dtype is not None and not is_engines and (sums := main_gradients(dtype, self.parameters)) is None:
-            rank_zero_info(
-                f"GradientAccumulation(accumulate_dtype={dtype}): no parameter has a narrower type, so it changes nothing."
-            )
+            rank_zero_info(f"accumulate_dtype={dtype}: no parameter has a narrower type, so it changes nothing.")
         self.accumulation = Accumulation(policy, self.ranks, rank_zero_warn, self._splitting(), sums, self.row_wise)
         if sums is not None:
             self._fit.callback(sums.close)
@@ -232,10 +230,8 @@ class AccumulationMixin(Engine):
             smallest = self.policy.smallest_from(trainer.current_epoch, trainer.max_epochs, trainer.global_step)
             size = smallest or trainer.accumulate_grad_batches
             if drops(self.policy.tail, (batches := trainer.num_training_batches), size) and batches < size:
-                raise MisconfiguredError(
-                    f"An epoch has {batches} loader batches, and a window of {size} would never be full: with"
-                    f' tail="{self.policy.tail}" nothing would be trained. Use a smaller window, or tail="step" or "carry".'
-                )
+                found = f'With tail="drop" nothing is trained: an epoch has {batches} loader batches, and a window {size}'
+                raise MisconfiguredError(f'{found}. Use a smaller window, or tail="step" or "carry".')
         if windows is None:
             return
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)

@@ -111,10 +111,7 @@ class NonPaddingSampling(_DataConnector):
             batch_sampler.deal(**kwargs)
             largest, smallest = cast("Engine", self.trainer.strategy).ranks.largest(batch_sampler.digest, -batch_sampler.digest)
             if largest != -smallest:  # on all ranks
-                raise ArgumentError(
-                    "BalancedBatchSampler has different lengths or arguments on different ranks, so some samples would be in no "
-                    "window and some in several: pass the lengths of the whole dataset, the same on all ranks"
-                )
+                raise ArgumentError("BalancedBatchSampler differs between ranks: pass the same lengths and arguments on all")
             return dataloader
         return super()._prepare_dataloader(dataloader, shuffle, mode)
 

@@ -22,10 +22,7 @@ def validating_every(steps: int, trainer: pl.Trainer) -> AbstractContextManager[
         own["val_check_interval"] = "a time"
     if own != {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}:
         said = ", ".join(f"{name}={value}" for name, value in own.items())
-        raise MisconfiguredError(
-            f"Trainer({said}) and GradientAccumulation(validate_every={steps}) both say when to validate. To count optimizer "
-            "steps, remove val_check_interval and check_val_every_n_epoch; else remove validate_every."
-        )
+        raise MisconfiguredError(f"Trainer({said}) and validate_every={steps} both say when to validate. Use only one of them.")
     return replacing(trainer, val_check_interval=steps, check_val_every_n_epoch=None)
 
 
@@ -48,10 +45,8 @@ class AccumulatingTrainer(pl.Trainer):
             return policy.size_at(epoch, step) or self.accumulate_grad_batches
 
         if isinstance(policy.window, Tokens) and not self.fast_dev_run:  # type: ignore[attr-defined]  # a few windows at most
-            raise UsageError(
-                f"estimated_stepping_batches cannot be known: a window of {policy.window} ends when it has its tokens. Set the "
-                "number of steps: Trainer(max_steps=...) without max_epochs."
-            )
+            found = f"estimated_stepping_batches is unknown, as a window of {policy.window} ends when it has its tokens"
+            raise UsageError(f"{found}. Set the number of steps: Trainer(max_steps=...) without max_epochs.")
         steps = count_windows(int(batches), max(epochs, 1), size, policy.tail)
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
