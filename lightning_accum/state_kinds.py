@@ -128,9 +128,9 @@ def _leads_on(*names: str) -> Kind:
 
 # --- classes ------------------------------------------------------------------------------------------------------------
 
-_OF_THE_MACHINE = "_io _thread asyncio concurrent io logging multiprocessing socket subprocess threading".split()
+_MACHINE = ("_io", "_thread", "asyncio", "concurrent", "io", "logging", "multiprocessing", "socket", "subprocess", "threading")
 _OUTSIDE = (
-    *(f"{name}." for name in (*_OF_THE_MACHINE, "lightning_accum")),
+    *(f"{name}." for name in (*_MACHINE, "lightning_accum")),
     *(f"torch.{name}." for name in ("_C", "_dynamo", "_functorch", "_inductor", "distributed", "fx")),
     *(f"{name}.{part}." for name in ("lightning.pytorch", "pytorch_lightning") for part in ("loggers", "strategies", "trainer")),
 )

@@ -86,10 +86,7 @@ class MicroBatchSizes:
 
         def undo() -> None:
             if [tensor._version for tensor in tensors] != versions:
-                raise UsageError(
-                    'training_step changed its batch in place; micro_batch="auto" cannot undo this if memory runs out. Change a '
-                    "copy, or use a fixed micro_batch."
-                )
+                raise UsageError('training_step changed its batch in place: for micro_batch="auto" have it change a copy.')
             before.undo()
             snapshot.restore()
             free(self._device)
@@ -110,17 +107,12 @@ class MicroBatchSizes:
     def halve(self, cost: int, rows: int, seen: str) -> None:
         """Halve the limit after a micro-batch ran out of memory; ``seen`` is the error. Raises it if there was one row."""
         if rows <= 1:
-            raise NothingSmallerError(
-                f"A micro-batch of one sample (of cost {cost}) does not fit into memory, and cannot be split. Try shorter "
-                "sequences or smaller inputs, a smaller model, lower precision, or activation checkpointing."
-            )
+            raise NothingSmallerError(f"One sample (of cost {cost}) does not fit into memory. Try activation checkpointing.")
         if self._limit is None or rows * _rounded(cost) <= self._limit:
             self._limit = math.ceil(rows / 2) * _rounded(cost)
         self._tries_more, self.has_changed = False, True
-        self._say(
-            f'GradientAccumulation(micro_batch="auto"): {rows} samples of {cost} elements do not fit into memory ({seen}). The'
-            f" batch runs again in micro-batches of {max(1, self._limit // _rounded(cost))}."
-        )
+        number = max(1, self._limit // _rounded(cost))
+        self._say(f"{rows} samples of {cost} elements do not fit into memory ({seen}): again in micro-batches of {number}")
 
     def end_batch(self) -> None:
         """End a loader batch that has fit into memory."""

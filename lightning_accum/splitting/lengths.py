@@ -108,10 +108,8 @@ def _explicit(path: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Tenso
             columns = longest if longest in sizes else sizes[0]  # as a rule the longest row has no padding
             return torch.arange(columns, device=tensor.device) < tensor[:, None]
         raise ArgumentError(f"the lengths in {path!r} are up to {longest}, but no tensor of the batch has so many columns")
-    raise ArgumentError(
-        f"{path!r} has the shape {tuple(tensor.shape)} and type {tensor.dtype}: expected a mask of shape (rows, columns) or whole"
-        " numbers of shape (rows,)"
-    )
+    found = f"{path!r} has the shape {tuple(tensor.shape)} and type {tensor.dtype}"
+    raise ArgumentError(f"{found}: expected a mask of shape (rows, columns) or whole numbers of shape (rows,)")
 
 
 def _lengths(evidence: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[int, Lengths]:

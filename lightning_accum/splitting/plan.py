@@ -76,10 +76,8 @@ class Plan:
             return
         found = f", {piece.count} rows of the loader batch, columns {dict(piece.columns) or 'all'}" if self.is_read else ""
         error.add_note(
-            f"GradientAccumulation(micro_batch=...) has split the batch: this was micro-batch {self.current} of "
-            f"{len(self.pieces)}{found}. If an entry of the batch belongs to all rows, pass split=, a function that splits the "
-            "batch; if the step uses the longest row as the number of columns, name the lengths: trim_padding=<their key>, or "
-            'trim_padding="lengths" for encoder_lengths and decoder_lengths.'
+            f"This was micro-batch {self.current} of {len(self.pieces)}{found}. If an entry of the batch belongs to all rows, pass "
+            "split=; if the step uses the longest row as the number of columns, name the lengths: trim_padding=<their key>."
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -191,11 +189,8 @@ class Splitting:
         for path, tensor in tensors_of(batch):
             cut = [of_part[path] for of_part in found if path in of_part and of_part[path].shape[1:] == tensor.shape[1:]]
             if len(cut) == len(found) and (number := sum(map(len, cut))) < len(tensor):
-                self._warn_once(
-                    "split",
-                    f"split={name_of(split)} returned micro-batches of {number} samples for a loader batch of {len(tensor)}, so "
-                    "some samples would not be used. Return all of them: the last micro-batch may be smaller.",
-                )
+                said = f"split={name_of(split)} returned {number} samples of {len(tensor)} in a loader batch. Return all of them."
+                self._warn_once("split", said)
         pairs = zip(micro_batches, counts, strict=True)
         return Plan(batch, [RowSlice([], min(size, count or size), 1, made=made) for made, count in pairs], None)
 
@@ -235,11 +230,7 @@ class Splitting:
             assert self.sizes is not None
             return self.sizes.size_for(cost, rows)
         if width > self.size.at(0):
-            self._warn_once(
-                "long rows",
-                f"A row of {width} tokens is longer than micro_batch={self.size}. It becomes a micro-batch of its own, since "
-                "leaving it out would change the result.",
-            )
+            self._warn_once("long rows", f"A row of {width} tokens, longer than {self.size}, becomes a micro-batch of its own.")
         return max(1, self.size.at(0) // max(1, width))
 
     def _warn_once(self, of: str, message: str) -> None:
@@ -256,10 +247,7 @@ def columns_of(tensors: Mapping[str, Tensor]) -> list[int]:
     if not columns:
         images = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in tensors.items())
         found = f"none of {images} says which dimension has the tokens" if images else "no tensor of the batch has two dimensions"
-        raise UnsplittableBatchError(
-            f"A micro-batch in Tokens needs rows with columns, but {found}. Use a number of samples:"
-            " GradientAccumulation(micro_batch=8)."
-        )
+        raise UnsplittableBatchError(f"micro_batch=Tokens(...) needs rows with columns, but {found}. Use a number of samples.")
     return columns
 
 

@@ -378,9 +378,7 @@ def split_lists(batch: Any, size: int) -> list[Any]:
     sizes = {key: parse(entry, "entry").size for key, entry in entries.items()}
     numbers = [sizes[key] for key, entry in entries.items() if isinstance(entry, (list, tuple))]
     if not numbers or not all(numbers):
-        raise UnsplittableBatchError(
-            f"split_lists: there is no list with one entry a sample in the batch, a {type(batch).__name__}."
-        )
+        raise UnsplittableBatchError(f"split_lists: no list in the batch, a {type(batch).__name__}, has one entry a sample.")
     parts = []
     for start in range(0, numbers[0] or 0, size):
         cut = {key: e[start : start + size] if sizes[key] == numbers[0] else e for key, e in entries.items()}

@@ -76,16 +76,14 @@ class TrimmingCheck:
         except CannotCheckError as error:
             if self._seen[known] == 1:
                 self._warn(
-                    f"{where} so far: the package could not check whether the loss depends on it ({error}). It tries again with "
-                    "later batches."
+                    f"{where} so far: whether the loss depends on it could not be checked ({error}). Later batches are tried."
                 )
             return
         self._answers[known] = seen is None
         self._seen.pop(known)
         if seen is not None:
             self._warn(
-                f"{where}: the loss of this module depends on it ({seen}). GradientAccumulation(trim_padding=False) turns trimming "
-                "and this warning off."
+                f"{where}: the loss depends on it ({seen}). GradientAccumulation(trim_padding=False) turns this warning off."
             )
 
 

@@ -83,10 +83,7 @@ class DDPSync(WrappedSync):
     def begin_backward(self, micro_batch: MicroBatch, loss: Tensor) -> None:
         is_reduced = self._ddp.require_backward_grad_sync
         if micro_batch.is_boundary and not is_reduced:
-            raise UsageError(
-                "The reduction of gradients is off in the last backward of a window, so each rank would take its own step. "
-                "Remove fabric.no_backward_sync(...), or no_sync(): gradients are reduced once a window."
-            )
+            raise UsageError("Remove fabric.no_backward_sync() or no_sync(), by which each rank would take its own step.")
         self._last_node = loss.grad_fn if is_reduced else None
 
     @override
@@ -172,10 +169,8 @@ class DDPSync(WrappedSync):
         named = self._ddp.module.named_parameters()
         if left := [name for name, p in named if p.grad is not None and p not in known and name not in ignored]:
             raise UsageError(
-                f"DistributedDataParallel does not reduce the gradients of {listed(left)}, which were frozen or missing when "
-                "it was set up, so each rank would keep its own gradients. Create them before training starts, with "
-                "requires_grad=True. To train a parameter only later, freeze it in on_train_start, and pass "
-                "find_unused_parameters=True to the strategy."
+                f"DistributedDataParallel does not reduce the gradients of {listed(left)}, frozen or missing at its set-up. To "
+                "train a parameter later, freeze it in on_train_start, and pass find_unused_parameters=True to the strategy."
             )
 
 

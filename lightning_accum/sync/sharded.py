@@ -93,18 +93,14 @@ class ShardedSync(WrappedSync):
         """A loss that depends on the same modules as the losses of other ranks."""
         if not self._may_lack_loss:
             raise UsageError(
-                f"Rank {dist.get_rank()} has a loader batch without a loss, or fewer loader batches than others, so it cannot take "
-                f"part in row-wise submodules with {type(self._engine).__name__}. Have each loader batch of each rank give a loss, "
-                'or use Trainer(strategy="accum_ddp").'
+                f"Rank {dist.get_rank()} has a loader batch without a loss, or fewer loader batches, but runs sharded row-wise "
+                'submodules. Have each loader batch of each rank give a loss, or use Trainer(strategy="accum_ddp").'
             )
         outputs, self._outputs = self._outputs, []
         if outputs:
             return torch.stack([output.flatten()[:1].sum().float() for output in outputs]).sum()
         if self._last is None:
-            raise UsageError(
-                f"Rank {dist.get_rank()} has had no batch with a loss yet, so it cannot take part in the forward and backward that"
-                f" the other ranks wait for with {type(self._engine).__name__}. Begin with a batch that has one."
-            )
+            raise UsageError(f"Rank {dist.get_rank()} has had no batch with a loss yet, and others wait for it: begin with one.")
         self._snapshot = self._engine.snapshotter.take(watches_parameters=False)
         return self._engine.loss_again(*self._last)
 
@@ -159,9 +155,8 @@ class ShardedSync(WrappedSync):
         found = set(ranks.gather((number, had_loss)))
         if len(found) > len({number for number, _ in found}):  # the others would attend to keys and values of another batch
             raise UsageError(
-                "A rank returned no loss, while other ranks with parts of the same rows returned one. With context_parallel or "
-                "sequence_parallel in mesh=, these ranks need the same batches, and training_step returns a loss for each part. "
-                "The loss of a part without labels may be NaN; its weight is 0."
+                "A rank returned no loss, while other ranks with parts of the same rows returned one. Return a loss for each part: "
+                "for a part without labels it may be NaN, and has weight 0."
             )
 
     @override

@@ -88,11 +88,7 @@ class Call:
             after.restore()
         for name, buffer, version in buffers:
             if buffer._version != version:
-                raise RowWiseError.of(
-                    self.layer.name,
-                    f"a call changes the buffer {self.layer.name}.{name}, which happens in each micro-batch. Have another "
-                    'submodule run row-wise, or use micro_batch="offload".',
-                )
+                raise RowWiseError.of(self.layer.name, f"each micro-batch changes its buffer {name}. {HINT}")
         number = len(self.pieces)
         of_parts = [*zip(*(part.values for part in parts), strict=True)]
         shadows = [x for of_output in of_parts for x in of_output[number:] if isinstance(x, Tensor) and x.requires_grad]
@@ -128,11 +124,8 @@ class Call:
     def _again(self, before: RandomState) -> Iterator[None]:
         """Inside, modes, ``requires_grad``, the default type and noise are as in the forward; the checkpoint keeps autocast."""
         if any(tensor._version != version for tensor, version in self._unchanged):
-            raise RowWiseError.of(
-                self.layer.name,
-                "the call itself or an optimizer step changed the parameters or inputs of a call before its backward, which runs "
-                'the call again. Change a copy, run the backward first, or use micro_batch="offload".',
-            )
+            found = "parameters or inputs of a call were changed before its backward, which runs it again"
+            raise RowWiseError.of(self.layer.name, f'{found}. Change a copy, run the backward first, or use micro_batch="offload".')
         changed = [(owner, name, value) for owner, name, value in self._flags if getattr(owner, name) != value]
         now, dtype = RandomState(self.device), torch.get_default_dtype()
         try:
@@ -157,12 +150,9 @@ class Call:
     def _refuse_others(self) -> None:
         is_equal, self._is_equal = self._is_equal, []
         if is_equal and not bool(torch.stack([flag.to(is_equal[0].device) for flag in is_equal]).all()):
-            raise RowWiseError.of(
-                self.layer.name,
-                f"a call of {self.layer.name!r}, run again for its backward, returns other outputs than before. It depends on more "
-                "than its arguments, its parameters and the global random numbers: an attribute that is set between calls, its own "
-                f"generator, or parameters that were exchanged for the call (functional_call). Pass this as an argument. {HINT}",
-            )
+            found = "a call has other outputs when it runs again for its backward: it depends on an attribute that is set between"
+            found += " calls, its own generator, or parameters of functional_call. Pass this as an argument."
+            raise RowWiseError.of(self.layer.name, f"{found} {HINT}")
 
 
 def _joined(of_parts: Sequence[Any], dim: int | None) -> Any:

@@ -61,11 +61,8 @@ def read(value: Any, layer: Layer) -> Tree:
             part.kind = "rows"
             leaves.append(part)
         elif part.problem and holds_tensors(part.value, depth=3):
-            raise RowWiseError.of(
-                layer.name,
-                f"an argument or output of {layer.name!r} is a {type(part.value).__name__}, which holds tensors. Have it take and"
-                " return tensors: of a model of Hugging Face, pass use_cache=False.",
-            )
+            found = f"an argument or output is a {type(part.value).__name__}, which holds tensors"
+            raise RowWiseError.of(layer.name, f"{found}. Have it take and return tensors (Hugging Face: use_cache=False).")
     return Tree(root, leaves)
 
 
@@ -131,11 +128,8 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
     """
     for name, inner in layer.module.named_modules(prefix=layer.name):
         if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
-            raise RowWiseError.of(
-                layer.name,
-                f"{name} ({type(inner).__name__}) normalises by the statistics of its micro-batch, so its outputs differ from the "
-                f"whole batch's. {HINT}",
-            )
+            found = f"{name} ({type(inner).__name__}) normalises by the statistics of its micro-batch"
+            raise RowWiseError.of(layer.name, f"{found}. {HINT}")
     tries, places = [fitting], [place for place, fits in enumerate(fitting) if fits]
     if len(places) > 1 and not layer.is_sharded:
         tries += [tuple(fits and at != place for at, fits in enumerate(fitting)) for place in places[1:] + places[:1]]
@@ -186,11 +180,8 @@ def check_outputs(layer: Layer, found: Tree, first: Tree, dims: Sequence[int | N
         pairs.append((value, other) if dim is None else (_shape_beside(value, dim), _shape_beside(other, dim)))
     for one, other in pairs:
         if not is_same(one, other):
-            raise RowWiseError.of(
-                layer.name,
-                f"{layer.name!r} returns {one!r} for some rows and {other!r} for others, which cannot be joined: have it return"
-                f" tensors, with one entry a row and of one shape. {HINT}",
-            )
+            seen = f"it returns {one!r} for some rows and {other!r} for others: have it return tensors with one entry a row"
+            raise RowWiseError.of(layer.name, f"{seen}. {HINT}")
 
 
 def _shape_beside(value: Any, dim: int) -> tuple[int, ...]:

@@ -74,10 +74,8 @@ def prove_row_wise(
 
 def unproven(row_wise: RowWise, reason: str) -> str:
     """The warning that it could not be checked."""
-    return (
-        f"row_wise={row_wise.names}: it could not be checked that the step with these submodules in micro-batches is that of the "
-        f"whole batch: {reason}. Compare them by verify(module, data), or pass check=False if you know that they agree."
-    )
+    how = "Compare with the whole batch by verify(module, data), or pass check=False if you know that they agree."
+    return f"row_wise={row_wise.names} could not be checked: {reason}. {how}"
 
 
 def _rows_of(trained: Trained, batches: Sequence[Any], samples: Any) -> tuple[Callable[[Any], Any], int]:
@@ -188,9 +186,8 @@ class _Proof:
         kind = type(self.row_wise.module.get_submodule(name)).__name__
         seen = found.seen if found.size == math.inf else f"relative error of {found.seen}: {found.size:.2g}"
         raise RowWiseError(
-            f"row_wise={first!r} runs {first!r} in micro-batches, but with {name} ({kind}) in micro-batches the step of some"
-            f" rows is not that of the rows together ({seen}). Its outputs or gradients for a row depend on other rows (a mean over"
-            " rows, experts with a capacity, a hook that normalises gradients); or the loss reads an attribute or a hook, which"
+            f"row_wise={first!r}: with {name} ({kind}) in micro-batches the step of some rows is not that of the rows together"
+            f" ({seen}). Its outputs or gradients for a row depend on other rows; or the loss reads an attribute or a hook, which"
             f" holds one micro-batch only: have {first!r} return this value, with one entry a row. {HINT}"
         )
 

@@ -86,10 +86,8 @@ class RowWise:
         self._is_over = True
         self._check_is_next(0)
         if missing := [name for name in self.names if name not in self._called]:
-            raise RowWiseError(
-                f"row_wise={missing[0]!r}: training_step does not call {missing[0]!r}, so it does not run in micro-batches. Name a "
-                "submodule that is called as self.encoder(x), and not by another method."
-            )
+            found = "training_step does not call it. Name a submodule that is called as self.encoder(x), not by another method."
+            raise RowWiseError.of(missing[0], found)
 
     def _call(self, layer: Layer, *args: Any, **kwargs: Any) -> Any:
         if self._is_inside or self._is_over or not torch.is_grad_enabled():
@@ -130,11 +128,7 @@ class RowWise:
         if self.largest is not None:
             is_needed, fewest = self.largest(float(form is None), float(-rows))
             if fewest >= -1:
-                raise RowWiseError.of(
-                    layer.name,
-                    f"{layer.name!r} is called with one row on a rank, while others have more. A sharded module runs on all ranks "
-                    "together: have the loader yield at least two rows.",
-                )
+                raise RowWiseError.of(layer.name, "it is called with one row on a rank: have the loader yield at least two.")
             form = None if is_needed else form
         if form is None:
             form = self._forms[fitting, kind] = form_of(layer, arguments, fitting, rows, run)
@@ -156,10 +150,7 @@ class RowWise:
             return
         last, first = self.largest(float(number), float(-number))
         if last != -first:
-            raise RowWiseError(
-                "row_wise: the loss of one rank depends on a call of sharded submodules that the loss of another rank does not "
-                "use. Ranks wait for each other in each call: have the loss of each rank depend on the same calls."
-            )
+            raise RowWiseError("row_wise= of sharded submodules: have the loss of each rank depend on the same calls of them.")
 
 
 def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: bool) -> RowWise | None:
@@ -175,10 +166,7 @@ def _named(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     for name in names:
         if not name or name not in modules:
             known = [child for child, _ in module.named_children()]
-            raise ArgumentError(
-                f"row_wise={name!r}: {type(module).__name__} has no submodule of that name. Name one of its submodules; its "
-                f"children are {known}."
-            )
+            raise ArgumentError(f"row_wise={name!r}: {type(module).__name__} has no submodule of that name. It has {known}.")
     for outer, inner in permutations(names, 2):
         if modules[inner] in list(modules[outer].modules())[1:]:
             raise ArgumentError(f"row_wise={list(names)}: {inner!r} is inside {outer!r}, which runs in micro-batches. Name one.")
