@@ -175,22 +175,16 @@ class SaveAfter(Callback):
                 raise Interrupted
 
 
-class Limit(torch.autograd.Function):
-    """Has room for so many rows, in forward or in backward."""
+def limited(x: Tensor, most: int, where: str, error: Callable[[], Exception]) -> Tensor:
+    """The same, where there is room for so many rows, in forward or in backward."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: int, most: int, where: str, error: Callable[[], Exception]) -> Tensor:
-        if rows > most and where == "forward":
-            raise error()
-        ctx.fails = rows > most and where == "backward"
-        ctx.error = error
-        return x.clone()
+    def fail(_: Tensor) -> None:
+        raise error()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        if ctx.fails:
-            raise ctx.error()
-        return gradient, None, None, None, None
+    x = x.clone()
+    if len(x) > most:
+        fail(x) if where == "forward" else x.register_hook(fail)
+    return x
 
 
 class Scalar(pl.LightningModule):

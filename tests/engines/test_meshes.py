@@ -100,24 +100,21 @@ def test_a_window_of_three_has_three_reduce_scatters_and_one_all_reduce_for_each
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-class OverAllRanks(ShardedLanguage):
-    def configure_model(self) -> None:
-        for part in (*self.net.blocks, self.net):
-            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+@pytest.mark.parametrize(
+    ("over", "sync", "named"),
+    [
+        (lambda mesh: mesh["data_parallel"], "shard", "sync="),
+        (lambda mesh: two_replicas(2)["shard"], "window", "ranks"),  # nothing averages over the replicas
+    ],
+)
+def test_shards_of_other_ranks_are_refused(over: Any, sync: str, named: str) -> None:
+    class Over(ShardedLanguage):
+        def configure_model(self) -> None:
+            for part in (*self.net.blocks, self.net):
+                fully_shard(part, mesh=over(self.device_mesh))
 
-
-class OverHalfOfThem(ShardedLanguage):
-    """Nothing averages over the replicas."""
-
-    def configure_model(self) -> None:
-        for part in (*self.net.blocks, self.net):
-            fully_shard(part, mesh=two_replicas(2)["shard"])
-
-
-@pytest.mark.parametrize(("module", "sync", "named"), [(OverAllRanks, "shard", "sync="), (OverHalfOfThem, "window", "ranks")])
-def test_shards_of_other_ranks_are_refused(module: type[ShardedLanguage], sync: str, named: str) -> None:
     with pytest.raises(Exception, match=f"(?s)MisconfiguredError: .*{named}"):
-        trained(module(), 2, "fsdp2", {"sync": sync}, Dealt(dealt(sentences(8), 2, "fsdp2")))
+        trained(Over(), 2, "fsdp2", {"sync": sync}, Dealt(dealt(sentences(8), 2, "fsdp2")))
 
 
 # --- beside tensor parallelism ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import Language, Limit, Scalar, Toy, ddp, fit, labelled, loader, pad, relative_error, sentences, trainer, warned, x
+from support import Language, Scalar, Toy, ddp, fit, labelled, limited, loader, pad, relative_error, sentences, trainer, warned, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -40,7 +40,7 @@ class Limited(Language):
 
     def limit(self, block: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
         self.attempts.append(len(inputs[0]))
-        return (Limit.apply(inputs[0], len(inputs[0]), self.limit_here(), self.where, exhausted), *inputs[1:])
+        return (limited(inputs[0], self.limit_here(), self.where, exhausted), *inputs[1:])
 
     def limit_here(self) -> int:
         """With ``less``, only the first batch of each window of three has room for ``most``."""
@@ -112,7 +112,7 @@ OTHERS: list[Callable[[], Exception]] = [
 
 def run_with_room(rows: Callable[[], int], error: Callable[[], Exception], epochs: int = 1) -> pl.Trainer:
     def loss(net: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(Limit.apply(net(batch[0]), len(batch[0]), rows(), "forward", error), batch[1])
+        return F.cross_entropy(limited(net(batch[0]), rows(), "forward", error), batch[1])
 
     return fit(Toy(loss), labelled(8, 8), GradientAccumulation(micro_batch="auto", check=False), max_epochs=epochs)
 

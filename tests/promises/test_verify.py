@@ -471,17 +471,6 @@ def test_batches_of_a_class_of_their_own_are_joined_and_split_by_functions() -> 
 # --- bad input -----------------------------------------------------------------------------------------------------------
 
 
-def holding(name: str, value: Any) -> Callable[[], BoringModel]:
-    """Makes a module that has something more."""
-
-    def make() -> BoringModel:
-        module = BoringModel()
-        setattr(module, name, value)
-        return module
-
-    return make
-
-
 BATCH, IN_TWOS = torch.randn(8, 32), {"micro_batch": 2}
 WRONG: dict[str, Any] = {
     "nothing to compare": (BoringModel, BATCH, {}, "micro_batch="),
@@ -494,8 +483,8 @@ WRONG: dict[str, Any] = {
     "lengths without a mask": (BoringModel, iter([torch.zeros(2, 3), torch.zeros(2, 4)]), {"window": 2}, "join="),
     "other parts": (BoringModel, iter([{"x": torch.zeros(2, 3)}, {"y": torch.zeros(2, 3)}]), {"window": 2}, "join="),
     "manual optimization": (ManualOptimBoringModel, BATCH, IN_TWOS, "automatic_optimization"),
-    "a module with an iterator": (holding("streams", {"train": iter([1, 2, 3])}), BATCH, IN_TWOS, "streams"),
-    "a module without shapes": (holding("layer", nn.LazyLinear(2)), BATCH, IN_TWOS, "layer"),
+    "a module with an iterator": (lambda: changed(lambda net: vars(net).update(streams=iter([1]))), points(), IN_TWOS, "streams"),
+    "a module without shapes": (of(plain, nn.LazyLinear(8)), points(), IN_TWOS, "net.1"),
     "a loss that depends on nothing": (of(lambda m, y, b, i: (y * 0).mean()), points(), IN_TWOS, "gradient"),
     "a module of one type": (
         of(lambda m, y, b, i: (y.double() @ torch.ones(3).float()).mean()),

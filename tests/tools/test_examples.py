@@ -56,11 +56,6 @@ def script(name: str, *arguments: str) -> list[str]:
     return [str(EXAMPLES / name), *arguments]
 
 
-def torchrun(name: str, *arguments: str) -> list[str]:
-    options = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    return ["-m", "torch.distributed.run", *options, *script(name, *arguments)]
-
-
 def test_examples_are_short_and_listed() -> None:
     files = {path.name for path in EXAMPLES.iterdir() if path.is_file() and path.name != "README.md"}
     listed = set(re.findall(r"\]\(([\w.]+)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8")))
@@ -105,15 +100,12 @@ def test_one_device(micro_batch: str, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert loss == pytest.approx(2.2, abs=0.3)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("ddp.py", marks=pytest.mark.slow),  # which the variables of a cluster start, too
-        pytest.param("fsdp2.py", marks=[needs_sharding_on_cpu, pytest.mark.exhaustive]),
-    ],
-)
-def test_an_example_by_torchrun_is_the_full_batch(name: str) -> None:
-    assert run(torchrun(name, "--epochs", "1")) == one_epoch_by_hand(name)
+@needs_sharding_on_cpu
+@pytest.mark.exhaustive
+def test_an_example_by_torchrun_is_the_full_batch() -> None:
+    options = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    command = ["-m", "torch.distributed.run", *options, *script("fsdp2.py", "--epochs", "1")]
+    assert run(command) == one_epoch_by_hand("fsdp2.py")
 
 
 def slurm(rank: int, port: int) -> dict[str, object]:
