@@ -109,31 +109,25 @@ class Point:
 
     def refusals(self) -> list[str]:
         """What the package says to combinations that it does not have; none for all others."""
-        said, policy = [], self.policy
+        policy, tail, is_sharded = self.policy, self.policy["tail"], self.engine == "fsdp2"
         unit = None if self.micro_batch is None else self.micro_batch[0]
-        longest = max(self.lengths)
         reduces_often = self.strategy.get("sync") == "micro_batch"
-        if self.weight == "list" and policy["tail"] == "carry" and self._may_be_long():
-            said.append("counts a window before it runs, but with tail='carry' it may continue in the next epoch")
-        if self.counts_tokens and self.loss == "sum":
-            said.append("A window of Tokens ends when the weights of its micro-batches reach its size, but the loss is a sum")
-        if policy.get("tail") == "drop" and self.is_sized and not self.counts_tokens and longest < self._least():
-            said.append("would never be full")
-        if policy.get("on_nonfinite") == "raise" and "nan" in self.holes.values():
-            said.append("is not finite: ")
-        if self.engine == "ddp" and reduces_often and policy.get("on_nonfinite", "propagate") != "propagate":
-            said.append("needs the gradients of each rank")
-        if self.engine == "ddp" and reduces_often and unit in ("tokens", "auto"):
-            said.append("may split the batches of the ranks into different numbers")
-        if self.engine == "ddp" and reduces_often and self.is_low_precision:
-            said.append("in the type of the parameters")
-        if self.engine == "fsdp2" and unit == "auto":
-            said.append("runs a batch again if a rank runs out of memory")
-        if self.engine == "fsdp2" and self.is_low_precision:
-            said.append("here fully_shard adds up the gradients of a window")
-        if self.engine == "fsdp2" and reduces_often and policy.get("on_nonfinite", "propagate") != "propagate":
-            said.append("needs the gradients of each rank")
-        return said
+        is_ddp = self.engine == "ddp" and reduces_often
+        never_full = self.is_sized and not self.counts_tokens and tail == "drop" and max(self.lengths) < self._least()
+        said = {
+            "counts a window before it runs": self.weight == "list"
+            and tail == "carry"
+            and self._may_be_long(),
+            "reach its size, but the loss is a sum": self.counts_tokens and self.loss == "sum",
+            "would never be full": never_full,
+            "is not finite: ": policy["on_nonfinite"] == "raise" and "nan" in self.holes.values(),
+            "needs the gradients of each rank": reduces_often and policy["on_nonfinite"] != "propagate",
+            "may split the batches of the ranks into different numbers": is_ddp and unit in ("tokens", "auto"),
+            "in the type of the parameters": is_ddp and self.is_low_precision,
+            "runs a batch again if a rank runs out of memory": is_sharded and unit == "auto",
+            "here fully_shard adds up the gradients of a window": is_sharded and self.is_low_precision,
+        }
+        return [message for message, applies in said.items() if applies]
 
     def _may_be_long(self) -> bool:
         kind, size = self.window

@@ -32,9 +32,6 @@ from lightning_accum import AccumulationError, GradientAccumulation, ModelParall
 pytestmark = needs_sharding_on_cpu
 
 
-# --- what fully_shard keeps between micro-batches ---------------------------------------------------------------------
-
-
 class Heads(nn.Module):
     """One group of parameters, of which a batch takes one head."""
 
@@ -84,9 +81,6 @@ def test_parameters_that_some_micro_batches_and_ranks_do_not_use_equal_the_full_
     assert_one_window_one_batch(SeveralTasks, by_rank, policy, "fsdp2 of 4", {"sync": sync}, collate=list)
 
 
-# --- what is sent -----------------------------------------------------------------------------------------------------
-
-
 def test_a_window_of_three_has_three_reduce_scatters_and_one_all_reduce_for_each_group() -> None:
     data = Dealt(dealt(sentences(72), 2, "fsdp2 of 4"))
     looks = Profiled(3, 8, collectives_in)  # the second and the third window
@@ -95,9 +89,6 @@ def test_a_window_of_three_has_three_reduce_scatters_and_one_all_reduce_for_each
     counts = [{kind: count[kind] for kind in (SCATTER, REDUCE)} for count, _ in found]
     inside, last = {SCATTER: GROUPS, REDUCE: 0}, {SCATTER: GROUPS, REDUCE: GROUPS + 2}  # the weights, and what was reached
     assert counts == [inside, inside, last] * 2
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -115,9 +106,6 @@ def test_shards_of_other_ranks_are_refused(over: Any, sync: str, named: str) -> 
 
     with pytest.raises(Exception, match=f"(?s)MisconfiguredError: .*{named}"):
         trained(Over(), 2, "fsdp2", {"sync": sync}, Dealt(dealt(sentences(8), 2, "fsdp2")))
-
-
-# --- beside tensor parallelism ------------------------------------------------------------------------------------------
 
 
 class BesideTensor(ShardedLanguage):

@@ -243,9 +243,6 @@ def test_a_trainer_that_has_fitted_fits_again_validates_and_resumes(tmp_path) ->
     assert run.callback_metrics["window/optimizer_steps"] == 8
 
 
-# --- a Trainer that is copied while it trains ----------------------------------------------------------------------------
-
-
 class Copying(pl.Callback):
     """Copies the Trainer when a hook is called for the first time."""
 

@@ -31,8 +31,6 @@ StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").Statef
 StatefulRandomSampler = pytest.importorskip("torchdata.stateful_dataloader.sampler").RandomSampler
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
-# --- a loader that knows its place ---------------------------------------------------------------------------------------
-
 ROWS = sentences(28)
 """Seven loader batches of four an epoch."""
 
@@ -156,9 +154,6 @@ def test_gradient_accumulation_scheduler_of_lightning() -> None:
     run.fit(module)
     assert module.gradients == [1, 2, 3, 4, 1.5, 3.5]
     assert estimates == [6]
-
-
-# --- loggers and monitors ------------------------------------------------------------------------------------------------
 
 
 class Distance(Scalar):

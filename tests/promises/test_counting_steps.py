@@ -208,9 +208,6 @@ def test_a_window_without_weight_is_not_heard_and_one_whose_training_step_gave_n
     assert [(window.has_stepped, window.micro_batches) for window in listens.windows] == [(True, 2), (False, 0), (True, 1)]
 
 
-# --- resumed -------------------------------------------------------------------------------------------------------------
-
-
 def fit_by_steps(policy: dict[str, Any], *callbacks: Callback, **kwargs: Any) -> tuple[Distance, pl.Trainer]:
     """Two epochs. All loader batches are of five samples, since a loader without a state begins anew where training goes on."""
     module = Distance([x(*range(i, i + 5)) for i in range(7)])

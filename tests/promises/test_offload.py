@@ -263,8 +263,6 @@ def test_manual_optimization_on_two_ranks(memory: OtherMemory, kind: type[Manual
     assert_one_window_one_batch(kind, by_rank, offloaded(window), "ddp", **arguments)
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
 LAYERS = 12
 
 

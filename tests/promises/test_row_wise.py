@@ -635,8 +635,6 @@ def test_ranks_with_unequally_many_batches_take_the_step_of_all_rows(options: di
     assert_one_window_one_batch(make, by_rank, row_wise(2, micro_batch=3), "ddp", options, **WITH_RANKS)
 
 
-# --- sharded modules ----------------------------------------------------------------------------------------------------
-
 SHARDED: dict[str, tuple[Any, tuple[int, int], dict[str, Any]]] = {
     "one of two": (clip, (8, 8), {"weight": "equal"}),
     "both": (barlow_twins, (8, 8), {"weight": "equal", "names": ["net.encoder", "head"]}),

@@ -450,9 +450,6 @@ def test_a_batch_that_fits_is_not_cut_or_sorted(size: Any) -> None:
     assert same(piece, batch)
 
 
-# --- what a failed attempt changed ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_an_attempt_that_ran_out_of_memory_leaves_the_module_as_if_the_size_had_been_known() -> None:
     found = []

@@ -238,9 +238,6 @@ def test_a_rank_that_stands_in_changes_nothing_of_its_own(engine: str, has_lengt
         assert found == {"seen": [batch.sum().item() for batch in own] * EPOCHS, **buffers}
 
 
-# --- what Lightning does beside ---------------------------------------------------------------------------------------
-
-
 class Validates(Uneven):
     """Notes how many batches it had trained on at each validation."""
 
@@ -272,9 +269,6 @@ def test_validation_is_on_all_ranks_at_once(engine: str, has_length: bool, inter
     assert facts_of(2) == [{"validated at": expected}] * 2
 
 
-# --- samplers ---------------------------------------------------------------------------------------------------------
-
-
 class MapStyle(Uneven):
     def __init__(self, samples: int, has_own_sampler: bool) -> None:
         super().__init__()
@@ -299,9 +293,6 @@ def test_samples_of_a_map_style_dataset_count_once_but_with_a_sampler_of_the_use
     found = total(engine, module, window, use_distributed_sampler=True)
     values = torch.cat([module.numbers, module.numbers[: repeated * (samples % 2)]])
     assert found == pytest.approx(EPOCHS * sum(part.mean().item() for part in values.split(size)), rel=1e-12)
-
-
-# --- sparse gradients ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tail", [[], [None, None]], ids=["out of data", "without a batch"])

@@ -23,9 +23,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_accum import AccumulationError, SampleCount, Tokens, verify
 
-# --- data ----------------------------------------------------------------------------------------------------------------
-
-
 EXACT = 1e-12
 
 
@@ -171,9 +168,6 @@ def test_hooks_that_change_batches_are_those_of_the_data_module() -> None:
     assert report
     assert verify(Classifier(), Scaled(), window=2)
     assert report.losses[0] == pytest.approx(F.cross_entropy(by_hand.net(inputs.double() * 3), labels).item(), rel=1e-7)
-
-
-# --- what is equal --------------------------------------------------------------------------------------------------------
 
 
 def variational(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> Tensor:
@@ -468,9 +462,6 @@ def test_batches_of_a_class_of_their_own_are_joined_and_split_by_functions() -> 
     assert verify(OfBags(), Bags(x(1, 2, 3)), micro_batch=2, split=lambda bag, size: [Bags(v) for v in bag.values.split(size)])
 
 
-# --- bad input -----------------------------------------------------------------------------------------------------------
-
-
 BATCH, IN_TWOS = torch.randn(8, 32), {"micro_batch": 2}
 WRONG: dict[str, Any] = {
     "nothing to compare": (BoringModel, BATCH, {}, "micro_batch="),
@@ -513,8 +504,6 @@ def test_what_cannot_be_verified_is_an_error_that_names_it(name: str) -> None:
     with pytest.raises(TypeError if "wieght" in how else AccumulationError, match=named):
         verify(make(), data, **how)
 
-
-# --- the command ---------------------------------------------------------------------------------------------------------
 
 PROJECT = """
 import torch
