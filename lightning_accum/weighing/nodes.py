@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_accum.exact import is_on_host
+from lightning_accum.exact import exact, is_on_host
 
 Node: TypeAlias = Any  # torch.autograd.graph.Node: its saved attributes are not in the type stubs
 
@@ -161,10 +160,18 @@ def _rows(node: Node) -> float:
     return int(node._saved_self.shape[0]) if node._saved_self.dim() > 1 else 1
 
 
+def _labels(node: Node) -> Tensor:
+    """The weight of all labels; without class weights, half precision would round their number."""
+    total: Tensor = node._saved_total_weight
+    if total.dtype.itemsize > 2 or node._saved_weight is not None:
+        return total
+    return exact((node._saved_target != node._saved_ignore_index).sum())
+
+
 # the criterion in words, and a function from its node to the denominator of its mean
 CRITERIA: dict[str, tuple[str, Callable[[Node], Tensor | float]]] = {
-    "NllLoss": ("cross entropy", attrgetter("_saved_total_weight")),
-    "NllLoss2D": ("cross entropy", attrgetter("_saved_total_weight")),
+    "NllLoss": ("cross entropy", _labels),
+    "NllLoss2D": ("cross entropy", _labels),
     "MseLoss": ("mean squared error", _numel),
     "SmoothL1Loss": ("smooth L1 loss", _numel),
     "HuberLoss": ("Huber loss", _numel),
