@@ -34,28 +34,17 @@ from lightning_accum.weighing.weight import words_of
 
 
 class Found(NamedTuple):
-    """The result for some rows, on all ranks.
+    """The result for some rows, on all ranks."""
 
-    Attributes:
-        verdict: of this rank.
-        adds_up: the parts sum to the whole on all ranks.
-        known: the modes of the terms, if they add up.
-        constants: by term, the constant in each of its weights that does not add up.
-        mend: an argument with which the parts add up, if one was found.
-        are_alike: all single rows have the same loss.
-        is_loss_off: windows do not show the loss of the whole.
-        leaves_something: a step changed the module, or the next step has a different loss for the same rows.
-    """
-
-    verdict: Verdict
-    adds_up: bool
-    known: Known
-    constants: dict[int, float]
+    verdict: Verdict  # of this rank
+    adds_up: bool  # the parts sum to the whole on all ranks
+    known: Known  # the modes of the terms, if they add up
+    constants: dict[int, float]  # by term, the constant in each of its weights that does not add up
     terms: dict[int, Term]
-    mend: str | None = None
-    are_alike: bool = False
-    leaves_something: bool = True
-    is_loss_off: bool = False
+    mend: str | None = None  # an argument with which the parts add up, if one was found
+    are_alike: bool = False  # all single rows have the same loss
+    leaves_something: bool = True  # a step changed the module, or the next step has a different loss for the same rows
+    is_loss_off: bool = False  # windows do not show the loss of the whole
 
 
 @dataclass(frozen=True)

@@ -24,25 +24,16 @@ ALL = -1
 
 @dataclass
 class Measured:
-    """The result of one step on some rows, before weighting.
+    """The result of one step on some rows, before weighting."""
 
-    Attributes:
-        loss: its value.
-        terms: by key, with shares as numbers.
-        gradients: of each term, by parameter: some of their elements, in double precision.
-        function: set if the loss is a function of a mean; the gradients are then gradients of the mean.
-        batch: returns a copy of the rows, for counting.
-        rows: their places in the whole of ``total`` rows; ``total`` is 0 if random numbers do not belong to rows.
-        rerun: returns the gradient of a multiple of a term, reduced over the ranks. Called on all ranks.
-    """
-
-    loss: float
-    terms: dict[int, Term]
-    gradients: dict[int, dict[int, Tensor]]
-    function: FunctionOfMean | None
-    batch: Callable[[], Any]
-    rows: Sequence[int]
+    loss: float  # its value
+    terms: dict[int, Term]  # by key, with shares as numbers
+    gradients: dict[int, dict[int, Tensor]]  # of each term, by parameter: some of their elements, in double precision
+    function: FunctionOfMean | None  # set if the loss is a function of a mean; the gradients are then gradients of the mean
+    batch: Callable[[], Any]  # returns a copy of the rows, for counting
+    rows: Sequence[int]  # their places in the whole of ``total`` rows; ``total`` is 0 if random numbers do not belong to rows
     total: int = 0
+    # returns the gradient of a multiple of a term, reduced over the ranks. Called on all ranks
     rerun: Callable[[int, float], dict[int, Tensor]] | None = None
     _runs: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     _counts: dict[Any, float] = field(default_factory=dict)
@@ -121,37 +112,22 @@ class Look(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """The difference between the sum of the parts and the whole.
+    """The difference between the sum of the parts and the whole."""
 
-    Attributes:
-        size: relative error; inf if they cannot be compared.
-        has_evidence: at least one compared value is not 0.
-        seen: the quantity with this error.
-        rows: the sizes of the parts.
-    """
-
-    size: float
-    has_evidence: bool
-    seen: str = "the gradient"
-    rows: tuple[int, ...] = ()
+    size: float  # relative error; inf if they cannot be compared
+    has_evidence: bool  # at least one compared value is not 0
+    seen: str = "the gradient"  # the quantity with this error
+    rows: tuple[int, ...] = ()  # the sizes of the parts
 
 
 class Fit(NamedTuple):
-    """How a term is weighted.
+    """How a term is weighted."""
 
-    Attributes:
-        mode: the mode that adds up; None if none does.
-        deviation: of this mode, or the smallest of all modes.
-        constant: the constant in each weight that does not add up.
-        is_open: nothing could be compared, or the rows cannot tell a mean from a sum.
-        modes: all modes that add up.
-    """
-
-    mode: Mode | None
-    deviation: Deviation
-    constant: float = 0.0
-    is_open: bool = False
-    modes: tuple[Mode, ...] = ()
+    mode: Mode | None  # the mode that adds up; None if none does
+    deviation: Deviation  # of this mode, or the smallest of all modes
+    constant: float = 0.0  # the constant in each weight that does not add up
+    is_open: bool = False  # nothing could be compared, or the rows cannot tell a mean from a sum
+    modes: tuple[Mode, ...] = ()  # all modes that add up
 
 
 def fit_of(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> Fit:

@@ -182,17 +182,11 @@ def count_by(source: Any, batch: Any, rows: int | None = None) -> Denominator:
 
 @dataclass(frozen=True)
 class Count:
-    """A count of one tensor of the batch.
+    """A count of one tensor of the batch."""
 
-    Attributes:
-        path: the keys and indices that lead to it.
-        what: one of ``_COUNTED``.
-        is_shifted: whether the first column is left out, as in a language model.
-    """
-
-    path: tuple[Any, ...]
-    what: str
-    is_shifted: bool = False
+    path: tuple[Any, ...]  # the keys and indices that lead to it
+    what: str  # one of ``_COUNTED``
+    is_shifted: bool = False  # whether the first column is left out, as in a language model
 
     def __call__(self, batch: Any) -> float:
         """The count."""

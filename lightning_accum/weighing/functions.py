@@ -94,18 +94,12 @@ class FunctionOfMean(NamedTuple):
 
 
 class OfMean(NamedTuple):
-    """A loss that is a function of a mean.
+    """A loss that is a function of a mean."""
 
-    Attributes:
-        function: the function.
-        mean: the mean, on the host, or on the device of the loss, in double precision if supported.
-        constant: the constant added to the function.
-        below: the node of the mean, including linear operations above it, and the index of its output; None without the graph.
-    """
-
-    function: FunctionOfMean
-    mean: Denominator
-    constant: Denominator = 0.0
+    function: FunctionOfMean  # the function
+    mean: Denominator  # the mean, on the host, or on the device of the loss, in double precision if supported
+    constant: Denominator = 0.0  # the constant added to the function
+    # the node of the mean, including linear operations above it, and the index of its output; None without the graph
     below: tuple[Node, int] | None = None
 
     def leave_out(self, loss: Tensor) -> None:

@@ -16,15 +16,10 @@ from lightning_accum.weighing.terms import Denominator, Mode, Term, alike
 
 
 class Reading(NamedTuple):
-    """The reading of a loss. It must not be stored: its nodes would keep the graph alive.
+    """The reading of a loss. It must not be stored: its nodes would keep the graph alive."""
 
-    Attributes:
-        terms: its summands; empty for a single mean criterion.
-        function: its function of a mean; None if it is a mean or a sum.
-    """
-
-    terms: Sequence[Term] = ()
-    function: OfMean | None = None
+    terms: Sequence[Term] = ()  # its summands; empty for a single mean criterion
+    function: OfMean | None = None  # its function of a mean; None if it is a mean or a sum
 
     @property
     def of_mean(self) -> OfMean | None:
@@ -37,36 +32,26 @@ VARIES = "varies"
 
 
 class Known(NamedTuple):
-    """Knowledge about the terms of a loss.
+    """Knowledge about the terms of a loss."""
 
-    Attributes:
-        places: indices of parameters, by id, which tell the losses of several heads apart; empty if not needed.
-        looped: see :func:`lightning_accum.weighing.terms.alike`.
-        aliases: keys that are replaced by others.
-        takes_functions: whether a loss may be a function of a mean.
-        units: for each term, by key, the modes in which it added up in the check, and their weights relative to the first mode. The
-            first mode is used; counts of the batch must all agree.
-        hidden: counts with which the loss adds up, for a graph that is hidden in training, as by compilation.
-        ratios: the weight of each term divided by the weight of the first, if they are in proportion.
-        words: each checked term in words, by key.
-        of_samples: terms whose weight was always the number of rows.
-        seen: the oddities of checked terms, by key, see :func:`lightning_accum.weighing.terms.Term.oddities`.
-        raised: the terms of which single rows have a small count that is raised to 1.
-        counts_first: whether terms have different weights, which are counted before a window runs.
-    """
-
+    # indices of parameters, by id, which tell the losses of several heads apart; empty if not needed
     places: Mapping[int, int] = NOWHERE
-    looped: frozenset[int] = frozenset()
-    aliases: Mapping[int, int] = NOWHERE
-    takes_functions: bool = True
+    looped: frozenset[int] = frozenset()  # see :func:`lightning_accum.weighing.terms.alike`
+    aliases: Mapping[int, int] = NOWHERE  # keys that are replaced by others
+    takes_functions: bool = True  # whether a loss may be a function of a mean
+    # for each term, by key, the modes in which it added up in the check, and their weights relative to the first mode, which is
+    # used; counts of the batch must all agree
     units: Mapping[int, Mapping[Mode, float]] = MappingProxyType({})
+    # counts with which the loss adds up, for a graph that is hidden in training, as by compilation
     hidden: Mapping[Mode, float] = MappingProxyType({})
+    # the weight of each term divided by the weight of the first, if they are in proportion
     ratios: Mapping[int, float] = MappingProxyType({})
-    words: Mapping[int, str] = MappingProxyType({})
-    of_samples: frozenset[int] = frozenset()
+    words: Mapping[int, str] = MappingProxyType({})  # each checked term in words, by key
+    of_samples: frozenset[int] = frozenset()  # terms whose weight was always the number of rows
+    # the oddities of checked terms, by key, see :func:`lightning_accum.weighing.terms.Term.oddities`
     seen: frozenset[tuple[int, str]] = frozenset()
-    raised: frozenset[int] = frozenset()
-    counts_first: bool = False
+    raised: frozenset[int] = frozenset()  # the terms of which single rows have a small count that is raised to 1
+    counts_first: bool = False  # whether terms have different weights, which are counted before a window runs
 
     @property
     def names(self) -> Known:

@@ -58,31 +58,21 @@ _CHANGES_SOME = {"MaskedFill", "NanToNum", "Where"}
 
 
 class Arrived(NamedTuple):
-    """The gradient at a node from one summand of the loss; see :class:`Term`.
+    """The gradient at a node from one summand of the loss; see :class:`Term`."""
 
-    Attributes:
-        share: one number if all elements of the gradient are equal, else the gradient.
-        edge: the addition and the position of the summand in it.
-        place: the index of the summand in the sum.
-        above: the factors on the way to the loss.
-        path: the kinds of nodes between the addition and this node.
-        is_vector: whether it is a vector of numbers, each a separate summand.
-        places: see :func:`terms_of`.
-    """
-
-    share: Denominator
-    edge: Edge
-    place: tuple[int, ...] = ()
-    above: Denominator = 1.0
+    share: Denominator  # one number if all elements of the gradient are equal, else the gradient
+    edge: Edge  # the addition and the position of the summand in it
+    place: tuple[int, ...] = ()  # the index of the summand in the sum
+    above: Denominator = 1.0  # the factors on the way to the loss
     total: Denominator | None = None
     number: Denominator = 1.0
     kink: Denominator = 1.0
     is_mean: bool = False
     divisor: float = 0.0
-    path: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()  # the kinds of nodes between the addition and this node
     divisions: tuple[Node, ...] = ()
-    is_vector: bool = False
-    places: Mapping[int, int] = NOWHERE
+    is_vector: bool = False  # whether it is a vector of numbers, each a separate summand
+    places: Mapping[int, int] = NOWHERE  # see :func:`terms_of`
 
     @property
     def is_one(self) -> bool:

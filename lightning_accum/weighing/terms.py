@@ -27,53 +27,30 @@ _ROUNDING = 1e-6
 
 
 class Edge(NamedTuple):
-    """The place to scale the gradient of a summand.
+    """The place to scale the gradient of a summand."""
 
-    Attributes:
-        node: the last addition above it.
-        place: the index of its operand; None for the whole node.
-        element: its index in a vector of summands; None for all.
-    """
-
-    node: Node
-    place: int | None = None
-    element: int | None = None
+    node: Node  # the last addition above it
+    place: int | None = None  # the index of its operand; None for the whole node
+    element: int | None = None  # its index in a vector of summands; None for all
 
 
 class Term(NamedTuple):
-    """One summand of a loss, or several similar ones.
+    """One summand of a loss, or several similar ones."""
 
-    Attributes:
-        key: identifies it in all micro-batches: the kinds of nodes on the way to its losses.
-        words: its name; empty if it is not a sum or mean.
-        losses: the share of each of its losses; 0 if all are masked, nan if the shares differ.
-        total: the share of their sum, above masks and weights; nan if there is none.
-        number: the product of the Python numbers that a mean is multiplied by.
-        kink: 1 if it is on the rising side of all kinks above it (``relu(mean - c)``), another number otherwise.
-        is_mean: a node divided its sum by its own count.
-        divisor: the product of the Python numbers that divide it; 0 if nothing but a mean does.
-        is_penalty: it depends on parameters only.
-        is_learned: a parameter multiplies it.
-        is_bent: a piecewise linear function of means or sums: no count adds up on both sides of the kink.
-        edges: the places to scale its gradient, and the factors from there to the loss.
-        divisions: the divisions by tensors on the way to it.
-        shares: the shares of its losses, one number each if all are equal.
-    """
-
-    key: int
-    words: str
-    losses: Denominator
-    total: Denominator
-    number: Denominator = 1.0
-    kink: Denominator = 1.0
-    is_mean: bool = False
-    divisor: float = 0.0
-    is_penalty: bool = False
-    is_learned: bool = False
-    is_bent: bool = False
-    edges: Mapping[Edge, Denominator] = {}
-    divisions: tuple[Node, ...] = ()
-    shares: tuple[Denominator, ...] = ()
+    key: int  # identifies it in all micro-batches: the kinds of nodes on the way to its losses
+    words: str  # its name; empty if it is not a sum or mean
+    losses: Denominator  # the share of each of its losses; 0 if all are masked, nan if the shares differ
+    total: Denominator  # the share of their sum, above masks and weights; nan if there is none
+    number: Denominator = 1.0  # the product of the Python numbers that a mean is multiplied by
+    kink: Denominator = 1.0  # 1 if it is on the rising side of all kinks above it (``relu(mean - c)``), another number otherwise
+    is_mean: bool = False  # a node divided its sum by its own count
+    divisor: float = 0.0  # the product of the Python numbers that divide it; 0 if nothing but a mean does
+    is_penalty: bool = False  # it depends on parameters only
+    is_learned: bool = False  # a parameter multiplies it
+    is_bent: bool = False  # a piecewise linear function of means or sums: no count adds up on both sides of the kink
+    edges: Mapping[Edge, Denominator] = {}  # the places to scale its gradient, and the factors from there to the loss
+    divisions: tuple[Node, ...] = ()  # the divisions by tensors on the way to it
+    shares: tuple[Denominator, ...] = ()  # the shares of its losses, one number each if all are equal
 
     def weight(self, mode: Mode) -> Denominator | None:
         """Its weight by mode: None for a sum, 0 for an empty count, nan if unknown.

@@ -25,29 +25,18 @@ from lightning_accum.weighing.terms import COUNT, MEAN, ONCE, SUM, TOTAL, Denomi
 
 
 class Contribution(NamedTuple):
-    """The contribution of a micro-batch to its window.
+    """The contribution of a micro-batch to its window."""
 
-    Attributes:
-        weight: the denominator of its mean loss; None if the loss is a sum.
-        others: the weights of the other terms, which are proportional. Not the terms, whose nodes would keep the graph alive.
-        factors: a number that depends on the constant factors of the loss; 0 if unknown.
-        of_mean: the function from the mean or sum to the loss; None if the loss is the mean or sum.
-        is_read: its terms are known.
-        is_new: some terms are unchecked.
-        of_terms: the weight of each term, by key, if terms are counted first.
-        of_factors: the ``factors`` of each term.
-        doubt: not 0 if its weight may be a raised count of 0: see :meth:`Term.may_be_raised`.
-    """
-
-    weight: Denominator | None
+    weight: Denominator | None  # the denominator of its mean loss; None if the loss is a sum
+    # the weights of the other terms, which are proportional. Not the terms, whose nodes would keep the graph alive
     others: tuple[Denominator, ...] = ()
-    factors: Denominator = 0.0
-    of_mean: OfMean | None = None
-    is_read: bool = False
-    is_new: bool = False
-    of_terms: Mapping[int, Denominator | None] | None = None
-    of_factors: Mapping[int, Denominator] | None = None
-    doubt: Denominator = 0.0
+    factors: Denominator = 0.0  # a number that depends on the constant factors of the loss; 0 if unknown
+    of_mean: OfMean | None = None  # the function from the mean or sum to the loss; None if the loss is the mean or sum
+    is_read: bool = False  # its terms are known
+    is_new: bool = False  # some terms are unchecked
+    of_terms: Mapping[int, Denominator | None] | None = None  # the weight of each term, by key, if terms are counted first
+    of_factors: Mapping[int, Denominator] | None = None  # the ``factors`` of each term
+    doubt: Denominator = 0.0  # not 0 if its weight may be a raised count of 0: see :meth:`Term.may_be_raised`
 
 
 _UNREAD = Reading()
