@@ -74,10 +74,7 @@ class Guard:
         place, number = self._micro_batch.position, self._micro_batch.number
         where = self.where() + (f" (micro-batch {place} of {number})" if number > 1 else "")
         if not self.skips:
-            raise NotFiniteError(
-                f'{where} is not finite: {fault}. No optimizer step used it. GradientAccumulation(on_nonfinite="skip") leaves out '
-                "such micro-batches."
-            )
+            raise NotFiniteError(f'{where} is not finite: {fault}. GradientAccumulation(on_nonfinite="skip") would leave it out.')
         self.has_skipped = True
         if self._has_warned:
             self.inform(f"{where} is left out: {fault}.")

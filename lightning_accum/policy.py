@@ -153,8 +153,7 @@ def row_wise_fields(row_wise: Any, micro_batch: Any) -> dict[str, Any]:
         raise ArgumentError(f"row_wise={row_wise!r}: expected the name of a submodule, a list of names, or None")
     if micro_batch in (None, "offload", "auto"):
         raise ArgumentError(
-            f"row_wise={row_wise!r} runs submodules in micro-batches, but micro_batch={micro_batch!r}: give a number of samples,"
-            " or Tokens(...)"
+            f"row_wise={row_wise!r}: expected micro_batch=<a number of samples> or Tokens(...), not {micro_batch!r}"
         )
     _check_micro_batch(micro_batch, True, None)
     return {"row_wise": names, "row_wise_size": micro_batch}

@@ -11,10 +11,7 @@ except ImportError as error:
     raise ImportError('lightning_accum.ray needs Ray Train: pip install "ray[train]"') from error
 
 if not issubclass(RayDDPStrategy, pl.strategies.DDPStrategy):
-    raise ImportError(
-        f"Ray Train's strategies are derived from {RayDDPStrategy.__mro__[1].__module__}, which is installed: import Trainer "
-        "and modules from it, and the strategies from lightning_accum.ray."
-    )
+    raise ImportError(f"Import Trainer and modules from {RayDDPStrategy.__mro__[1].__module__}, as Ray Train's strategies do.")
 
 
 class RayDDPAccumulationStrategy(DDPAccumulationStrategy, RayDDPStrategy):  # type: ignore[misc]  # Ray has no types

@@ -50,19 +50,14 @@ class SameOrderSampler(DistributedSampler[Any]):
 
     def __init__(self, dataset: Dataset[Any], shuffle: bool = True, seed: int = 0) -> None:
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-            raise WrongTypeError(
-                f"SameOrderSampler(dataset): expected a dataset with __len__, not an iterable one, found {type(dataset).__name__}; "
-                "pass an IterableDataset to its DataLoader without a sampler, and let its __iter__ choose the samples of each rank"
-            )
+            found = f"SameOrderSampler(dataset): expected a dataset with __len__, found {type(dataset).__name__}"
+            raise WrongTypeError(f"{found}; an IterableDataset chooses the samples of each rank in its __iter__")
         super().__init__(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=False)
 
     def deal(self, num_replicas: int, rank: int) -> None:
         """Share the samples between ``num_replicas`` ranks, whatever the process group says. This rank is ``rank``, from 0."""
         if not 0 <= rank < num_replicas:
-            raise ArgumentError(
-                f"deal(num_replicas={num_replicas}, rank={rank}): num_replicas must be 1 or more, and rank from 0 to"
-                " num_replicas - 1"
-            )
+            raise ArgumentError(f"deal(num_replicas={num_replicas}, rank={rank}): expected a rank from 0 to num_replicas - 1")
         self._is_dealt = True
         self.num_replicas, self.rank = num_replicas, rank
 
@@ -197,10 +192,8 @@ class BalancedBatchSampler(SameOrderSampler):
     def check_length_of(self, dataset: object) -> None:
         """Refuse a dataset with a different number of samples."""
         if isinstance(dataset, Sized) and len(dataset) != len(self._lengths):
-            raise ArgumentError(
-                f"BalancedBatchSampler(lengths=...) has the lengths of {len(self._lengths)} samples, but the loader's"
-                f" {type(dataset).__name__} has {len(dataset)}: pass the lengths of this dataset"
-            )
+            found = f"{len(self._lengths)} samples, but the loader's {type(dataset).__name__} has {len(dataset)}"
+            raise ArgumentError(f"BalancedBatchSampler(lengths=...) has the lengths of {found}")
 
     @property
     def digest(self) -> int:
@@ -224,10 +217,7 @@ def _read_lengths(lengths: Any) -> list[float]:
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
         numbers = []
     if not numbers:
-        raise WrongTypeError(
-            "BalancedBatchSampler(lengths=...): expected a list, an array or a tensor of the lengths of all samples, one number for"
-            f" each, found {lengths!r:.200}"
-        )
+        raise WrongTypeError(f"BalancedBatchSampler(lengths=...): expected one number for each sample, found {lengths!r:.200}")
     for index, number in enumerate(numbers):
         if not 0 <= number < math.inf:
             raise ArgumentError(f"BalancedBatchSampler: expected a finite number from 0, found lengths[{index}] = {number}")

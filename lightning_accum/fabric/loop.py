@@ -49,10 +49,7 @@ class Loop(Passes):
             self._pass.close()
         self._refuse_unfinished()
         if not self._accumulation.is_between_loader_batches:
-            raise UsageError(
-                "The last pass ended inside a loader batch, a part of which is in the window. Call accumulator.discard() to begin "
-                "a new window; or end a pass only after accumulator.loader_batches has grown."
-            )
+            raise UsageError("The last pass ended inside a loader batch. Call accumulator.discard() to begin a new window.")
         self._pass = self._run(loader, skip, is_last)
         return self._pass
 
@@ -63,10 +60,7 @@ class Loop(Passes):
                     self._begin(micro_batch, ends_window)
                     yield micro_batch.batch
                     if not self._is_backward_done:
-                        raise UsageError(
-                            "The loop went on without accumulator.backward(loss). Call it once in every micro-batch, instead of "
-                            "loss.backward(), and accumulator.step() after it. Without a loss, call accumulator.backward(None)."
-                        )
+                        raise UsageError("Call accumulator.backward(loss), or (None) without a loss, once in every micro-batch.")
                     self._refuse_unfinished()
                     self._micro_batch = None
             if self._accumulation.boundary.is_dropped_by_the_end(self._seen):
@@ -104,10 +98,7 @@ class Loop(Passes):
         micro_batch = self._inside("backward")
         self._refuse_unfinished()
         if self._is_backward_done:
-            raise UsageError(
-                "backward is called twice in a micro-batch, but takes one loss. Add the losses up, and call "
-                "accumulator.backward(loss_a + loss_b)."
-            )
+            raise UsageError("backward is called twice in a micro-batch. Call accumulator.backward(loss_a + loss_b).")
         self._refuse_changes()
         if loss is None:
             self._training.sync.forward_without_batch()
@@ -196,22 +187,13 @@ class Loop(Passes):
     def _refuse_unfinished(self) -> None:
         """Raise an error after a failed backward, or a window that was not stepped."""
         if self._has_failed:
-            raise UsageError(
-                "The backward of a micro-batch of this window has failed, and a part of its gradient may have been added. Call "
-                "accumulator.discard() to begin a new window; or resume from a checkpoint."
-            )
+            raise UsageError("A backward of this window has failed. Call accumulator.discard(), or resume from a checkpoint.")
         if self._is_backward_done and self._ends_window and not self._is_step_done:
-            raise UsageError(
-                "The window has ended, and accumulator.step() was not called. Call it after every accumulator.backward(loss): it"
-                " steps at the end of a window, and returns whether it did."
-            )
+            raise UsageError("The window has ended: call accumulator.step() after every accumulator.backward(loss).")
 
     def _refuse_step(self) -> None:
         if self._micro_batch is not None:
-            raise UsageError(
-                "The loop calls optimizer.step() inside a window of the Accumulator. Leave optimizer.step() out: "
-                "accumulator.step() steps it at the end of a window."
-            )
+            raise UsageError("Leave optimizer.step() out: accumulator.step() calls it at the end of a window.")
 
     def _keep_gradients(self, is_between_windows: bool = False) -> None:
         """Save the gradients and their versions, to detect changes by other code."""
@@ -226,16 +208,12 @@ class Loop(Passes):
         if not self._kept.changed():
             return
         if not self._is_between_windows:
-            raise UsageError(
-                "The gradients were cleared or changed inside a window. Remove zero_grad(), clipping and other backwards: "
-                "accumulator.step(clip_norm=...) clears and clips, accumulator.backward(loss_a + loss_b) takes all losses."
-            )
+            found = "The gradients were cleared or changed inside a window. Remove zero_grad(), clipping and other backwards"
+            raise UsageError(f"{found}: accumulator.step(clip_norm=...) clears and clips.")
         if not self._has_warned and any(own.grad is not None for _, own in self._kept.parameters):
             self._has_warned = True
-            rank_zero_warn(
-                "There are gradients that accumulator.backward did not compute, and the next window clears them. To train on "
-                "another loss, add it to the loss of its micro-batch: accumulator.backward(loss_a + loss_b)."
-            )
+            found = "The next window clears gradients that accumulator.backward did not compute"
+            rank_zero_warn(f"{found}. Add the other loss to that of a micro-batch: accumulator.backward(loss_a + loss_b).")
 
 
 def _warn_of_factors(loss: Tensor, size: float) -> None:
@@ -247,12 +225,6 @@ def _warn_of_factors(loss: Tensor, size: float) -> None:
     factor = float(saved)
     divisor = factor if kind == "DivBackward0" or factor == 0 else 1 / factor
     if size > 1 and math.isclose(size, divisor, rel_tol=1e-6):
-        rank_zero_warn(
-            f"The loss is divided by {size:g}, which is the size of the window. accumulator.backward(loss) already divides by the "
-            "total weight of the window, so gradients are smaller than the full batch's by this factor. Remove the division."
-        )
+        rank_zero_warn(f"The loss is divided by the size of the window, {size:g}, and again by its weight. Remove this division.")
     elif kind == "MulBackward0" and saved.dtype == torch.float32 and factor >= 256 and math.frexp(factor)[0] == 0.5:
-        rank_zero_warn(
-            f"The loss is multiplied by {factor:g}, as by GradScaler.scale(loss), but the gradients are not divided by this "
-            'factor. Remove the GradScaler; for float16 use Fabric(precision="16-mixed"), which does both.'
-        )
+        rank_zero_warn(f'The loss is multiplied by {factor:g}. Instead of a GradScaler use Fabric(precision="16-mixed").')

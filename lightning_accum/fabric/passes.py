@@ -57,10 +57,7 @@ class Passes:
             return None
         may_trim = self._loss_of is not None and not self._training.is_sharded
         if isinstance(policy.trim_padding, str) and not may_trim:
-            raise ArgumentError(
-                f"trim_padding={policy.trim_padding!r} is checked on two rows before it is used. This needs loss_of=, and a model "
-                "that is not sharded."
-            )
+            raise ArgumentError(f"trim_padding={policy.trim_padding!r} needs loss_of=, and a model that is not sharded.")
         trim, warn = policy.trim_padding and may_trim, self._messages.rank_zero_warn
         return Splitting(policy.micro_batch, trim, policy.split, warn, lambda: self._samples)
 
@@ -88,10 +85,8 @@ class Passes:
         self.passes, self.loader_batches = self.passes + 1, 0
         lost = boundary.position(self._seen)
         if lost > 0 and not ends_data and boundary.is_cut_by_the_end(self._seen, self._size, is_last):
-            raise UsageError(
-                f"The loader gave fewer batches than its length of {self._length}, so the last {lost} of them are in a window that"
-                " never ended. Correct the loader's __len__, or pass iter(loader), which has no length."
-            )
+            found = f"The loader gave fewer batches than its length of {self._length}: {lost} are in a window that never ended"
+            raise UsageError(f"{found}. Correct its __len__, or pass iter(loader), which has no length.")
 
     def _begin_loader_batch(self, batch: Any) -> None:
         """Plan how it is split, and check it or count its window, if that is due."""

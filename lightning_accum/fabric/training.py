@@ -47,10 +47,8 @@ class Training(Trained):
         self.fabric, self.model, self.optimizer = fabric, model, optimizer
         self.raw_optimizer: Optimizer = optimizer.optimizer if _is_wrapper(optimizer, "optimizer") else optimizer
         if not hasattr(self.raw_optimizer, "param_groups"):
-            raise WrongTypeError(
-                f"An Accumulator steps one optimizer, but got a {type(optimizer).__name__}. Put all parameters into one optimizer; "
-                "or train a LightningModule with manual optimization, which takes several."
-            )
+            found = f"An Accumulator steps one optimizer, but got a {type(optimizer).__name__}"
+            raise WrongTypeError(f"{found}. For several, train a LightningModule with manual optimization.")
         self.ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
         self.is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         if (reason := self._why_refused()) is not None:
@@ -83,10 +81,7 @@ class Training(Trained):
             return "LBFGS runs its closure several times in a step, and accumulator.step() has none. Use another optimizer."
         stepped, trained = set(self._stepped()), {own for own in model.parameters() if own.requires_grad}
         if ddp is not None and stepped - set(ddp.parameters()):
-            return (
-                "Some parameters of the optimizer are outside the DistributedDataParallel in the model, so their gradients are not "
-                "reduced. Wrap one module that has all parameters, and pass it as the model."
-            )
+            return "DistributedDataParallel does not reduce all parameters of the optimizer. Wrap one module that has all."
         if trained and not trained & stepped:
             return "The optimizer has no parameter of the model. Create it after fabric.setup(model)."
         if fabric is None:
@@ -99,22 +94,12 @@ class Training(Trained):
             return "The model was not set up: call model, optimizer = fabric.setup(model, optimizer) first"
         kinds = [kind.__name__ for kind in type(fabric.strategy).__mro__]
         if not any(name in kinds for name in _STRATEGIES):
-            return (
-                f"Accumulator does not know how {kinds[0]} reduces and keeps gradients. Use Fabric(strategy=...) with one of"
-                f' "auto" on one device, "ddp", or ModelParallelStrategy (FSDP2).'
-            )
+            return f'An Accumulator does not know {kinds[0]}. Use Fabric(strategy="auto"), "ddp" or ModelParallelStrategy (FSDP2).'
         mesh = fabric.strategy.device_mesh if "ModelParallelStrategy" in kinds else None
         if mesh is not None and mesh["tensor_parallel"].size() > 1:
-            return (
-                "With ModelParallelStrategy(tensor_parallel_size=...) ranks share a batch, which the Accumulator does not support. "
-                "Use tensor_parallel_size=1, or a Trainer with ModelParallelAccumulationStrategy."
-            )
+            return "Use tensor_parallel_size=1; ranks may share a batch in a Trainer with ModelParallelAccumulationStrategy."
         if fabric.world_size > 1 and ddp is None and not self.is_sharded:
-            return (
-                f"Nothing averages the gradients over {fabric.world_size} ranks: the model has neither DistributedDataParallel nor "
-                "fully_shard. Pass the model that fabric.setup returned; for ModelParallelStrategy, apply fully_shard in "
-                "parallelize_fn."
-            )
+            return "Nothing averages the gradients: pass the model of fabric.setup, for FSDP2 with fully_shard in parallelize_fn."
         return None
 
     def asked(self, policy: Policy) -> Asked:
@@ -137,10 +122,8 @@ class Training(Trained):
         elif self.ddp is not None:
             self.sync = DDPSync(self.ddp, "window", policy.finishes_after_backward)
         elif self.is_sharded and sums is not None:
-            raise ArgumentError(
-                f"accumulate_dtype={dtype}: the model is sharded, so fully_shard adds up its gradients. Leave accumulate_dtype "
-                f"out, and apply fully_shard with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})."
-            )
+            instead = f"fully_shard with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})"
+            raise ArgumentError(f"accumulate_dtype={dtype} is not for a sharded model: use {instead}.")
         elif self.is_sharded:
             self.sync = FSDP2Sync(self.module, "window", self, self.ranks)
         return sums
@@ -159,10 +142,8 @@ class Training(Trained):
     @override
     def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
         if self._loss_of is None:
-            raise UsageError(
-                f"Rank {self.ranks.rank} has a micro-batch without a forward, for which ranks of a sharded model wait. Call the "
-                "model in every micro-batch, or pass Accumulator(loss_of=...), which can run an earlier batch instead."
-            )
+            found = f"Rank {self.ranks.rank} has a micro-batch without a forward, for which the others wait"
+            raise UsageError(f"{found}. Call the model in every micro-batch, or pass Accumulator(loss_of=...).")
         return self._loss_of(batch)
 
     def _stepped(self) -> list[nn.Parameter]:

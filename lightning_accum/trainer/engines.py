@@ -220,10 +220,8 @@ class FSDPAccumulationStrategy(ShardedMixin, pl.strategies.FSDPStrategy):
     @override
     def partial_window(self) -> PartialWindow | None:
         if self.accumulation is not None and self.accumulation.position:
-            rank_zero_warn(
-                "With FSDP1 a checkpoint inside a window does not hold its gradients: after a resume the first step uses the rest "
-                'of the window. strategy="accum_model_parallel" (FSDP2) saves them.'
-            )
+            found = "With FSDP1 a checkpoint inside a window lacks its gradients: the first step after a resume uses the rest"
+            rank_zero_warn(f'{found}. strategy="accum_model_parallel" (FSDP2) saves them.')
         return None
 
     @override

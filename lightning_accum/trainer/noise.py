@@ -129,11 +129,8 @@ class GradientNoiseScale(pl.Callback):
         found, strategy = "", cast("Engine", trainer.strategy)
         accumulation = strategy.accumulation if isinstance(strategy, Engine) else None
         if accumulation is None or not pl_module.automatic_optimization:
-            found = (
-                f"{type(strategy).__name__} with automatic_optimization={pl_module.automatic_optimization} has no windows from "
-                'which to estimate it: use Trainer(strategy="accum"), "accum_ddp" or "accum_model_parallel", and automatic '
-                "optimization"
-            )
+            found = f"{type(strategy).__name__} with automatic_optimization={pl_module.automatic_optimization} has no windows: use"
+            found += ' Trainer(strategy="accum"), "accum_ddp" or "accum_model_parallel", and automatic optimization'
         elif any(isinstance(module, FullyShardedDataParallel) for module in cast("nn.Module", strategy.model).modules()):
             found = 'FullyShardedDataParallel (FSDP1) has none: use Trainer(strategy="accum_model_parallel") with fully_shard'
         elif accumulation.ranks.size != accumulation.ranks.world_size or accumulation.ranks.same_rows > 1:
@@ -208,10 +205,8 @@ class GradientNoiseScale(pl.Callback):
     def _measure(self, strategy: Engine, accumulation: Accumulation, optimizer: Optimizer) -> None:
         """Estimate S and |G|^2 from the window that has just ended, and log them. Called on all ranks."""
         if accumulation.plan is not None and accumulation.plan.order is not None:
-            accumulation.warn_once(
-                "GradientNoiseScale assumes that micro-batches are random samples, but these are sorted by length: if gradients "
-                "depend on the length, the noise is overestimated. Use GradientAccumulation(trim_padding=False)."
-            )
+            seen = "GradientNoiseScale assumes that micro-batches are random samples, but these are sorted by length"
+            accumulation.warn_once(f"{seen}. Use GradientAccumulation(trim_padding=False).")
         window, ranks, closed, scale = accumulation.window, accumulation.ranks, accumulation.closed, strategy.loss_scale()
         assert closed is not None
         own = torch.stack([torch.zeros(6, dtype=window.dtype, device=window.device), *self._micro_batches]).sum(0)
@@ -244,10 +239,8 @@ class GradientNoiseScale(pl.Callback):
         accumulation, found = self._accumulation, self.estimate
         if accumulation is not None and found is None:
             accumulation.warn_once(
-                "GradientNoiseScale has no estimate. It needs two windows of at least two micro-batches, all with a weight and "
-                "finite gradients, and one backward for each micro-batch. Use windows of several loader batches, "
-                "GradientAccumulation(4), or split each, GradientAccumulation(micro_batch=...); checkpoint with "
-                "use_reentrant=False."
+                "GradientNoiseScale has no estimate. It needs two windows of two micro-batches, all with a weight and finite "
+                "gradients: GradientAccumulation(4), or micro_batch=...; and checkpoints with use_reentrant=False."
             )
         elif found is not None:
             rank_zero_info(

@@ -125,10 +125,8 @@ class Diagnosis:
             found = "The full batch has another gradient each time, from operations that are not deterministic or a permutation."
             self._add("random numbers", found, of_itself)
         elif self.full.noise:
-            self.notes.append(
-                f"Random numbers ({', '.join(sorted(self.full.noise))}) were made the same for every row, to compare batches of"
-                " different sizes. In training a window equals its batch only in distribution."
-            )
+            found = f"Random numbers ({', '.join(sorted(self.full.noise))}) were made the same for every row"
+            self.notes.append(f"{found}: in training a window equals its batch only in distribution.")
         return of_itself
 
     def _from_itself(self, batch: Any) -> float:

@@ -191,7 +191,7 @@ def verify(
     if diagnosis.window.parts < 2 and size < 2 and not policy.get("row_wise"):
         rows = "" if comparison.rows is None else f" of {comparison.rows} rows"
         raise MisconfiguredError(
-            f"verify has nothing to compare: the batch{rows} is one micro-batch. Pass window= or micro_batch=<fewer samples>."
+            f'Nothing to compare: the batch{rows} is one micro-batch, or "offload". Pass window= or micro_batch=<fewer samples>.'
         )
     return _report(module, comparison, diagnosis, over_ranks, precision)
 

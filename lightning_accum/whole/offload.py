@@ -201,10 +201,7 @@ class _Stored:
 def _unchanged(tensor: Tensor, version: int) -> Tensor:
     """Return a tensor that stayed, or whose copy is not finished, if it was not changed since."""
     if tensor._version != version:
-        raise UsageError(
-            f"{_CHANGED} It is a {tensor.type()} of shape {list(tensor.shape)} at version {tensor._version}; expected version"
-            f" {version} instead."
-        )
+        raise UsageError(f"{_CHANGED} It is a {tensor.type()} of shape {list(tensor.shape)}.")
     return tensor
 
 
