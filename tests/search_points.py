@@ -115,9 +115,7 @@ class Point:
         is_ddp = self.engine == "ddp" and reduces_often
         never_full = self.is_sized and not self.counts_tokens and tail == "drop" and max(self.lengths) < self._least()
         said = {
-            "counts a window before it runs": self.weight == "list"
-            and tail == "carry"
-            and self._may_be_long(),
+            "counts a window before it runs": self.weight == "list" and tail == "carry" and self._may_be_long(),
             "reach its size, but the loss is a sum": self.counts_tokens and self.loss == "sum",
             "would never be full": never_full,
             "is not finite: ": policy["on_nonfinite"] == "raise" and "nan" in self.holes.values(),

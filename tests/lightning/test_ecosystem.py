@@ -20,7 +20,21 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.tuner import Tuner
 from resumed import Module
-from support import SaveAfter, Scalar, StatefulLoader, Toy, csv_logger, fit, logged, pad, relative_error, sentences, trainer, x
+from support import (
+    Interrupted,
+    SaveAfter,
+    Scalar,
+    StatefulLoader,
+    Toy,
+    csv_logger,
+    fit,
+    logged,
+    pad,
+    relative_error,
+    sentences,
+    trainer,
+    x,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -207,12 +221,8 @@ def test_throughput_monitor_measures_loader_batches_at_the_ends_of_windows(name:
 # --- an exception --------------------------------------------------------------------------------------------------------
 
 
-class Failure(Exception):
-    pass
-
-
 def fail(gradient: Tensor) -> None:
-    raise Failure
+    raise Interrupted
 
 
 class TwoOfThem(Scalar):
@@ -230,7 +240,7 @@ class TwoOfThem(Scalar):
         self.calls = self.calls + 1 if batch_idx == 6 else 0
         fails = batch_idx == 6 and self.calls == self.micro_batch
         if fails and self.where == "training_step":
-            raise Failure
+            raise Interrupted
         w = self.w.clone()
         if fails and self.where == "backward":
             w.register_hook(fail)
@@ -241,7 +251,7 @@ class TwoOfThem(Scalar):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.where == "between batches" and batch_idx == 5:
-            raise Failure
+            raise Interrupted
 
 
 def eight(rows: int = 1) -> Any:
@@ -285,7 +295,7 @@ ON_EXCEPTION: dict[str, tuple[dict[str, Any], str, list[list[float]]]] = {
 def test_after_an_exception_the_window_goes_on_without_anything_of_the_batch_that_failed(name: str, saver: Any) -> None:
     policy, where, expected = ON_EXCEPTION[name]
     rows, has_terms = 3 if "micro_batch" in policy else 1, name.startswith(COUNTED_FIRST)
-    with pytest.raises(Failure):
+    with pytest.raises(Interrupted):
         fit(TwoOfThem(where, rows, has_terms), eight(rows), GradientAccumulation(**policy), saver(), enable_checkpointing=True)
     (path,) = Path().rglob("*failed*.ckpt") if saver is on_exception else Path().rglob("*.ckpt")
     module = TwoOfThem(has_terms=has_terms)
@@ -302,7 +312,7 @@ def test_the_next_fit_goes_on_by_itself_and_its_loss_is_that_of_the_whole_epoch(
         return module, fit(module, eight(), GradientAccumulation({0: 4}), on_exception(), enable_checkpointing=True)
 
     _, whole = train()
-    with pytest.raises(Failure):
+    with pytest.raises(Interrupted):
         train("between batches")
     module, run = train()
     assert module.gradients == [(5 + 6 + 7 + 8) / 4]

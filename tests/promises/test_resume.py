@@ -229,8 +229,8 @@ class EpochLosses(Callback):
 
 def parts_of(
     stops: list[tuple[str, int]], values: list[Any], limit: dict[str, int], kind: type[Placed] = Placed, **policy: Any
-) -> list[Placed]:
-    """A training with stops takes the steps of the one without, and sees the same epochs begin: that one, and the parts."""
+) -> None:
+    """A training with stops takes the steps of the one without, sees the same epochs begin, and logs their losses."""
     whole, parts = kind(values), [kind(values) for _ in range(len(stops) + 1)]
     fit(whole, None, GradientAccumulation(**policy), EpochLosses(), **limit)
     for number, part in enumerate(parts):
@@ -240,13 +240,15 @@ def parts_of(
             fit(part, None, GradientAccumulation(**policy), EpochLosses(), *stop, **limit, ckpt_path=path)
     assert [gradient for part in parts for gradient in part.gradients] == pytest.approx(whole.gradients, rel=1e-15)
     assert [epoch for part in parts for epoch in part.begun] == whole.begun
-    return [whole, *parts]
+    found = {epoch: loss for part in parts for epoch, loss in part.epoch_losses.items()}
+    assert found == pytest.approx({epoch: whole.epoch_losses[epoch] for epoch in found}, rel=1e-15)
 
 
 END = "on_train_batch_end"
 STOPS: dict[str, tuple[Any, ...]] = {
     **{f"dropped tail {n}": ([(END, n)], [1, 2, 3, 4, 5], {"window": 3, "tail": "drop"}, 3) for n in (4, 5, 6, 10)},
     **{f"size of its begin {n}": ([(END, n)], [1, 2, 3], {"window": {0: 2, 1: 3}, "tail": "carry"}, 3) for n in range(1, 6)},
+    **{f"loss of its epoch {n}": ([(END, n)], [1, 2, 4], {"window": 2}, 2) for n in (2, 3, 4)},
     **{f"none {n}": ([(END, n)], [1, None, None, 4, None], {"window": 3, "tail": "carry"}, 2) for n in (2, 3, 5)},
     **{
         f"whole epochs, {hook}": ([(hook, 3), (END, 4), (hook, 6)], [1, 2, 3], {"window": {0: 2, 1: 1, 2: 2}}, 3)
@@ -264,13 +266,6 @@ def test_a_training_with_stops_takes_the_steps_of_the_one_without(name: str, kin
     parts_of(stops, values, {"max_epochs": epochs}, kind, **policy)
     if name.startswith("whole") and kind is Placed:
         parts_of(stops, values, {"max_epochs": -1, "max_steps": 6}, **policy)
-
-
-@pytest.mark.parametrize("kind", [Placed, Manual])
-@pytest.mark.parametrize("after", [2, 3, 4])
-def test_the_loss_of_a_resumed_epoch_is_that_of_its_own_windows(after: int, kind: type[Placed]) -> None:
-    whole, _, resumed = parts_of([(END, after)], [1, 2, 4], {"max_epochs": 2}, kind, window=2)
-    assert resumed.epoch_losses[1] == whole.epoch_losses[1]
 
 
 # --- states that cannot be read ------------------------------------------------------------------------------------------

@@ -95,11 +95,6 @@ def test_a_loss_that_no_weight_makes_exact_takes_the_steps_of_the_whole_batch(lo
     assert_window_equals_batch(lambda: Trained(loss), [rows_of(loss, seed) for seed in range(2)], policy, optimizers=[sgd])
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_of_two_views_take_the_steps_of_the_whole_batch(name: str) -> None:
-    assert_window_equals_batch(two_views(LOSSES[name]), batches(*[ROWS] * 4), row_wise())
-
-
 def test_a_loss_of_pairs_in_a_window_of_several_loader_batches_is_refused() -> None:
     with pytest.raises(DoesNotAddUpError):
         fit(two_views(clip), collated(ROWS, ROWS), row_wise(2))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from support import Toy
 from third_party import PACKAGES, PAGE, ROOT, is_silently_wrong, table
 from third_party_modules import Case
 from third_party_modules.training import examined
@@ -19,27 +20,22 @@ ROWS = [
 ]
 
 
-class Classifier(pl.LightningModule):
-    def __init__(self, of_batch: Any = None, *layers: nn.Module) -> None:
-        super().__init__()
-        self.net, self.of_batch = nn.Sequential(nn.Linear(4, 6), *layers, nn.Linear(6, 4)), of_batch
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        logits = self.net(batch["x"])
-        return F.cross_entropy(logits, batch["y"]) if self.of_batch is None else self.of_batch(logits)
+def classifier(loss: Callable[..., Tensor] = F.cross_entropy, *layers: nn.Module) -> Toy:
+    net = partial(nn.Sequential, nn.Linear(4, 6), *layers, nn.Linear(6, 4))
+    return Toy(lambda net, batch: loss(net(batch["x"]), batch["y"]), net=net).float()
 
 
 def test_a_module_whose_loss_is_a_mean_over_rows_is_exact_and_lightnings_own_is_not() -> None:
-    row = examined(Case("", Classifier, ROWS), "lightning")
+    row = examined(Case("", classifier, ROWS), "lightning")
     assert row["said"] == {"windows": "", "split": ""}
     assert max(row["deviations"]["windows"], row["deviations"]["split"]) < 1e-12 < 1e-3 < row["deviations"]["lightning"]
 
 
 def test_what_the_package_says_is_quoted() -> None:
-    row = examined(Case("", lambda: Classifier(None, nn.BatchNorm1d(6)), ROWS), "lightning")
+    row = examined(Case("", lambda: classifier(F.cross_entropy, nn.BatchNorm1d(6)), ROWS), "lightning")
     assert row["said"]["windows"].startswith("warned: BatchNorm (net.1) normalises each micro-batch")
     assert row["deviations"]["windows"] > 1e-3
-    row = examined(Case("", lambda: Classifier(lambda logits: logits.square().mean(0).sqrt().mean()), ROWS), "lightning")
+    row = examined(Case("", lambda: classifier(lambda logits, y: logits.square().mean(0).sqrt().mean()), ROWS), "lightning")
     assert row["said"]["windows"].startswith("refused: ")
     assert set(row["deviations"]) == {"lightning"}
 
