@@ -172,7 +172,7 @@ def draw(batches: Iterator[Any], before: list[tuple[Tensor, int, Tensor]]) -> An
     if any(leaf._version != version and (values is leaf or not torch.equal(leaf, values)) for leaf, version, values in before):
         raise UsageError(
             "The loader has written its next batch into the tensors of an earlier batch that has not run yet (batches are drawn "
-            "ahead if the loader has no length, if terms are counted, or if the first ones have fewer than 8 rows). Yield new tensors "
-            "for each batch."
+            "ahead if the loader has no length, if terms are counted, or if the first ones have fewer than 8 rows). Yield new "
+            "tensors for each batch."
         )
     return following
