@@ -150,8 +150,9 @@ class GradientAccumulation(pl.Callback):
         check_package(trainer)
         self._strategy, self._state = None, {}  # from an earlier fit, or a checkpoint that was validated
         if not isinstance(trainer.strategy, Engine):
-            found = f"the Trainer has {type(trainer.strategy).__name__}. {_what_to_use_instead_of(trainer.strategy)}"
-            raise MisconfiguredError(f"GradientAccumulation needs a strategy of lightning_accum, but {found}")
+            name, instead = type(trainer.strategy).__name__, _what_to_use_instead_of(trainer.strategy)
+            found = f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {name}."
+            raise MisconfiguredError(f"{found} {instead}")
         if (number := sum(isinstance(callback, GradientAccumulation) for callback in callbacks_of(trainer))) > 1:
             raise MisconfiguredError(f"There are {number} GradientAccumulation callbacks, also of configure_callbacks: pass one.")
         size = 1 if isinstance(self.policy.window, Tokens) else self.policy.size_at(trainer.current_epoch, trainer.global_step)
