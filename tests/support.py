@@ -311,7 +311,7 @@ def fit(module: pl.LightningModule, data: Any = None, *callbacks: Callback, stra
 def noted(hook: str, what: Callable[[pl.Trainer], Any]) -> tuple[LambdaCallback, list[Any]]:
     """A callback that notes something at each call of a hook, and its notes."""
     notes: list[Any] = []
-    return LambdaCallback(**{hook: lambda trainer, *_: notes.append(what(trainer))}), notes
+    return LambdaCallback(**{hook: lambda trainer, *_, **__: notes.append(what(trainer))}), notes
 
 
 @contextmanager

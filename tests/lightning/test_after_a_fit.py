@@ -26,6 +26,7 @@ from support import (
     joined,
     labelled,
     loader,
+    noted,
     relative_error,
     train_by_hand,
     trainer,
@@ -243,26 +244,15 @@ def test_a_trainer_that_has_fitted_fits_again_validates_and_resumes(tmp_path) ->
     assert run.callback_metrics["window/optimizer_steps"] == 8
 
 
-class Copying(pl.Callback):
-    """Copies the Trainer when a hook is called for the first time."""
-
-    def __init__(self, hook: str) -> None:
-        self.copy: pl.Trainer | None = None
-        setattr(self, hook, self.copy_once)
-
-    def copy_once(self, trainer: pl.Trainer, *others: Any, **options: Any) -> None:
-        self.copy = self.copy or copy.deepcopy(trainer)
-
-
 @pytest.mark.some_cases(8, 6)
 @pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_start", "on_train_batch_start", "on_train_batch_end"])
 @pytest.mark.parametrize("kind", [Toy, ManualToy])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_copy_trains_and_so_does_the_trainer_that_was_copied(optimizer: str, kind: type[Toy], hook: str) -> None:
-    batches, copying = labelled(1, 4, 2, 3), Copying(hook)
+    batches, (copying, copies) = labelled(1, 4, 2, 3), noted(hook, copy.deepcopy)
     found, of_the_copy = kind(classified, optimizer), kind(classified, optimizer)
     fit(found, batches, GradientAccumulation(2), copying, max_epochs=2)
-    copying.copy.fit(of_the_copy, loader(batches))
+    copies[0].fit(of_the_copy, loader(batches))
     expected = train_by_hand(Toy(classified, optimizer), [joined(batches[:2]), joined(batches[2:])], 2)
     for module in (found, of_the_copy):
         assert relative_error(module.parameters(), expected.parameters()) <= 1e-12

@@ -54,25 +54,27 @@ def test_so_does_a_sharded_module(sync: str, distributed: bool) -> None:
     assert_goes_on(lambda: fsdp2(sync=sync, save_distributed_checkpoint=distributed), 2, (8,) if distributed else (4, 8), window=3)
 
 
+def on_ranks(ranks: int, module: Scalar, window: Any, *callbacks: Callback, sync: str = "window", **kwargs: Any) -> Scalar:
+    """The module, trained, or until a callback ends it."""
+    strategy = "accum" if ranks == 1 else ddp(sync=sync)
+    with pytest.raises(Exception, match="Interrupted|") if callbacks else nullcontext():
+        fit(module, None, GradientAccumulation(window), *callbacks, strategy=strategy, devices=ranks, **kwargs)
+    return module
+
+
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
 def test_a_window_begun_on_some_ranks_and_ended_on_others_is_the_step_of_all_that_was_in_it(
     before: int, after: int, sync: str
 ) -> None:
-    def run(ranks: int, by_rank: list[list[float]], *callbacks: Callback, **kwargs: Any) -> float:
-        module = Scalar(by_rank=[[x(value) for value in own] for own in by_rank])
-        strategy = "accum" if ranks == 1 else ddp(sync=sync)
-        with pytest.raises(Exception, match="Interrupted|") if callbacks else nullcontext():
-            fit(module, None, GradientAccumulation(Tokens(10**6)), *callbacks, strategy=strategy, devices=ranks, **kwargs)
-        return module.total
-
-    begun = [[float(10 * rank + i) for i in range(8)] for rank in range(before)]
-    ended = [[float(100 * rank + i) for i in range(8)] for rank in range(after)]
-    run(before, begun, SaveAfter(3, ends=True))
+    begun = [[x(10 * rank + i) for i in range(8)] for rank in range(before)]
+    ended = [[x(100 * rank + i) for i in range(8)] for rank in range(after)]
+    on_ranks(before, Scalar(by_rank=begun), Tokens(10**6), SaveAfter(3, ends=True), sync=sync)
+    module = on_ranks(after, Scalar(by_rank=ended), Tokens(10**6), sync=sync, ckpt_path="inside.ckpt")
     # these loaders do not know their place, so Lightning draws the first 5 of 8
-    values = [value for own in begun for value in own[:3]] + [value for own in ended for value in own[:5]]
-    assert run(after, ended, ckpt_path="inside.ckpt") == pytest.approx(sum(values) / len(values), rel=1e-14)
+    values = [value.item() for own in begun for value in own[:3]] + [value.item() for own in ended for value in own[:5]]
+    assert module.total == pytest.approx(sum(values) / len(values), rel=1e-14)
 
 
 class OfTwoCounts(Scalar):
@@ -84,17 +86,10 @@ class OfTwoCounts(Scalar):
 
 def test_a_window_of_counted_terms_that_was_begun_on_other_ranks_begins_anew() -> None:
     """What its terms weigh was counted in batches that these ranks do not have."""
-
-    def run(ranks: int, *callbacks: Callback, **kwargs: Any) -> list[float]:
-        module = OfTwoCounts(by_rank=[[x(10.0 * rank + i, float(i), 3.0) for i in range(8)] for rank in range(ranks)])
-        strategy = ddp() if ranks > 1 else "accum"
-        with pytest.raises(Exception, match="Interrupted|") if callbacks else nullcontext():
-            fit(module, None, GradientAccumulation(5), *callbacks, strategy=strategy, devices=ranks, **kwargs)
-        return module.gradients
-
-    run(2, SaveAfter(3, ends=True))
+    by_rank = [[x(10.0 * rank + i, float(i), 3.0) for i in range(8)] for rank in range(2)]
+    on_ranks(2, OfTwoCounts(by_rank=by_rank), 5, SaveAfter(3, ends=True))
     with pytest.warns(AccumulationWarning, match="over 2 ranks"):
-        (gradient,) = run(1, ckpt_path="inside.ckpt")
+        (gradient,) = on_ranks(1, OfTwoCounts(by_rank=by_rank), 5, ckpt_path="inside.ckpt").gradients
     # these loaders do not know their place, so Lightning draws the first 5 of 8
     numbers = [value for i in range(5) for value in (i, i, 3)]
     above = [value for value in numbers if value > 2]

@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import ENGINES as HELD
-from harness import Unsized, assert_one_window_one_batch, on
-from sharded import ShardedScalar, needs_sharding_on_cpu, total_of
-from support import Asking, Toy, fit, loader, x
+from harness import Unsized, assert_one_window_one_batch, on, trained
+from sharded import ShardedScalar, needs_sharding_on_cpu
+from support import Asking, Toy, loader, x
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, SumMetric
@@ -76,12 +76,10 @@ def facts_of(ranks: int) -> list[dict[str, Any]]:
     return [torch.load(f"rank{rank}.pt")[0] for rank in range(ranks)]
 
 
-def total(engine: str, module: pl.LightningModule, window: int = 1, /, *callbacks: pl.Callback, **kwargs: Any) -> float:
+def total(engine: str, module: pl.LightningModule, window: int, **kwargs: Any) -> float:
     """The sum of all gradients that were stepped."""
-    of, strategy = HELD[engine], kwargs.pop("options", {})
-    options = {"strategy": of.strategy(**strategy), "devices": of.ranks, "plugins": of.plugins(), "max_epochs": EPOCHS, **kwargs}
-    run = fit(module, None, GradientAccumulation(window), *callbacks, **options)
-    return total_of(run) if hasattr(run, "whole") else -module.layer.weight.item()
+    (found,) = trained(module, GradientAccumulation(window), engine, **{"max_epochs": EPOCHS, **kwargs}).values()
+    return -found.item()
 
 
 # --- the promise ------------------------------------------------------------------------------------------------------
