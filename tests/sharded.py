@@ -168,11 +168,6 @@ class ShardedScalar(Scalar):
         return self.layer(x[:, None]).mean()
 
 
-def total_of(run: pl.Trainer) -> float:
-    """The sum of the gradients that a :class:`ShardedScalar` of learning rate 1 stepped."""
-    return -run.whole["layer.weight"].item()
-
-
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 

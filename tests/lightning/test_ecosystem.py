@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.tuner import Tuner
 from resumed import Module
 from support import (
+    Distance,
     Interrupted,
     SaveAfter,
     Scalar,
@@ -170,18 +171,6 @@ def test_gradient_accumulation_scheduler_of_lightning() -> None:
     assert estimates == [6]
 
 
-class Distance(Scalar):
-    """Mean squared distance to the numbers; logs what training_step sees, too."""
-
-    def __init__(self, batches: Any, lr: float = 0.1) -> None:
-        super().__init__(batches, lr=lr)
-
-    def loss(self, batch: Tensor) -> Tensor:
-        loss = (self.w - batch).square().mean()
-        self.log("train_loss", loss)
-        return loss
-
-
 SEVEN = [x(1), x(2, 3, 4), x(5), x(6, 7), x(8), x(9, 10, 11), x(12)]
 WINDOWS: dict[str, tuple[Any, list[list[int]]]] = {
     "3": (3, 2 * [[0, 1, 2], [3, 4, 5], [6]]),
@@ -208,7 +197,7 @@ def test_throughput_monitor_measures_loader_batches_at_the_ends_of_windows(name:
     policy, windows = WINDOWS[name]
     monitor = ThroughputMonitor(batch_size_fn=len, length_fn=lambda batch: 10 * len(batch))
     callbacks = [GradientAccumulation(policy, micro_batch=micro_batch), monitor]
-    fit(Distance(SEVEN), None, *callbacks, max_epochs=2, **csv_logger())
+    fit(Distance(SEVEN, lr=0.1), None, *callbacks, max_epochs=2, **csv_logger())
     rows = [row for row in logged() if "train/batches" in row]
     assert (rows[-1]["train/batches"], rows[-1]["train/samples"]) == (14, 24)
     for row in rows:
@@ -331,7 +320,7 @@ def test_early_stopping_by_the_loss_of_the_epochs_windows(name: str, is_last: bo
     policy, windows = WINDOWS[name]
     stopping = EarlyStopping("window/loss_epoch", patience=0, min_delta=8.0, mode="min")
     callbacks = [GradientAccumulation(policy), stopping] if is_last else [stopping, GradientAccumulation(policy)]
-    run = fit(module := Distance(SEVEN), None, *callbacks, max_epochs=50)
+    run = fit(module := Distance(SEVEN, lr=0.1), None, *callbacks, max_epochs=50)
     losses, parameters = losses_and_parameters(windows * 10)
     of_epochs = [
         sum(loss * weight for loss, weight in zip(losses[i : i + 3], (5, 6, 1), strict=True)) / 12 for i in range(0, len(losses), 3)

@@ -12,6 +12,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support import (
     NONE_LOSS,
+    Distance,
     Language,
     LooksAhead,
     Scalar,
@@ -126,15 +127,10 @@ def test_optimizer_step_of_the_module_may_skip() -> None:
 # --- closures ---------------------------------------------------------------------------------------------------------
 
 
-class WithOptimizer(Scalar):
-    """The mean squared distance to its numbers."""
-
+class WithOptimizer(Distance):
     def __init__(self, make: Callable[[Any], torch.optim.Optimizer], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.make = make
-
-    def loss(self, x: Tensor) -> Tensor:
-        return ((self.w - x) ** 2).mean()
 
     def configure_optimizers(self) -> Any:
         return self.make(self.parameters())

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
-from support import Interrupted, Manually, SaveAfter, Scalar, ddp, fit, fp16_on_cpu, loader, trainer, x
+from support import Distance, Interrupted, Manually, SaveAfter, ddp, fit, fp16_on_cpu, loader, trainer, x
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -39,16 +39,13 @@ KINDS: dict[str, tuple[dict[str, Any], list[Any], list[int]]] = {
 """A policy, the loader batches, and the optimizer steps after each of three epochs."""
 
 
-class Distance(Scalar):
-    """Mean squared distance to the numbers. Notes the parameter after each real step, as torch sees it, and at each validation."""
+class Noted(Distance):
+    """Notes the parameter after each real step, as torch sees it, and at each validation."""
 
     def __init__(self, batches: Any = (), **kwargs: Any) -> None:
         super().__init__(batches, lr=0.05, **kwargs)
         self.stepped: list[float] = []
         self.validated: list[tuple[int, float]] = []
-
-    def loss(self, batch: Tensor) -> Tensor | None:
-        return None if batch.isnan().any() else (self.w - batch).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = super().configure_optimizers()
@@ -66,7 +63,7 @@ class Distance(Scalar):
         return loader([x(3), x(4)])
 
 
-class Manual(Manually, Distance):
+class Manual(Manually, Noted):
     pass
 
 
@@ -95,7 +92,7 @@ def saved_steps(directory: str) -> list[int]:
     return sorted(int(path.stem.removeprefix("step=")) for path in Path(directory).glob("step=*.ckpt"))
 
 
-def counted(module: Distance, every: int, policy: GradientAccumulation, **kwargs: Any) -> tuple[pl.Trainer, Listens, Listens]:
+def counted(module: Noted, every: int, policy: GradientAccumulation, **kwargs: Any) -> tuple[pl.Trainer, Listens, Listens]:
     """Train beside callbacks that count steps; the listeners are the first and the last of them."""
     saves = ModelCheckpoint("saved", "{step}", every_n_train_steps=every, save_top_k=-1)
     first, last = Listens(), Listens()
@@ -108,7 +105,7 @@ def counted(module: Distance, every: int, policy: GradientAccumulation, **kwargs
 @pytest.mark.parametrize("name", KINDS)
 def test_hooks_averages_validations_and_checkpoints_are_as_many_as_steps(name: str, every: int) -> None:
     policy, batches, ends = KINDS[name]
-    module, steps = (Manual if name == "manual" else Distance)(batches), ends[-1]
+    module, steps = (Manual if name == "manual" else Noted)(batches), ends[-1]
     run, first, last = counted(module, every, GradientAccumulation(**policy, validate_every=every), max_epochs=3)
     assert run.global_step == len(module.stepped) == steps
     assert first.steps == last.steps == list(range(1, steps + 1))
@@ -126,14 +123,14 @@ def test_hooks_averages_validations_and_checkpoints_are_as_many_as_steps(name: s
 @pytest.mark.parametrize("name", KINDS)
 def test_a_validation_is_of_the_parameters_after_its_step_and_leaves_the_training_as_it_was(name: str) -> None:
     policy, batches, ends = KINDS[name]
-    validated, plain = Distance(batches), Distance(batches)
+    validated, plain = Noted(batches), Noted(batches)
     fit(validated, None, GradientAccumulation(**policy, validate_every=2), max_epochs=3)
     fit(plain, None, GradientAccumulation(**policy), max_epochs=3, limit_val_batches=0)
     assert validated.stepped == plain.stepped
     assert validated.validated == [(step, validated.stepped[step - 1]) for step in range(2, ends[-1] + 1, 2)]
 
 
-class Ranked(Distance):
+class Ranked(Noted):
     """Two ranks of other data, each of which leaves what it has counted in a file."""
 
     def __init__(self) -> None:
@@ -160,7 +157,7 @@ def test_on_two_ranks_all_validate_after_the_same_steps(policy: dict[str, Any], 
 
 
 def test_a_window_is_what_its_full_batch_was_and_cannot_be_changed() -> None:
-    module, listens = Distance(SEVEN), Listens()
+    module, listens = Noted(SEVEN), Listens()
     fit(module, None, listens, GradientAccumulation(3), gradient_clip_val=0.5)
     w, begun = 0.0, 0
     for window, end, after in zip(listens.windows, (3, 6, 7), module.stepped, strict=True):
@@ -174,7 +171,7 @@ def test_a_window_is_what_its_full_batch_was_and_cannot_be_changed() -> None:
         listens.windows[0].loss = 1.0
 
 
-class Hears(Distance):
+class Hears(Noted):
     """The module's own hook, which logs."""
 
     def on_window_end(self, window: Any) -> None:
@@ -190,7 +187,7 @@ def test_the_module_hears_its_windows_and_may_log_them(policy: dict[str, Any]) -
 
 
 def test_a_step_that_the_scaler_left_out_is_told() -> None:
-    class Overflows(Distance):
+    class Overflows(Noted):
         def on_after_backward(self) -> None:
             if self.trainer.global_step == 1:
                 self.w.grad.fill_(math.inf)
@@ -203,14 +200,14 @@ def test_a_step_that_the_scaler_left_out_is_told() -> None:
 
 def test_a_window_without_weight_is_not_heard_and_one_whose_training_step_gave_nothing_is() -> None:
     listens, nothing = Listens(), x(math.nan)
-    run = fit(Distance([x(1), x(2), None, None, nothing, nothing, nothing, x(3)]), None, listens, GradientAccumulation(2))
+    run = fit(Noted([x(1), x(2), None, None, nothing, nothing, nothing, x(3)]), None, listens, GradientAccumulation(2))
     assert run.global_step == len(listens.windows) == 3
     assert [(window.has_stepped, window.micro_batches) for window in listens.windows] == [(True, 2), (False, 0), (True, 1)]
 
 
-def fit_by_steps(policy: dict[str, Any], *callbacks: Callback, **kwargs: Any) -> tuple[Distance, pl.Trainer]:
+def fit_by_steps(policy: dict[str, Any], *callbacks: Callback, **kwargs: Any) -> tuple[Noted, pl.Trainer]:
     """Two epochs. All loader batches are of five samples, since a loader without a state begins anew where training goes on."""
-    module = Distance([x(*range(i, i + 5)) for i in range(7)])
+    module = Noted([x(*range(i, i + 5)) for i in range(7)])
     run = trainer(callbacks=[GradientAccumulation(**policy, validate_every=2), *callbacks], max_epochs=2)
     with suppress(Interrupted):
         run.fit(module, **kwargs)
@@ -250,7 +247,7 @@ def test_no_validation_comes_twice_or_is_missed_wherever_training_goes_on(hook: 
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_callbacks_that_monitor_a_validation_look_after_each(is_first: bool) -> None:
-    class Worse(Distance):
+    class Worse(Noted):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             self.log("distance", float(self.trainer.global_step >= 4))
 
@@ -264,7 +261,7 @@ def test_callbacks_that_monitor_a_validation_look_after_each(is_first: bool) -> 
 
 
 def test_validation_that_is_switched_off_stays_off_and_a_short_trial_validates_as_ever() -> None:
-    off, short = Distance(SEVEN), Distance(SEVEN)
+    off, short = Noted(SEVEN), Noted(SEVEN)
     run = fit(off, None, GradientAccumulation(2, validate_every=1), limit_val_batches=0)
     fit(short, None, GradientAccumulation(2, validate_every=100), fast_dev_run=2)
     assert (off.validated, len(short.validated)) == ([], 1)
@@ -278,4 +275,4 @@ def test_validation_that_is_switched_off_stays_off_and_a_short_trial_validates_a
 )
 def test_two_that_say_when_to_validate_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(AccumulationError, match="validate_every"):
-        fit(Distance(SEVEN), None, GradientAccumulation(2, validate_every=4), **options)
+        fit(Noted(SEVEN), None, GradientAccumulation(2, validate_every=4), **options)

@@ -21,7 +21,7 @@ import torch
 from known import case, classified, open_until
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
-from sharded import ShardedScalar, fsdp2, needs_sharding_on_cpu, total_of
+from sharded import ShardedScalar, fsdp2, needs_sharding_on_cpu
 from support import SaveAfter, Toy, ddp, error_of_updates, fit, labelled, loader, noted, warned, x
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -109,7 +109,7 @@ def test_a_rank_may_need_longer_than_others_in_a_step_without_a_backward(monkeyp
     monotonic = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: 10 * monotonic())  # two seconds are twenty
     run = fit(WarmsUp([x(1.0), x(2.0), x(3.0), x(4.0)]), strategy=fsdp2(), devices=2, accumulate_grad_batches=2)
-    assert total_of(run) == 5.5
+    assert run.whole["layer.weight"].item() == -5.5
 
 
 # --- 27: what is held, and what is copied ---
