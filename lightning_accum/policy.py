@@ -179,10 +179,8 @@ def _check_window(window: Any) -> None:
         if 0 not in window:
             raise ArgumentError(f"window={dict(window)!r} has no entry for epoch 0; add {{0: 1}}")
     elif not (window is None or isinstance(window, Tokens) or callable(window) or is_natural(window, 1)):
-        raise ArgumentError(
-            f"window={window!r}: expected a number of loader batches from 1, {{epoch: number}}, a function of the optimizer step,"
-            " Tokens(...) or None"
-        )
+        expected = "a number of loader batches from 1, {epoch: number}, a function of the optimizer step, Tokens(...) or None"
+        raise ArgumentError(f"window={window!r}: expected {expected}")
 
 
 def _checked_weight(weight: Any) -> Any:

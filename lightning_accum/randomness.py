@@ -316,7 +316,8 @@ _WAYS = {
 @contextmanager
 def generators_kept(*loaders: Any) -> Iterator[None]:
     """Inside, drawing from loaders does not change their random generators, nor their samplers' generators."""
-    owners = [owner for loader in loaders for owner in (loader, getattr(loader, "sampler", None), _sampler_of_batches(loader))]
+    owners = [owner for loader in loaders for owner in (loader, getattr(loader, "batch_sampler", None))]
+    owners += [getattr(owner, "sampler", None) for owner in owners]
     found = [getattr(owner, "generator", None) for owner in owners]
     generators = [generator for generator in found if isinstance(generator, torch.Generator)]
     states = [generator.get_state() for generator in generators]
@@ -325,10 +326,6 @@ def generators_kept(*loaders: Any) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-
-
-def _sampler_of_batches(loader: Any) -> Any:
-    return getattr(getattr(loader, "batch_sampler", None), "sampler", None)
 
 
 def with_tensors(func: Any, args: Sequence[Any]) -> Sequence[Any]:

@@ -21,10 +21,7 @@ from lightning_accum.undo import Snapshot
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
 _PRIME = 2**31 - 1
-CANNOT_FORGET_FORWARD = (
-    "training_step failed on a few rows of the first batch, and its sharded modules cannot be restored. Turn the check off: "
-    "GradientAccumulation(check=False)."
-)
+CANNOT_FORGET_FORWARD = "training_step failed on a few rows, and leaves its sharded modules unusable. Pass check=False."
 
 
 class ShardedSync(WrappedSync):

@@ -147,10 +147,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         narrow = [parameter for parameter in self.parameters() if is_narrower(parameter.dtype, dtype)]
         found = sync.sums_narrower_than(dtype) or next((p.dtype for p in narrow if p not in sharded), None)
         if found is not None:
-            raise MisconfiguredError(
-                f"GradientAccumulation(accumulate_dtype={dtype}): fully_shard sums gradients in {found}. Apply it to all layers "
-                f"with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})."
-            )
+            instead = f"apply it to all layers with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})"
+            raise MisconfiguredError(f"accumulate_dtype={dtype}: fully_shard sums gradients in {found}; {instead}")
 
     @override
     def _engine(self) -> dict[str, Any]:
@@ -162,10 +160,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         super().announce(micro_batch, weighed)
         assert self.accumulation is not None
         if self.same_rows() > 1 and weighed.weight is not None and float(weighed.weight) == count_samples(micro_batch.batch):
-            raise MisconfiguredError(
-                f"The loss is a mean over rows, of which {self.same_rows()} ranks have parts (mesh=). "
-                "Have training_step return the mean over the tokens or elements in its part."
-            )
+            found = f"The loss is a mean over rows, of which {self.same_rows()} ranks have parts (mesh=)"
+            raise MisconfiguredError(f"{found}. Have training_step return the mean over the tokens or elements in its part.")
 
     def _refuse_without_replicas(self, module: nn.Module) -> None:
         groups = [group for unit in module.modules() if isinstance(unit, FSDPModule) for group in groups_of(unit)]

@@ -205,10 +205,7 @@ def _unchanged(tensor: Tensor, version: int) -> Tensor:
     return tensor
 
 
-_CHANGED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation. Have the operation work on a"
-    " copy (x = x + y instead of x += y)."
-)
+_CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation: change a copy."
 
 
 def _is_plain(value: Any) -> bool:
