@@ -207,9 +207,6 @@ def test_throughput_monitor_measures_loader_batches_at_the_ends_of_windows(name:
         assert [(row["step"], row["train/batches"]) for row in rows] == list(enumerate(ends))
 
 
-# --- an exception --------------------------------------------------------------------------------------------------------
-
-
 def fail(gradient: Tensor) -> None:
     raise Interrupted
 
@@ -310,9 +307,6 @@ def test_the_next_fit_goes_on_by_itself_and_its_loss_is_that_of_the_whole_epoch(
     assert not Path("failed.ckpt").exists()  # it ended well
 
 
-# --- stopping early, averages --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_last", [True, False])
 @pytest.mark.parametrize("name", ["3", "tokens"])
 def test_early_stopping_by_the_loss_of_the_epochs_windows(name: str, is_last: bool) -> None:
@@ -369,9 +363,6 @@ def test_stochastic_weight_averaging_as_with_lightnings_windows_of_the_same_batc
     assert plain.steps == ours.steps
     assert run.accumulate_grad_batches == 1
     assert relative_error(ours.parameters(), plain.parameters()) < 1e-12
-
-
-# --- tuners --------------------------------------------------------------------------------------------------------------
 
 
 class Rates(Scalar):

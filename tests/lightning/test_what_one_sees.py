@@ -165,9 +165,6 @@ def test_progress_bars_show_the_window_loss_unless_the_module_has_a_metric_of_th
     assert module.shown["w_steps"] == "4"
 
 
-# --- the line at the start -----------------------------------------------------------------------------------------------
-
-
 class Classifies(Scalar):
     def loss(self, x: Tensor) -> Tensor:
         return nn.functional.cross_entropy(torch.stack([self.w * x, -self.w * x], 1), torch.zeros(len(x), dtype=torch.long))
@@ -217,9 +214,6 @@ def test_a_window_of_tokens_that_no_epoch_can_fill_is_warned_of(
         fit(Classifies(CLASSES), None, GradientAccumulation(Tokens(tokens), tail=tail, micro_batch=micro_batch))
     assert [message for message in told if 'tail="carry"' in message] == told
     assert bool(told) == is_warned_of
-
-
-# --- warnings have a category of their own and point at the user's line ----------------------------------------------
 
 
 def line_of(function: Callable[..., Any], text: str) -> int:

@@ -223,9 +223,6 @@ def test_a_loop_that_still_switches_the_reduction_of_shards_off_takes_the_steps_
     assert_steps_of(on_two(switching, "fsdp2"), "adamw", [sentences(24)[:16], sentences(24)[16:]])
 
 
-# --- checkpoints --------------------------------------------------------------------------------------------------------
-
-
 def resumed(fabric: Fabric | None, loader: Sequence[Any], task: Task = LANGUAGE, passes: int = 2, **arguments: Any) -> Trained:
     """Train, be stopped after five loader batches of the last pass, inside a window, and go on in a new model."""
     at = (passes - 1, 5)
@@ -504,9 +501,6 @@ def test_a_loss_that_does_not_add_up_is_an_error_before_the_first_step() -> None
     assert all(map(torch.equal, net.parameters(), towers().parameters()))
     batches = views(8, 8)
     assert next(iter(accumulator_of(net, window=2, loss_of=of_towers, check=False)(batches))) is batches[0]
-
-
-# --- precision ----------------------------------------------------------------------------------------------------------
 
 
 def test_gradients_are_added_up_in_a_wider_type() -> None:

@@ -293,9 +293,6 @@ def test_the_peak_is_a_few_layers_and_not_all_of_them(memory: OtherMemory) -> No
     assert memory.most > 1.5 * LAYERS * one_layer
 
 
-# --- the check --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", [{"micro_batch": 4}, {"window": 2}, {"window": 2, "micro_batch": "offload"}])
 def test_batch_norm_in_micro_batches_is_warned_of_and_offload_named(policy: dict[str, Any]) -> None:
     with pytest.warns(AccumulationWarning, match=r'BatchNorm.*net.1.*micro_batch="offload"'):

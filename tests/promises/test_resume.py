@@ -263,9 +263,6 @@ def test_a_training_with_stops_takes_the_steps_of_the_one_without(name: str, kin
         parts_of(stops, values, {"max_epochs": -1, "max_steps": 6}, **policy)
 
 
-# --- states that cannot be read ------------------------------------------------------------------------------------------
-
-
 def with_state(change: Callable[[dict[str, Any]], Any]) -> None:
     """Take a checkpoint at the end of a window, and change the callback's state in it."""
     interrupted(Placed([1, 2, 3, 4, 5, 6]), 2, after=4)

@@ -351,9 +351,6 @@ def test_padding_that_a_loss_depends_on_is_named() -> None:
     assert names(verify(SeesPadding(), batches, window=3))[0] == "padding"
 
 
-# --- nothing of the user's changes ---------------------------------------------------------------------------------------
-
-
 def test_nothing_of_a_trained_module_changes() -> None:
     module = Classifier(plain, nn.BatchNorm1d(8), nn.Dropout(0.3))
     module.net[0].bias.requires_grad_(False)
