@@ -44,11 +44,8 @@ class Net(nn.Module):
 def make(rows: int, seed: int = 0, ignored: slice = slice(1, None, 3)) -> list[Batch]:
     """Rows of which some have an ignored label, where ``mask`` is False."""
     g = torch.Generator().manual_seed(seed)
-    x, p, y = (
-        torch.randn(rows, 4, generator=g, dtype=D),
-        torch.rand(rows, 3, generator=g, dtype=D),
-        torch.rand(rows, generator=g, dtype=D),
-    )
+    x = torch.randn(rows, 4, generator=g, dtype=D)
+    p, y = (torch.rand(rows, *columns, generator=g, dtype=D) for columns in ((3,), ()))
     target = torch.randint(0, 3, (rows,), generator=g)
     target[ignored] = -100
     columns = {"x": x, "target": target, "p": p / p.sum(1, keepdim=True), "y": y, "mask": target != -100}

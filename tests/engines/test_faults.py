@@ -338,9 +338,8 @@ def test_rank_that_raises_ends_all_of_three() -> None:
 def test_forked_rank_that_raises_ends_all(strategy: str, fault: Fault) -> None:
     end = forked_by_lightning(partial(train, strategy, fault))
     assert end.statuses == [1]
-    if (
-        1 in fault.at
-    ):  # of rank 0's error its peer may know only that the connection ended, and be the first that Lightning sees ended
+    # of rank 0's error its peer may know only that the connection ended, and be the first that Lightning sees ended
+    if 1 in fault.at:
         assert "ValueError: boom on rank 1" in end.said
 
 

@@ -188,10 +188,8 @@ def test_logs_outputs_metrics_and_hooks_are_those_of_the_whole_batch(size: int) 
 
 
 def seen_by(tell: Any, metric: Any, micro_batch: int | None, *callbacks: Callback) -> list[dict[str, float]]:
-    module, policy = (
-        Classifier(tell, {"it": metric}),
-        [] if micro_batch is None else [GradientAccumulation(micro_batch=micro_batch)],
-    )
+    module = Classifier(tell, {"it": metric})
+    policy = [] if micro_batch is None else [GradientAccumulation(micro_batch=micro_batch)]
     fit(module, batches(4), *policy, *callbacks, strategy="accum" if policy else "auto", max_epochs=2)
     return module.seen
 

@@ -76,10 +76,8 @@ class Graphed(nn.Module):
 @pytest.mark.parametrize(("size", "policy"), [(4, {"window": 4}), (16, {"micro_batch": 4})], ids=["windows", "split"])
 def test_gradients_in_the_memory_of_a_graph_are_copied(size: int, policy: dict[str, Any]) -> None:  # 0.35 before
     data = torch.randn(64, 4, dtype=torch.double, generator=torch.Generator().manual_seed(1))
-    graphed, plain = (
-        Toy(lambda net, x: net(x).square().mean(), net=Graphed),
-        Toy(lambda net, x: (x @ net.weight.T).square().mean(), net=Graphed),
-    )
+    graphed = Toy(lambda net, x: net(x).square().mean(), net=Graphed)
+    plain = Toy(lambda net, x: (x @ net.weight.T).square().mean(), net=Graphed)
     fit(graphed, [*data.split(size)], GradientAccumulation(**policy))
     fit(plain, [*data.split(16)], strategy="auto")
     assert error_of_updates(graphed, plain, Toy(lambda *_: None, net=Graphed)) < 1e-12

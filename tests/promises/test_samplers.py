@@ -137,10 +137,8 @@ def balanced(lengths: list[int], batch_size: int = 4, **kwargs: Any) -> DataLoad
 )  # fmt: skip
 def test_a_window_is_the_full_batch_of_same_order_sampler(engine, options, window, batch_size, micro_batch, optimizer) -> None:
     windows = [[ROWS[i] for i in indices] for epoch in range(2) for indices in same_order(37, 16, epoch, seed=5)]
-    data, policy = (
-        balanced(list(map(len, ROWS)), batch_size, window=window, seed=5),
-        GradientAccumulation(window, micro_batch=micro_batch),
-    )
+    data = balanced(list(map(len, ROWS)), batch_size, window=window, seed=5)
+    policy = GradientAccumulation(window, micro_batch=micro_batch)
     arguments = {"windows": windows, "epochs": 2, "use_distributed_sampler": True}
     assert_one_window_one_batch(partial(Language, optimizer), data, policy, engine, options, **arguments)
 
