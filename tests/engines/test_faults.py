@@ -373,12 +373,8 @@ def told(where: str = "training_step", **at: int) -> Fault:
     return Fault("SIGTERM", {int(rank.removeprefix("rank")): index for rank, index in at.items()}, where)
 
 
-def ignore_sigterm(worker: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
 ALL_PROCESSES = Fault("SIGTERM to all", {0: 5, 1: 5})
-IGNORED = {**WORKER, "worker_init_fn": ignore_sigterm}
+IGNORED = {**WORKER, "worker_init_fn": lambda worker: signal.signal(signal.SIGTERM, signal.SIG_IGN)}
 """torchrun tells a rank's whole group of processes. A worker that dies while it hands a batch over may leave torch's DataLoader
 waiting for ever."""
 SPLIT = {"callbacks": [GradientAccumulation(WINDOW, micro_batch=1)], "accumulate_grad_batches": 1}

@@ -245,10 +245,6 @@ def counting(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> Te
     return F.cross_entropy(logits, batch[1])
 
 
-def chosen_rows(batch: Any) -> Tensor:
-    return (batch[0][:, 0] > 0.5).sum()
-
-
 def two_means(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> Tensor:
     chosen = (batch[0][:, :1] > 0.5).to(logits.dtype)
     return F.cross_entropy(logits, batch[1]) + ((logits**2) * chosen).sum() / chosen.sum()
@@ -256,10 +252,6 @@ def two_means(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> T
 
 def mixed(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> Tensor:
     return F.cross_entropy(logits + logits[torch.randperm(len(logits))], batch[1])
-
-
-def clamped(gradient: Tensor) -> Tensor:
-    return gradient.clamp(-0.01, 0.01)
 
 
 class ByBatches(Classifier):
@@ -272,7 +264,7 @@ def of(loss: Callable[..., Any], *layers: nn.Module) -> Callable[[], Classifier]
 
 
 SPLIT, WINDOW = {"micro_batch": 4}, {"window": 3}
-OF_TERMS = {"micro_batch": 5, "weight": [chosen_rows, SampleCount()]}
+OF_TERMS = {"micro_batch": 5, "weight": [lambda batch: (batch[0][:, 0] > 0.5).sum(), SampleCount()]}
 BREAKS: list[Any] = [
     ("BatchNorm", of(plain, nn.BatchNorm1d(8)), SPLIT, 'micro_batch="offload"'),
     ("batch_idx", of(reads_batch_idx), WINDOW, "micro_batch="),
@@ -289,7 +281,7 @@ BREAKS: list[Any] = [
     ("random numbers", of(mixed), SPLIT, ""),
     ("losses that do not add up", of(two_means), OF_TERMS, ""),
     ("optimizer step", ByBatches, WINDOW, ""),
-    ("losses that do not add up", lambda: changed(lambda net: net[0].weight.register_hook(clamped)), SPLIT, ""),
+    ("losses that do not add up", lambda: changed(lambda net: net[0].weight.register_hook(lambda g: g.clamp(max=0.01))), SPLIT, ""),
 ]
 
 

@@ -64,13 +64,6 @@ def test_examples_are_short_and_listed() -> None:
         assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < 60, name
 
 
-def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> tuple[int, float]:
-    """Run a script of one process in this one. Returns the steps and the loss that it prints."""
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return printed(capsys.readouterr().out)
-
-
 def one_epoch_by_hand(name: str) -> tuple[int, Any]:
     """The steps and the mean loss of ``ddp.py`` or ``fsdp2.py`` in an epoch, in one process, each window one batch."""
     example = runpy.run_path(str(EXAMPLES / name))
@@ -95,7 +88,9 @@ def one_epoch_by_hand(name: str) -> tuple[int, Any]:
 
 @pytest.mark.parametrize("micro_batch", ["auto", "100"])
 def test_one_device(micro_batch: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    steps, loss = run_here(monkeypatch, capsys, "one_device.py", "--micro-batch", micro_batch, "--epochs", "1")
+    monkeypatch.setattr(sys, "argv", ["one_device.py", "--micro-batch", micro_batch, "--epochs", "1"])
+    runpy.run_path(str(EXAMPLES / "one_device.py"), run_name="__main__")
+    steps, loss = printed(capsys.readouterr().out)
     assert steps == 8
     assert loss == pytest.approx(2.2, abs=0.3)
 
