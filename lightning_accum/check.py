@@ -48,8 +48,7 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
     accumulation.may_count_first = checked.may_count_first
-    has_begun = before is not None and before.is_suitable and accumulation.rest_of_window is not None
-    if accumulation.position and (has_begun or checked.sync.is_waited_for_in_forward):
+    if accumulation.position and (checked.sync.is_waited_for_in_forward or _has_begun(checked, before)):
         return  # the window was checked, or the engine holds its own gradients until it ends
     if checked.sync.is_waited_for_in_forward and before is not None and before.looked_at > 1:
         return _end(checked)  # later batches may have no loss on one rank, and the others would wait for it
@@ -77,6 +76,12 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
             can_count = accumulation.policy.weight == "auto" and accumulation.window.counted is None and checked.may_count_first
             if can_count and has_several_terms(checked, batch):
                 accumulation.count_first()
+
+
+def _has_begun(checked: Checked, before: Verdict | None) -> bool:
+    """Whether the loader batches of the window were checked before it, on all ranks."""
+    can_draw = checked.accumulation.rest_of_window is not None
+    return can_draw and not checked.on_any(before is None or not before.is_suitable)
 
 
 def _with_the_next(checked: Checked, batch: Any, transferred: Callable[[Any], Any]) -> list[Any]:
