@@ -177,7 +177,10 @@ def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) ->
     is_again = accumulation.take_look()
     if not (is_again or accumulation.checks_left or row_wise is not None):
         return
-    samples, batches, others = strategy.samples_of_loader(), [*kwargs.values()][:1], [*kwargs.values()][1:]
+    epoch_loop, samples, batches = trainer.fit_loop.epoch_loop, strategy.samples_of_loader(), [*kwargs.values()][:1]
+    # a rank without a batch also runs the next ones of its window
+    kwargs = kwargs or epoch_loop._build_kwargs(OrderedDict(), None, epoch_loop.batch_idx)
+    others = [*kwargs.values()][1:]
     step = unlogged_step(trainer, others)
     if row_wise is not None and row_wise.proofs_left:
         prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn, accumulation.position)
