@@ -23,15 +23,15 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 13_865,
-    "lines of the package": 20_235,
+    "lines of code": 13_770,
+    "lines of the package": 19_600,
     "files of the package": 105,
     "width of the package": 152,
-    "lines of its largest file": 410,
+    "lines of its largest file": 400,
     "files outside trainer/ that import Lightning": 0,
-    "assignments to an attribute of another object": 148,
-    "lines of tests": 26_515,
-    "lines of tests in files that import private modules": 571,
+    "assignments to an attribute of another object": 133,
+    "lines of tests": 26_470,
+    "lines of tests in files that import private modules": 542,
 }
 
 
