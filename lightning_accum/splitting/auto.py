@@ -108,8 +108,8 @@ class MicroBatchSizes:
         """Halve the limit after a micro-batch ran out of memory; ``seen`` is the error. Raises it if there was one row."""
         if rows <= 1:
             raise NothingSmallerError(
-                f"One sample (of cost {cost}) does not fit into memory. Try activation checkpointing, or loader batches of one sample "
-                'with micro_batch="offload".'
+                f"One sample (of cost {cost}) does not fit into memory. Try activation checkpointing, or loader batches of one "
+                'sample with micro_batch="offload".'
             )
         if self._limit is None or rows * _rounded(cost) <= self._limit:
             self._limit = math.ceil(rows / 2) * _rounded(cost)
