@@ -81,7 +81,7 @@ class Training(Trained):
             return "LBFGS runs its closure several times in a step, and accumulator.step() has none. Use another optimizer."
         stepped, trained = set(self._stepped()), {own for own in model.parameters() if own.requires_grad}
         if ddp is not None and stepped - set(ddp.parameters()):
-            return "DistributedDataParallel does not reduce all parameters of the optimizer. Wrap one module that has all."
+            return "Some parameters of the optimizer are outside the DistributedDataParallel. Wrap one module that has all."
         if trained and not trained & stepped:
             return "The optimizer has no parameter of the model. Create it after fabric.setup(model)."
         if fabric is None:
