@@ -64,7 +64,12 @@ def assert_exact(
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_with_no_argument_a_loss_of_several_terms_takes_the_steps_of_the_full_batches(name: str, policy: str) -> None:
-    assert_exact(LOSSES[name].of, POLICIES[policy])
+    of, arguments = LOSSES[name].of, POLICIES[policy]
+    if name == "a loop over rows, some of which have nothing" and policy != "windows":  # counts part as rows are trimmed
+        with pytest.raises(UnreadableLossError, match="Say which"):
+            assert_exact(of, arguments)
+        arguments = {**arguments, "trim_padding": False}
+    assert_exact(of, arguments)
 
 
 class AskingOfTerms(Asking, OfTerms):
