@@ -80,14 +80,18 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
 
 def _has_begun(checked: Checked, before: Verdict | None) -> bool:
     """Whether the loader batches of the window were checked before it, on all ranks."""
-    can_draw = checked.accumulation.rest_of_window is not None
-    return can_draw and not checked.on_any(before is None or not before.is_suitable)
+    return _can_draw(checked) and not checked.on_any(before is None or not before.is_suitable)
+
+
+def _can_draw(checked: Checked) -> bool:
+    """Whether the next loader batches of the window can be drawn; those of a window of tokens are not known before it ends."""
+    return checked.accumulation.rest_of_window is not None and not checked.accumulation.policy.ends_by_tokens
 
 
 def _with_the_next(checked: Checked, batch: Any, transferred: Callable[[Any], Any]) -> list[Any]:
     """A loader batch and the next ones of its window, until they have enough rows on all ranks."""
     accumulation, batches = checked.accumulation, [batch]
-    ahead = iter(()) if accumulation.rest_of_window is None else accumulation.rest_of_window()
+    ahead = accumulation.rest_of_window() if _can_draw(checked) and accumulation.rest_of_window is not None else iter(())
 
     def rows() -> int:
         return sum(0 if own is None else count_samples(own) or 1 for own in batches)

@@ -117,13 +117,13 @@ class Point:
         said = {
             "counts a window before it runs": self.weight == "list" and tail == "carry" and self._may_be_long(),
             "reach its size, but the loss is a sum": self.counts_tokens and self.loss == "sum",
-            "would never be full": never_full,
+            "nothing is trained": never_full,
             "is not finite: ": policy["on_nonfinite"] == "raise" and "nan" in self.holes.values(),
             "needs the gradients of each rank": reduces_often and policy["on_nonfinite"] != "propagate",
-            "may split the batches of the ranks into different numbers": is_ddp and unit in ("tokens", "auto"),
-            "in the type of the parameters": is_ddp and self.is_low_precision,
-            "runs a batch again if a rank runs out of memory": is_sharded and unit == "auto",
-            "here fully_shard adds up the gradients of a window": is_sharded and self.is_low_precision,
+            "varies between ranks": is_ddp and unit in ("tokens", "auto"),
+            "is reduced once a window": is_ddp and self.is_low_precision,
+            "runs a batch again on one rank": is_sharded and unit == "auto",
+            "fully_shard sums gradients in": is_sharded and self.is_low_precision,
         }
         return [message for message, applies in said.items() if applies]
 

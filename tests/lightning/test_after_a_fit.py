@@ -64,7 +64,7 @@ class Small(Scalar):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.rows += len(batch)
-        if self.rows > 9:  # in the second half of a batch that is split, after a step
+        if self.rows > 9 and self.trainer.global_step:  # in the second half of a batch that is split, after a step
             self.fail("an interrupt")
             self.fail("training_step")
         loss = (self.encoder(batch[:, None].double())[:, 0] - self.w).square().mean()
