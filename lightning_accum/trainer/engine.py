@@ -28,17 +28,15 @@ from lightning_accum.sync.base import GradientSync
 from lightning_accum.trainer.from_lightning import Strategy, move_data_to_device, pl, rank_zero_info
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import WindowRows
+from lightning_accum.trainer.seams import ShippedHooks
 from lightning_accum.trainer.watch import Watch
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.windows import Windows
 
-_SHIPPED: dict[type, dict[str, Any]] = {
-    kind: {hook: getattr(kind, hook) for hook in ("on_after_batch_transfer", "transfer_batch_to_device")}
-    for kind in (pl.LightningModule, pl.LightningDataModule)
-}
-"""The hooks that transfer a batch to the device, as Lightning shipped them."""
+_MOVES = "on_after_batch_transfer", "transfer_batch_to_device"  # hooks that transfer a batch to the device
+_OF_MODULE, _OF_DATA = ShippedHooks(pl.LightningModule, *_MOVES), ShippedHooks(pl.LightningDataModule, *_MOVES)
 
 
 class Engine(Strategy, Trained):
@@ -125,12 +123,7 @@ class Engine(Strategy, Trained):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         trainer, splitting = self.trainer(), None if self.accumulation is None else self.accumulation.splitting
         data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector, as the profiler
-        owners: list[tuple[Any, type]] = [(self.module, pl.LightningModule), (data, pl.LightningDataModule)]
-        is_plain = all(
-            getattr(type(own), name) is hook and name not in vars(own)
-            for own, kind in owners[: 1 + (data is not None)]
-            for name, hook in _SHIPPED[kind].items()
-        )
+        is_plain = _OF_MODULE.are_kept_by(self.module) and (data is None or _OF_DATA.are_kept_by(data))
         if is_plain and splitting is not None and batch is not None and self.root_device.type != "cpu" and trainer.training:
             splitting.look_at(batch)  # else it returns another object
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]

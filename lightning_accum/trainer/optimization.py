@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import check_manual_batch, loss_unlogged, result_of, transferred, try_out, unlogged_step
 from lightning_accum.trainer.from_lightning import _AutomaticOptimization, _ManualOptimization, call, is_lightnings, pl, replacing
 from lightning_accum.trainer.results import collecting_logs, show_logs
+from lightning_accum.trainer.seams import ShippedHooks
 from lightning_accum.trainer.watch import AROUND_BACKWARD, LIBRARIES, WindowClosure
 from lightning_accum.window_totals import ClosedWindow
 
@@ -289,12 +289,11 @@ _AROUND_A_STEP: dict[type, tuple[str, ...]] = {
     pl.plugins.Precision: ("train_step_context", "forward_context", "pre_backward", "backward", "post_backward"),
 }
 """The functions inside Lightning's calls of ``training_step`` and backward. ``Strategy.backward`` is this package's own."""
-_HOOKS_OF = {kind: attrgetter(*hooks) for kind, hooks in _AROUND_A_STEP.items()}
-_SHIPPED = {kind: hooks_of(kind) for kind, hooks_of in _HOOKS_OF.items()}
+_SHIPPED = {kind: ShippedHooks(kind, *names) for kind, names in _AROUND_A_STEP.items()}
 _LIGHTNINGS_BACKWARD, _OWN_BACKWARD = pl.strategies.Strategy.backward, Engine.backward
 # none was replaced before this package was imported
 _ARE_LIGHTNINGS = all(
-    hook.__globals__["__name__"].startswith((*LIBRARIES, "contextlib")) for hooks in _SHIPPED.values() for hook in hooks
+    hook.__globals__["__name__"].startswith((*LIBRARIES, "contextlib")) for hooks in _SHIPPED.values() for hook in hooks.functions
 )
 
 
@@ -308,9 +307,4 @@ def _is_silent(trainer: Any, strategy: Engine) -> bool:
     owners: list[tuple[type, Any]] = [(pl.Callback, callback) for callback in trainer.callbacks]
     owners += [(pl.LightningModule, trainer.lightning_module), (pl.strategies.Strategy, strategy)]
     owners += [(pl.plugins.Precision, trainer.precision_plugin)]
-    return all(
-        isinstance(owner, kind)  # a callback may be of another class without this hook
-        and _HOOKS_OF[kind](type(owner)) == _SHIPPED[kind]
-        and vars(owner).keys().isdisjoint(_AROUND_A_STEP[kind])
-        for kind, owner in owners
-    )
+    return all(_SHIPPED[kind].are_kept_by(owner) for kind, owner in owners)  # a callback may be of another class without a hook

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
+from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -80,6 +81,19 @@ def in_words(differing: list[Seam]) -> str:
 
 def _lightning() -> str:
     return f"Lightning {pl.__version__}"
+
+
+class ShippedHooks:
+    """Hooks of a class of Lightning's, as they were when this package was imported: others may patch the class itself."""
+
+    def __init__(self, kind: type, *names: str) -> None:
+        self._kind, self._names, self._of = kind, names, attrgetter(*names)
+        self.functions: tuple[Any, ...] = self._of(kind)
+
+    def are_kept_by(self, owner: object) -> bool:
+        """Whether an object overrides none of them."""
+        is_plain = isinstance(owner, self._kind) and self._of(type(owner)) == self.functions
+        return is_plain and vars(owner).keys().isdisjoint(self._names)
 
 
 # --- objects of Lightning's that have another class for a while --------------------------------------------------------
