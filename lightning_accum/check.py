@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -80,18 +80,19 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
 
 def _has_begun(checked: Checked, before: Verdict | None) -> bool:
     """Whether the loader batches of the window were checked before it, on all ranks."""
-    return _can_draw(checked) and not checked.on_any(before is None or not before.is_suitable)
+    return _rest_of_window(checked) is not None and not checked.on_any(before is None or not before.is_suitable)
 
 
-def _can_draw(checked: Checked) -> bool:
-    """Whether the next loader batches of the window can be drawn; those of a window of tokens are not known before it ends."""
-    return checked.accumulation.rest_of_window is not None and not checked.accumulation.policy.ends_by_tokens
+def _rest_of_window(checked: Checked) -> Callable[[], Iterator[tuple[Any, bool]]] | None:
+    """Draws the next loader batches of the window, if it can: those of a window of tokens are not known before it ends."""
+    accumulation = checked.accumulation
+    return None if accumulation.policy.ends_by_tokens else accumulation.rest_of_window
 
 
 def _with_the_next(checked: Checked, batch: Any, transferred: Callable[[Any], Any]) -> list[Any]:
     """A loader batch and the next ones of its window, until they have enough rows on all ranks."""
     accumulation, batches = checked.accumulation, [batch]
-    ahead = accumulation.rest_of_window() if _can_draw(checked) and accumulation.rest_of_window is not None else iter(())
+    ahead = iter(()) if (draw := _rest_of_window(checked)) is None else draw()
 
     def rows() -> int:
         return sum(0 if own is None else count_samples(own) or 1 for own in batches)

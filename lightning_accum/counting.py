@@ -33,7 +33,8 @@ def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync
     plan, weights = accumulation.plan, accumulation.policy.weight
     snapshot = None if isinstance(weights, tuple) else undo.take(watches_parameters=False)
     counted.loader_batches_left = 0
-    written = [(own, own.detach().clone()) for name, own in undo.module.named_parameters() if name in accumulation.written]
+    named = {} if snapshot is None or not accumulation.written else dict(undo.module.named_parameters())
+    written = [(own, own.detach().clone()) for own in map(named.get, accumulation.written) if own is not None]
     rest = iter(()) if accumulation.rest_of_window is None or boundary.size == 1 else accumulation.rest_of_window()
     try:
         with torch.compiler.set_stance("force_eager"):  # compiled code hides the additions
