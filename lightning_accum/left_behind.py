@@ -37,7 +37,7 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
 
 
 def leaves_nothing(checked: Checked, trial: Trial, whole: Measured) -> bool:
-    """Whether the last step changed nothing in the module, and the next step has the same loss for the whole. On all ranks."""
+    """Whether the last step changed nothing in the module, and a later step has the same loss for the whole. On all ranks."""
     if checked.sync.is_waited_for_in_forward or checked.on_any(whole.function is not None or trial.mode.has_waited):
         return False
     if checked.on_any(bool(trial.changed_attributes())):
@@ -63,7 +63,7 @@ class _LeftBehind:
     Attributes:
         trial: holds the module.
         rows, others: return a batch.
-        next_step: runs a batch with the next ``batch_idx``; None if the step takes none.
+        next_step: runs a batch with another ``batch_idx``; None if the step takes none.
     """
 
     trial: Trial

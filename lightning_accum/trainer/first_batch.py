@@ -22,11 +22,12 @@ from lightning_accum import check
 from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.exact import exact_dtype
 from lightning_accum.later_terms import check_loader_batch
-from lightning_accum.looks import Checked, agree_on_rows
+from lightning_accum.looks import Checked, Rows, agree_on_rows
 from lightning_accum.manual_calls import TriedStep
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
+from lightning_accum.sync.base import gradients_set_aside
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import ClosureResult, call, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import ClosureResult, call, is_lightnings, pl, rank_zero_info
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import logging_nothing
 from lightning_accum.trial_mode import is_narrow
@@ -52,7 +53,11 @@ def unlogged_step(trainer: pl.Trainer, others: Sequence[Any]) -> Callable[[Any],
         context = nullcontext() if is_plain else precision.train_step_context()
         with torch.enable_grad(), context, logging_nothing(trainer):
             step = partial(call._call_lightning_module_hook, trainer, "training_step")
-            return strategy.run_as_engine(step, batch, *others)
+            output = strategy.run_as_engine(step, batch, *others)
+            module = trainer.lightning_module
+            if module.automatic_optimization and not is_lightnings(module, "on_before_backward"):
+                call._call_lightning_module_hook(trainer, "on_before_backward", result_of(output).closure_loss)  # it may add hooks
+            return output
 
     return training_step
 
@@ -190,10 +195,69 @@ def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) ->
     # batches that training_step draws cannot be put back
     may_draw = not is_long or accumulation.rest_of_window is not None
     may_count = may_draw and not strategy.snapshotter.iterators() and strategy.policy.may_count_first(is_long)
-    after = unlogged_step(trainer, [others[0] + 1]) if "batch_idx" in kwargs else None
+    after = unlogged_step(trainer, [_far_from(others[0], trainer.num_training_batches)]) if "batch_idx" in kwargs else None
     of_dataset = partial(DatasetRows, trainer)
     checked = Checked(strategy, step, accumulation, samples, is_long, rank_zero_info, may_count, False, after, of_dataset)
     check_loader_batch(checked, next(iter(batches), None), partial(transferred, trainer), is_again)
+    if accumulation.closed is None and not accumulation.position:
+        with suppress(CannotCheckError):
+            _try_hooks(checked, trainer, batches)
+
+
+def _far_from(batch_idx: int, number: float) -> int:
+    """A ``batch_idx`` late in an epoch of ``number`` loader batches, odd if this is even: a loss may compare it with a number."""
+    last = int(number) - 1 if math.isfinite(number) else 0
+    return max(batch_idx + 1, last - (last - batch_idx + 1) % 2)
+
+
+def _try_hooks(checked: Checked, trainer: pl.Trainer, batches: Sequence[Any]) -> None:
+    """Whether the module's own hooks of a step change the same gradients alike after two micro-batches and after both together:
+    they may use what ``training_step`` has left in the module. Called on all ranks.
+
+    Raises:
+        CannotCheckError: the rows cannot be run. On all ranks.
+        DoesNotAddUpError: the gradients differ on some rank.
+    """
+    optimizer, parameters = checked.trained.optimizers[0], checked.trained.parameters()
+    how = {name: getattr(trainer, name) for name in ("gradient_clip_val", "gradient_clip_algorithm")}
+    hooks: dict[str, dict[str, Any]] = {"on_before_optimizer_step": {}, "configure_gradient_clipping": how}
+    own = {hook: given for hook, given in hooks.items() if not is_lightnings(trainer.lightning_module, hook)}
+    if not own or checked.sync.is_waited_for_in_forward:
+        return
+    trial, tried = checked.trial(), list[TriedStep]()
+    whole, *halves = _whole_and_halves(agree_on_rows(checked, batches))
+
+    def step(micro_batches: Sequence[Callable[[], Any]]) -> None:
+        loss = [trial.step(micro_batch()) for micro_batch in micro_batches][-1]
+        tried.append(TriedStep(tried[0].gradients if tried else ()))
+        with gradients_set_aside(parameters), logging_nothing(trainer):
+            tried[-1].backward(loss, [parameter for parameter in parameters if parameter.requires_grad])
+            for hook, given in own.items():
+                try:
+                    call._call_lightning_module_hook(trainer, hook, optimizer, **given)
+                except Exception as error:
+                    raise CannotCheckError(f"{hook} raises {type(error).__name__}: {error}") from error
+            tried[-1].step(optimizer)
+
+    with trial.held():
+        for micro_batches in ([whole], [whole], halves):
+            trial.restore()
+            trial.together(partial(step, micro_batches))
+    expected, again, of_halves = tried
+    is_off, is_random = (checked.on_any(one.difference(expected) > trial.tolerance) for one in (of_halves, again))
+    if is_off and not is_random:
+        raise DoesNotAddUpError(advice.of_hooks(own))
+
+
+def _whole_and_halves(rows: Rows) -> list[Callable[[], Any]]:
+    """Some rows of a loader batch, and the two halves of them."""
+    found, number = rows.found, min(rows.number, MOST_ROWS)
+    if number < 2:
+        raise UnsuitableRowsError("the first batch has 1 row")
+    if isinstance(found, SplitRows):
+        return [found.whole, *found.parts]
+    middle = (number + 1) // 2
+    return [partial(found.take, own) for own in (range(number), range(middle), range(middle, number))]
 
 
 def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) -> None:
@@ -238,14 +302,8 @@ def _try_steps(checked: Checked, windows: ManualWindows, batches: Sequence[Any])
         CannotCheckError: the rows cannot be run, or draw other random numbers. On all ranks.
         DoesNotAddUpError: the gradients, or a loss, differ on some rank.
     """
-    rows, tried, losses = agree_on_rows(checked, batches), list[TriedStep](), list[list[float]]()
-    found, number = rows.found, min(rows.number, MOST_ROWS)
-    if number < 2:
-        raise UnsuitableRowsError("the first batch has 1 row")
-    if isinstance(found, SplitRows):
-        whole, part = found.whole, found.parts[0]
-    else:
-        whole, part = (partial(found.take, range(size)) for size in (number, (number + 1) // 2))
+    tried, losses = list[TriedStep](), list[list[float]]()
+    whole, part, *_ = _whole_and_halves(agree_on_rows(checked, batches))
 
     def step(batch: Any) -> Tensor:
         with windows.trying_out(moves=len(tried) == 4, given=tried[0].gradients if tried else ()) as one:

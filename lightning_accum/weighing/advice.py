@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from lightning_accum.verdict import Verdict
@@ -57,6 +58,17 @@ OF_GRADIENTS = (
     "in a window on its last micro-batch. Compute all gradients by self.manual_backward, and scale them by no loss or count of the "
     "batch. Or have the loader yield your effective batch, with a window of 1. check=False turns the check off."
 )
+
+
+def of_hooks(names: Iterable[str]) -> str:
+    """The error of hooks of a step that use what ``training_step`` left behind."""
+    return (
+        f"{' or '.join(names)} of the module changes gradients by something that the last training_step left in the module, which "
+        "in a window saw one micro-batch only. Add it up in training_step, and reset it in the hook; or run the batch whole: "
+        'micro_batch="offload", and a window of 1. check=False turns the check off.'
+    )
+
+
 OF_ONE_ROW = "the loader yields single rows, and the loss of two rows together is not the sum of their losses"
 OF_ROW_WISE = (
     "With row_wise= the loss sees one whole loader batch of one rank: have the loader yield your effective batch (a window of 1),"

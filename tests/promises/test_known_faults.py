@@ -384,6 +384,64 @@ def test_a_threshold_that_follows_each_micro_batch_is_warned_of_before_it_is_cro
     assert any("training_step changes the buffer" in message for message in messages)
 
 
+class Normalised(Toy):
+    """A sum of losses, which a hook of the step divides by the tokens of the last batch, or of all batches since the last step."""
+
+    tokens = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.tokens = len(batch[0]) + (self.tokens if self.optimizer == "adamw" else 0)
+        return classified(self.net, batch, "sum")
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= self.tokens
+        self.tokens = 0
+
+
+class Focal(Toy):
+    def on_before_backward(self, loss: Tensor) -> None:
+        loss.register_hook(lambda gradient: gradient * loss.detach())
+
+
+class Clipped(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.last = super().training_step(batch, batch_idx)
+        return self.last
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1 * float(self.last.detach()), gradient_clip_algorithm="norm")
+
+
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 4}])
+@pytest.mark.parametrize("kind", [Normalised, Focal, Clipped])
+def test_hooks_that_use_what_one_training_step_left_are_refused(kind: type[Toy], policy: dict[str, Any]) -> None:  # 0.05 to 2.8
+    module = kind(classified)
+    with pytest.raises(AccumulationError, match="changes gradients by|do not add up"):
+        fit(module, labelled(8, 8), GradientAccumulation(**policy))
+    assert module.trainer.global_step == 0
+
+
+def test_a_hook_that_divides_by_the_tokens_of_all_micro_batches_is_exact() -> None:
+    found, expected, batches = Normalised(classified, "adamw"), Normalised(classified, "adamw"), labelled(8, 8, 8, 8)
+    fit(found, batches, GradientAccumulation(2))
+    fit(expected, [joined(batches[:2]), joined(batches[2:])], GradientAccumulation(1))
+    assert relative_error(found.parameters(), expected.parameters()) < EXACT
+
+
+def test_a_loss_that_changes_at_a_later_batch_idx_is_warned_of() -> None:  # 0.5 before
+    class Warm(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.cross_entropy(self.net(batch[0]) * (1 + (batch_idx > 4)), batch[1])
+
+    with warned() as messages:
+        fit(Warm(classified), labelled(*[8] * 8), GradientAccumulation(4))
+    assert any("depends on the batch_idx" in message for message in messages)
+
+
 # --- 11: teachers ---
 def test_a_teacher_that_follows_at_each_micro_batch_is_warned_of_early_in_training_too() -> None:
     def distilled(net: nn.Module, batch: Any) -> Tensor:
