@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils.checkpoint import checkpoint
 
 from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, SampleCount
 from lightning_accum.fabric import Accumulator
@@ -83,11 +82,10 @@ def test_a_resumed_training_trims_only_what_its_own_module_shows_to_be_harmless(
     assert error_of_updates(found, expected, start) < EXACT
 
 
-# --- 2, 11: row_wise ---
 class Centers(nn.Linear):  # subtracts the mean of its batch
-    def forward(self, inputs: Tensor, stage: int = 2) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         hidden = super().forward(inputs)
-        return hidden - hidden.mean(0) if stage == 2 else hidden
+        return hidden - hidden.mean(0)
 
 
 def with_gradient(hidden: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -96,37 +94,11 @@ def with_gradient(hidden: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return hidden
 
 
-class Recomputes(nn.Sequential):  # its outputs are independent of other rows, its gradients are not
-    def forward(self, inputs: Tensor) -> Tensor:
-        return checkpoint(self.run, inputs.requires_grad_(), use_reentrant=True)
-
-    def run(self, inputs: Tensor) -> Tensor:
-        return self[1](with_gradient(self[0](inputs), lambda gradient: gradient / gradient.norm()))
-
-
-def in_two_stages(net: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(net(batch[0], stage=1) + net(batch[0], stage=2), batch[1])
-
-
 NETS = {
     "linear": lambda: nn.Linear(4, 4),
     "centers": lambda: Centers(4, 4),
-    "centers, zeros": lambda: nn.Sequential(Centers(4, 4), nn.Linear(4, 4, bias=False).apply(lambda z: z.weight.data.zero_())),
-    "recomputes": lambda: Recomputes(nn.Linear(4, 4), nn.Linear(4, 4, bias=False)),
     "frozen, linear": lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4, bias=False)),
 }
-
-
-@pytest.mark.parametrize(
-    ("loss", "net", "sizes"),
-    [
-        (classified, "centers, zeros", [8, 8, 8]),  # a last layer of zeros makes outputs and gradients 0 == 0
-        (classified, "recomputes", [8, 8, 8]),  # its gradients are behind a reentrant checkpoint
-        (in_two_stages, "centers", [8, 8]),  # of its calls, which differ in a number alone, one is right
-    ],
-)
-def test_a_row_wise_submodule_whose_rows_depend_on_each_other_in_a_call_is_refused(loss: Any, net: str, sizes: list[int]) -> None:
-    assert outcome_split(partial(Toy, loss, net=NETS[net]), labelled(*sizes), row_wise="net") == "refused"
 
 
 # --- 3, 10: weights ---

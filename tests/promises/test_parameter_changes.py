@@ -68,40 +68,6 @@ FollowsAtBatchEnd = with_(on_train_batch_end=lambda self, *_: self.follow())
 FollowsOnce = with_(optimizer_step=_optimizer_step)
 
 
-class Codebook(Net):
-    """A VQ-VAE: outputs are pulled to the nearest of some codes, which follow what was assigned to them by a moving average."""
-
-    def made(self) -> None:
-        self.register_buffer("codes", torch.randn(3, 4, dtype=torch.float64))
-        self.register_buffer("sizes", torch.ones(3, dtype=torch.float64))
-        self.register_buffer("sums", self.codes.clone())
-        self.seen: list[tuple[Tensor, Tensor]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        z = self.online(batch)
-        nearest = torch.cdist(z, self.codes).argmin(1)
-        loss = F.mse_loss(z, self.codes[nearest])
-        self.assign(z.detach(), F.one_hot(nearest, 3).double())
-        return loss
-
-    def assign(self, z: Tensor, assigned: Tensor) -> None:
-        self.sizes.mul_(0.9).add_(assigned.sum(0), alpha=0.1)
-        self.sums.mul_(0.9).add_(assigned.T @ z, alpha=0.1)
-        self.codes.data.copy_(self.sums / self.sizes[:, None])
-
-
-class CodebookOnce(Codebook):
-    """What the warning advises."""
-
-    def assign(self, z: Tensor, assigned: Tensor) -> None:
-        self.seen = [*self.seen, (z, assigned)]
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
-        super().assign(*(torch.cat(parts) for parts in zip(*self.seen, strict=True)))
-        self.seen = []
-
-
 class Queue(Net):
     """MoCo: the keys of earlier batches are the negatives of this one."""
 
@@ -196,10 +162,8 @@ CASES: dict[str, tuple[type[Net], type[pl.Callback] | None, str | None, str | No
     "a teacher in the step": (step_after(lambda self, batch: self.follow()), None, "target.0.weight", "target.0.weight"),
     "nothing": (Net, None, None, None),
     "a teacher at optimizer steps": (FollowsOnce, None, None, None),
-    "a codebook": (Codebook, None, "codes", "codes"),
     "a queue": (Queue, None, "queue", "queue"),
     "a teacher by global_step": (ByGlobalStep, None, None, None),
-    "a codebook at optimizer steps": (CodebookOnce, None, None, None),
     "what no loss depends on": (Memory, None, None, None),
     "an average in an attribute": (OfStatistic, None, "attribute", "attribute"),
     "a gradient by batch_idx": (with_(training_step=_reverses_more), None, "batch_idx", None),
@@ -232,7 +196,7 @@ def test_what_changes_inside_a_window_is_warned_of_by_name_and_nothing_else_is(c
         (FollowsAtBatchEnd, {"window": 1}),
         (FollowsAtBatchEnd, {"window": 3, "check": False}),
         (with_(on_after_backward=Net.clamp), {"window": 1}),
-        (Codebook, {"window": 2, "check": False}),
+        (Queue, {"window": 2, "check": False}),
         (Net, {"window": 3, "accumulate_dtype": torch.float64}),
     ],
 )
@@ -280,7 +244,6 @@ ROW_WISE = {"micro_batch": 3, "row_wise": ["online", "target"]}
         (FollowsAtBatchEnd, {"micro_batch": 3}),
         (FollowsOnce, {"window": 3}),
         (ByGlobalStep, {"window": 3}),
-        (CodebookOnce, {"micro_batch": 3}),
         (Queue, {"micro_batch": "offload"}),
         (Queue, ROW_WISE),
         (CASES["gradients clamped before the step"][0], {"window": 3}),

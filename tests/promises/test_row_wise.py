@@ -444,6 +444,16 @@ def last_is_large(net: Any, x: Tensor) -> Tensor:
     return spread(output) if isinstance(output, Tensor) else spread(output[0]) * (1 + output[1])
 
 
+def zeros() -> nn.Module:
+    return nn.Linear(6, 6, bias=False).apply(lambda layer: layer.weight.data.zero_())
+
+
+def normalised(hidden: Tensor) -> Tensor:
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: gradient / gradient.norm())
+    return hidden
+
+
 NAMED = {"BatchNorm": "net.a.3", "attention over the batch": "net.a.3"}
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module]]] = {
     "exchanged parameters": (
@@ -484,6 +494,14 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module
     "what a hook keeps": (
         lambda net, x: encoded(net, x) * KEPT[-1].square().mean(),
         by_hook(lambda m: m[1].register_forward_hook(lambda module, args, output: KEPT.append(output.detach()))),
+    ),
+    "rows that depend on each other below a layer of zeros": (
+        lambda net, x: F.cross_entropy(net.a(x), torch.arange(len(x)) % 6),  # outputs and gradients are 0 == 0
+        lambda: nn.Sequential(of(lambda self, x: self.net(x) - self.net(x).mean(0))(), zeros()),
+    ),
+    "gradients that are normalised in a reentrant checkpoint": (
+        encoded,
+        of(lambda self, x: checkpoint(lambda x: self.net[2](normalised(self.net[0](x))), x.requires_grad_(), use_reentrant=True)),
     ),
     "gradients by frequency": (lambda net, x: spread(net.a(texts(x)[0])), lambda: embedding(scale_grad_by_freq=True)),
     "gradients that a hook of a module normalises": (

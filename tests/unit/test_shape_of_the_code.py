@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dis
-import inspect
-import pkgutil
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -43,50 +40,12 @@ NO_NAMES = set(_PARTS.split())
 """Strings that are parts of a strategy's name, and modules whose objects ``verify`` leaves as they are."""
 
 
-NOT_IMPORTED = (".__main__", ".ray", ".pytorch_lightning")
-"""One runs, one needs an extra, and one is for programs that import Lightning's other package."""
-
-
 def is_private(name: str) -> bool:
     return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
 
 
 def module_of(file: str) -> str:
     return ".".join(["lightning_accum", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
-
-
-@cache
-def has_attribute(holder: Any, name: str) -> bool:
-    """Whether it is there: as an attribute of a class, or on objects, where a class annotates it or some code sets it."""
-    return hasattr(holder, name) or any(
-        name in inspect.get_annotations(base) or any(sets(inspect.unwrap(value), name) for value in vars(base).values())
-        for base in holder.__mro__
-    )
-
-
-def sets(function: Any, name: str) -> bool:
-    code = getattr(function, "__code__", None)
-    if code is None or name not in code.co_names:
-        return False
-    return any(line.opname == "STORE_ATTR" and line.argval == name for line in dis.get_instructions(code))
-
-
-@cache
-def classes() -> list[type]:
-    for found in pkgutil.walk_packages([str(ROOT)], "lightning_accum."):
-        if not found.name.endswith(NOT_IMPORTED):
-            import_module(found.name)
-    modules = [import_module(module_of(file)) for file in FILES if not module_of(file).endswith(NOT_IMPORTED)]
-    return [value for module in modules for value in vars(module).values() if isinstance(value, type)]
-
-
-@cache
-def lines_of(file: str, class_: str) -> set[type]:
-    """The bases of a class of the package, and of those that derive from it: what it finds on ``self``."""
-    if module_of(file).endswith(NOT_IMPORTED):
-        return set()
-    own = vars(import_module(module_of(file))).get(class_)
-    return {base for kind in classes() if own in kind.__mro__ for base in kind.__mro__}
 
 
 def defined_in(tree: ast.AST) -> set[str]:
@@ -102,35 +61,20 @@ def defined_in(tree: ast.AST) -> set[str]:
     return names
 
 
+DEFINED = {name for tree in FILES.values() for name in defined_in(tree)}
+
+
 def private_names(file: str) -> Iterator[tuple[str, int]]:
-    """The private names in a file that are not the package's own, with their lines."""
+    """The private names in a file that the package does not define, with their lines."""
     tree = FILES[file]
-    own = defined_in(tree)
-    left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
-    for class_ in ast.walk(tree):
-        if isinstance(class_, ast.ClassDef):
-            bases = lines_of(file, class_.name)
-            theirs = [base for base in bases if base.__module__.partition(".")[0] in LIBRARIES]
-            ours = {name for base in bases if base not in theirs for name in defined_by(base.__module__)} | own
-            for node in ast.walk(class_):
-                if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()") and is_private(node.attr):
-                    left_out.add(id(node))
-                    if node.attr not in ours or any(has_attribute(base, node.attr) for base in theirs):
-                        yield node.attr, node.lineno
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
+        found: list[Any] = []
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES:
-            for name in (*(node.module or "").split("."), *(alias.name for alias in node.names)):
-                if is_private(name):
-                    yield name, node.lineno
-        elif isinstance(node, (ast.Attribute, ast.Constant, ast.keyword)) and id(node) not in left_out:
-            name = getattr(node, {ast.Attribute: "attr", ast.Constant: "value", ast.keyword: "arg"}[type(node)])
-            if isinstance(name, str) and is_private(name) and name not in own:
-                yield name, node.lineno
-
-
-@cache
-def defined_by(module: str) -> set[str]:
-    return next((defined_in(tree) for file, tree in FILES.items() if module_of(file) == module), set())
+            found = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, (ast.Attribute, ast.Constant, ast.keyword)) and id(node) not in docstrings:
+            found = [getattr(node, {ast.Attribute: "attr", ast.Constant: "value", ast.keyword: "arg"}[type(node)])]
+        yield from ((name, node.lineno) for name in found if isinstance(name, str) and is_private(name) and name not in DEFINED)
 
 
 def test_every_private_name_of_a_library_is_in_the_table() -> None:
