@@ -15,9 +15,8 @@ from lightning_accum.errors import ArgumentError, NotFiniteError, UnreadableLoss
 from lightning_accum.exact import on_host
 from lightning_accum.main_gradients import GradientSums, MainGradients
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
-from lightning_accum.policy import Policy
+from lightning_accum.policy import Policy, Tokens
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.step import BackwardObserver
 from lightning_accum.verdict import Verdict

@@ -17,8 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_accum.boundary import TAILS
 from lightning_accum.errors import ArgumentError
 from lightning_accum.main_gradients import is_narrower, sparse_layers
-from lightning_accum.policy import Policy
-from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.policy import Policy, Tokens
 from lightning_accum.sync.base import SyncPolicy
 
 

@@ -8,8 +8,8 @@ from lightning_accum.errors import (
     UnreadableLossError,
     UnsplittableBatchError,
 )
+from lightning_accum.policy import Tokens
 from lightning_accum.samplers import BalancedBatchSampler, SameOrderSampler
-from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.rows import split_lists
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engines import *  # noqa: F403

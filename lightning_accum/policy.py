@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -11,10 +11,55 @@ import torch
 
 from lightning_accum.boundary import TAILS, SchedulerCounts, Tail
 from lightning_accum.errors import ArgumentError
-from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.splitting.plan import MicroBatchSize, Split
 from lightning_accum.weighing.counts import Weight
 
+
+@dataclass(frozen=True)
+class Tokens:
+    """A size in tokens, for a window or a micro-batch.
+
+    Args:
+        count: how many tokens, at least 1. For a window also a function of the tokens (weights of all ranks) that training has
+            seen in its windows so far, for a batch size that grows; it is asked when a window begins.
+
+    Raises:
+        ValueError: ``count`` is not an int of at least 1.
+
+    Example:
+        >>> Tokens(8_192)
+        Tokens(count=8192)
+        >>> warm_up = Tokens(lambda seen: 32_768 if seen < 10**9 else 524_288)
+        >>> warm_up.at(0), warm_up.at(2 * 10**9)
+        (32768, 524288)
+    """
+
+    count: int | Callable[[float], int]
+
+    def __post_init__(self) -> None:
+        if not callable(self.count):
+            _check_tokens(self.count, "Tokens(count)")
+
+    def at(self, seen: float) -> int:
+        """The size of a window that begins after ``seen`` tokens.
+
+        Raises:
+            ValueError: the function did not return an int of at least 1.
+        """
+        if not callable(self.count):
+            return self.count
+        count = self.count(seen)
+        _check_tokens(count, f"The function in Tokens(...), asked after {seen:.0f} tokens,")
+        return count
+
+
+def _check_tokens(count: Any, what: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ArgumentError(f"{what} must be an int of at least 1, but count={count!r}")
+
+
+MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
+Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
+"""Splits a batch into micro-batches of this many samples (or tokens, for a size in :class:`Tokens`)."""
 WindowSize: TypeAlias = int | Tokens | Mapping[int, int] | Callable[[int], int] | None
 """Size of a window: loader batches; tokens; ``{epoch: loader batches}``; loader batches by optimizer step; None: the Trainer's."""
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -19,8 +18,8 @@ from lightning_accum.errors import UsageError
 from lightning_accum.exact import tensor_of
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Output, Weighed, joined_extra, joined_loss
 from lightning_accum.nonfinite import Guard
-from lightning_accum.splitting.auto import Mark
-from lightning_accum.splitting.plan import Plan
+from lightning_accum.splitting.auto import free, is_out_of_memory
+from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.step import Backward, CountsAhead, Outcome, Step, Trained
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import gradients_of_zero
@@ -58,7 +57,7 @@ class Session:
             if accumulation.is_shadow_batch:
                 self.zero_grad(step)  # before the snapshot, so that its changes to the module are kept
             if splitting is not None and is_split:
-                outputs, order = splitting.run(partial(self._attempt, step, has_boundary), self._mark)
+                outputs, order = self._run_split(step, splitting, has_boundary)
                 if any(output.logs for output in outputs):
                     step.show_logs(outputs)
             else:
@@ -78,14 +77,40 @@ class Session:
         step.show_logs([Output(loss, extra, weighed, 1, log.take(loss, weighed, 1), self.guard.has_skipped)])
         return (None, {}) if self.guard.has_skipped else (loss, extra)
 
-    def _mark(self) -> Mark:
-        """The state of the window before an attempt at a loader batch, which may be undone."""
+    def _run_split(self, step: Step, splitting: Splitting, has_boundary: bool) -> tuple[list[Output], list[int] | None]:
+        """Run a loader batch in micro-batches; with ``"auto"``, until they fit into memory."""
+        assert splitting.plan is not None
+        plan, sizes = splitting.plan, splitting.sizes
+        undo = None if sizes is None else self._undo_of_attempts(plan)
+        while True:
+            try:
+                outputs = self._attempt(step, plan, has_boundary)
+            except Exception as error:
+                plan.note(error)
+                if sizes is None or undo is None or not is_out_of_memory(error):
+                    raise
+                seen = str(error).strip().partition("\n")[0]
+            else:
+                splitting.end_batch()
+                return outputs, plan.order
+            undo()  # outside the handler, whose traceback keeps the memory of the attempt
+            failed = plan.pieces[plan.current]
+            sizes.halve(failed.cost, failed.count, seen)
+            splitting.begin_again()
+            plan = splitting.plan
+
+    def _undo_of_attempts(self, plan: Plan) -> Callable[[], None]:
+        """Returns a function that undoes a failed attempt at a loader batch."""
         accumulation, window, sums = self.accumulation, self.accumulation.window, self.accumulation.sums
         begun, left_out, is_zero_grad_due = len(window.entries), window.left_out, accumulation.is_zero_grad_due
         parameters = self.trained.parameters()
         kept = {} if sums is None else {own: total.clone() for own, total in sums.accumulated(parameters).items()}
+        snapshot = self.trained.snapshotter.take(None if is_zero_grad_due else parameters)
+        versions = [tensor._version for tensor in plan.tensors]
 
         def undo() -> None:
+            if [tensor._version for tensor in plan.tensors] != versions:
+                raise UsageError('training_step changed its batch in place: for micro_batch="auto" have it change a copy.')
             window.rewind(begun)
             window.left_out = left_out
             accumulation.changes.gradients.forget()
@@ -96,18 +121,20 @@ class Session:
             if is_zero_grad_due and not accumulation.is_zero_grad_due:
                 for parameter in parameters:
                     parameter.grad = None
+            snapshot.restore()
+            free(accumulation.ranks.device)
 
-        return Mark(undo, None if is_zero_grad_due else parameters)
+        return undo
 
-    def _attempt(self, step: Step, has_boundary: bool, plan: Plan) -> tuple[list[Output], list[int] | None]:
+    def _attempt(self, step: Step, plan: Plan, has_boundary: bool) -> list[Output]:
         guard, is_shadow_batch = self.guard, self.accumulation.is_shadow_batch
         own, outputs = len(plan.pieces), list[Output]()
-        rounds, is_read = self.rounds(own), plan.is_read
+        rounds = self.rounds(own)
         with step.collecting_logs() as log:
             for index, batch in enumerate(plan):
                 is_boundary = has_boundary and index == rounds - 1
                 count = plan.pieces[index].count
-                micro_batch = MicroBatch(batch, count if is_read else None, index, own, is_boundary, is_shadow_batch)
+                micro_batch = MicroBatch(batch, plan.rows, index, own, is_boundary, is_shadow_batch)
                 try:
                     loss, extra, weighed = self._run_micro_batch(step, micro_batch)
                 except StopIteration as error:
@@ -124,7 +151,7 @@ class Session:
                     outputs.append(Output(None if loss is None else loss.detach(), extra, weighed, count, logs))
                 del loss, extra, batch, micro_batch  # before the next forward
         self._run_shadow_batches(own, rounds, has_boundary)
-        return outputs, plan.order
+        return outputs
 
     # --- one micro-batch ------------------------------------------------------------------------------------------
 

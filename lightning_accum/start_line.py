@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from textwrap import fill
 from typing import Any
+
+from torch import Tensor
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import TAILS
 from lightning_accum.micro_batch import MicroBatch, Weighed
-from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.policy import Tokens
+from lightning_accum.splitting.rows import Layout
 from lightning_accum.weighing.counts import SampleCount, TokenCount, count_samples
 from lightning_accum.whole.offload import offload_in_words
 
@@ -26,6 +29,18 @@ def window_in_words(loader_batches: int, ranks: int, samples: int | None) -> str
     if samples is not None:
         words += f" ({samples * loader_batches * ranks} samples)"
     return f"{words} a step"
+
+
+def samples_of(batch: Any, samples: Collection[int]) -> int | None:
+    """The number of samples in a loader batch; None if its rows may not be samples, as in a graph."""
+    if isinstance(batch, Iterator):  # training_step draws its own batches
+        return None
+    try:
+        return Layout(batch, samples=samples).size
+    except Exception:  # any type of batch, which need not be splittable
+        if len(samples) == 1 and 1 not in samples:  # else the dataset may make whole batches
+            return next(iter(samples))
+        return batch.size(0) if isinstance(batch, Tensor) and batch.dim() else None
 
 
 def in_lines(parts: list[str]) -> str:

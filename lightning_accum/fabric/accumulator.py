@@ -21,10 +21,8 @@ from lightning_accum.fabric.passes import LoopMessages
 from lightning_accum.fabric.training import Fabric, Training
 from lightning_accum.nonfinite import Guard
 from lightning_accum.parameter_changes import KeptGradients
-from lightning_accum.policy import OnNonfinite, Policy, WindowSize, checked_policy, row_wise_fields
+from lightning_accum.policy import OnNonfinite, Policy, Split, Tokens, WindowSize, checked_policy, row_wise_fields
 from lightning_accum.session import Session
-from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.splitting.plan import Split
 from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.advice import of_unchecked
 from lightning_accum.weighing.counts import Weight

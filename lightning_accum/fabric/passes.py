@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
@@ -23,10 +22,8 @@ from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import LoaderBatches, of_all_ranks
 from lightning_accum.session import Session
-from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.splitting.plan import Splitting
-from lightning_accum.splitting.trimming import difference_by_padding
-from lightning_accum.start_line import start_line, warn_of_windows_never_full
+from lightning_accum.start_line import samples_of, start_line, warn_of_windows_never_full
 from lightning_accum.user_warnings import rank_zero_warn, warn
 from lightning_accum.whole.row_proof import prove_row_wise
 
@@ -59,7 +56,7 @@ class Passes:
         if isinstance(policy.trim_padding, str) and not may_trim:
             raise ArgumentError(f"trim_padding={policy.trim_padding!r} needs loss_of=, and a model that is not sharded.")
         trim, warn = policy.trim_padding and may_trim, self._messages.rank_zero_warn
-        return Splitting(policy.micro_batch, trim, policy.split, warn, lambda: self._samples)
+        return Splitting(policy, self._training, trim, warn, lambda: self._samples)
 
     def _micro_batches(self, loader: Iterable[Any], skip: int, is_last: bool) -> Iterator[Part]:
         """One pass, without its first ``skip`` loader batches. If it ``is_last``, ``tail="carry"`` also ends the window."""
@@ -121,10 +118,9 @@ class Passes:
 
     def plan_ahead(self, batch: Any) -> None:
         """Plan how this batch is split."""
-        splitting, step = self._accumulation.splitting, cast("LossOfBatch", self._loss_of)  # without loss_of nothing is trimmed
+        splitting = self._accumulation.splitting
         assert splitting is not None
-        proof = partial(difference_by_padding, trained=self._training, training_step=step, weight=self.policy.weight)
-        splitting.begin(batch, proof)
+        splitting.begin(batch, cast("LossOfBatch", self._loss_of))  # without loss_of nothing is trimmed
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
         """The loss of a micro-batch that is ``ahead`` loader batches after the current one."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from lightning_accum.errors import AccumulationError, UsageError
+from lightning_accum.errors import AccumulationError
 from lightning_accum.ranks import Ranks
-from lightning_accum.undo import Undo
 
 _MESSAGES = (
     # the allocators of torch: c10/cuda/CUDACachingAllocator.cpp and those like it, c10/core/impl/alloc_cpu.cpp
@@ -27,14 +25,6 @@ _MESSAGES = (
     # every algorithm ran out of memory, which was caught: aten/src/ATen/native/cudnn/Conv_v8.cpp and Conv_v7.cpp
     *("unable to find an engine to execute this computation", "Unable to find a valid cuDNN algorithm to run convolution"),
 )
-
-
-class Mark(NamedTuple):
-    """The state of a window before an attempt at a loader batch."""
-
-    undo: Callable[[], None]  # undoes the changes of the attempt to the window and the gradients
-    accumulated: Iterable[nn.Parameter] | None
-    """Parameters whose gradients hold earlier batches of the window; None if there are none."""
 
 
 class NothingSmallerError(AccumulationError, torch.OutOfMemoryError):
@@ -72,26 +62,12 @@ class MicroBatchSizes:
     if it fits, this is the new limit. ``say`` prints a size that was found.
     """
 
-    def __init__(self, snapshotter: Undo, device: torch.device, say: Callable[[str], None]) -> None:
-        self._snapshotter, self._device, self._say = snapshotter, device, say
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self.has_changed = False  # whether the limit has changed since ranks last agreed
         self._limit: int | None = None  # the elements that a micro-batch may have; None before any failure
         self._tries_more = self._is_bound = False
         """Whether to try twice the limit; whether the limit has split the current loader batch."""
-
-    def begin_batch(self, before: Mark, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin a batch of these tensors. Returns a function that undoes a failed attempt."""
-        snapshot = self._snapshotter.take(before.accumulated)
-        versions = [tensor._version for tensor in tensors]
-
-        def undo() -> None:
-            if [tensor._version for tensor in tensors] != versions:
-                raise UsageError('training_step changed its batch in place: for micro_batch="auto" have it change a copy.')
-            before.undo()
-            snapshot.restore()
-            free(self._device)
-
-        return undo
 
     def begin_epoch(self) -> None:
         """Try twice the limit once more."""

@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from lightning_accum.errors import UnsplittableBatchError
-from lightning_accum.splitting.auto import Mark, MicroBatchSizes, is_out_of_memory
+from lightning_accum.policy import Policy, Split, Tokens
+from lightning_accum.splitting.auto import MicroBatchSizes
 from lightning_accum.splitting.lengths import Lengths, cut_where_lengths_fall, kept_columns, read_lengths
-from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.rows import Layout
-from lightning_accum.splitting.trimming import Proof, TrimmingCheck
+from lightning_accum.splitting.trimming import Trimming
+from lightning_accum.step import Trained
+from lightning_accum.trial import Step
 from lightning_accum.weighing.counts import count_samples, name_of, tensors_of
-
-MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
-Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
-"""Splits a batch into micro-batches of this many samples (or tokens, for a size in :class:`Tokens`)."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,34 +86,35 @@ class Plan:
 class Splitting:
     """Splits the loader batches of a training."""
 
-    size: MicroBatchSize  # of a micro-batch
+    policy: Policy
+    trained: Trained
     trim: bool | str  # whether to trim padding, or the key of the lengths of rows, see :func:`read_lengths`
-    split: Split | None  # the user's function, which cuts batches instead
     warn: Callable[[str], None]
     samples: Callable[[], Collection[int]]  # how many samples the loader puts into a batch; empty if unknown
     sizes: MicroBatchSizes | None = None  # those that fit into memory, with "auto"
 
     def __post_init__(self) -> None:
+        self._size, self._split = self.policy.micro_batch, self.policy.split
         self.plan: Plan | None = None  # the plan of the current loader batch; None if there is no batch
         self.largest: int | None = None  # with "auto", the samples in the largest micro-batch of the last batch
         self.kinds: dict[str, str] = {}  # the kind of each part of a batch, by path, fixed by the first batch
-        self._trimming = TrimmingCheck(self.warn)
-        self._proof: Proof = lambda padded, trimmed: None
+        self._trimming = Trimming(self.trained, self.policy.weight, self.warn)
+        self._step: Step = lambda batch: None
         self._seen: tuple[Any, dict[int, Lengths]] | None = None
         self._warned = set[str]()
 
     def describe(self) -> str:
         """How loader batches are split, in words."""
-        if isinstance(self.size, Tokens):
-            size = f"in micro-batches of up to {self.size.count} tokens"
+        if isinstance(self._size, Tokens):
+            size = f"in micro-batches of up to {self._size.count} tokens"
         else:
-            size = "in micro-batches that fit in memory" if self.size == "auto" else f"in micro-batches of {self.size}"
-        how = f"cut by {name_of(self.split)}" if self.split is not None else "" if self.plan is None else self.plan.describe()
+            size = "in micro-batches that fit in memory" if self._size == "auto" else f"in micro-batches of {self._size}"
+        how = f"cut by {name_of(self._split)}" if self._split is not None else "" if self.plan is None else self.plan.describe()
         return f"{size}, {how}" if how else size
 
     def look_at(self, batch: Any) -> None:
         """Read the lengths of a batch while it is on the host, which waits for no device."""
-        if self.trim and self.split is None:
+        if self.trim and self._split is None:
             layout = self._layout_of(batch)
             self._seen = (_shapes(layout), self._read_lengths(layout))
 
@@ -127,47 +124,34 @@ class Splitting:
         if self.sizes is not None:
             self.sizes.begin_epoch()
 
-    def begin(self, batch: Any, proof: Proof) -> None:
-        """Plan a loader batch, or None; ``proof`` is asked before padding is trimmed."""
-        self._proof, self.plan = proof, None  # an error leaves no plan of another batch
+    def begin(self, batch: Any, step: Step) -> None:
+        """Plan a loader batch, or None; ``step`` is tried before padding is trimmed."""
+        self._step, self.plan = step, None  # an error leaves no plan of another batch
         self.plan = None if batch is None else self._planned(batch)
+
+    def begin_again(self) -> None:
+        """Plan the current loader batch again, with other sizes or kinds."""
+        if self.plan is not None:
+            self.begin(self.plan.batch, self._step)
 
     def share(self, paths: Sequence[str]) -> None:
         """Treat parts with one entry a row as shared by all rows."""
         self.kinds = {**self.kinds, **dict.fromkeys(paths, "shared")}
-        if self.plan is not None:
-            self.begin(self.plan.batch, self._proof)
+        self.begin_again()
 
-    def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
-        """Run the current loader batch; with ``"auto"``, until it fits into memory."""
-        assert self.plan is not None
-        sizes = self.sizes
-        undo = None if sizes is None else sizes.begin_batch(mark(), self.plan.tensors)
-        while True:
-            try:
-                result = attempt(self.plan)
-            except Exception as error:
-                if sizes is None or undo is None or not is_out_of_memory(error):
-                    self.plan.note(error)
-                    raise
-                seen = str(error).strip().partition("\n")[0]
-            else:
-                if sizes is not None:
-                    sizes.end_batch()
-                    self.largest = max(piece.count for piece in self.plan.pieces)
-                return result
-            undo()  # outside the handler, whose traceback keeps the memory of the attempt
-            failed = self.plan.pieces[self.plan.current]
-            sizes.halve(failed.cost, failed.count, seen)
-            self.plan = self._planned(self.plan.batch)
+    def end_batch(self) -> None:
+        """End a loader batch that has run."""
+        if self.sizes is not None and self.plan is not None:
+            self.sizes.end_batch()
+            self.largest = max(piece.count for piece in self.plan.pieces)
 
     def _planned(self, batch: Any) -> Plan:
         seen, self._seen = self._seen, None
-        if self.split is not None:
-            return self._plan_by_function(batch, self.split)
+        if self._split is not None:
+            return self._plan_by_function(batch, self._split)
         layout = self._layout_of(batch)
         lengths = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_lengths(layout)
-        return self._pack(batch, layout, self._trimming.trimmable(layout, lengths, self._proof))
+        return self._pack(batch, layout, self._trimming.trimmable(layout, lengths, self._step))
 
     def _layout_of(self, batch: Any) -> Layout:
         layout = Layout(batch, self.kinds, self.samples())
@@ -176,10 +160,10 @@ class Splitting:
 
     def _read_lengths(self, layout: Layout) -> dict[int, Lengths]:
         """The lengths of rows; empty if the whole batch fits into one micro-batch, padding included."""
-        if isinstance(self.size, Tokens):
-            fits = layout.size * max(columns_of(layout.tensors)) <= self.size.at(0)
+        if isinstance(self._size, Tokens):
+            fits = layout.size * max(columns_of(layout.tensors)) <= self._size.at(0)
         else:
-            fits = isinstance(self.size, int) and layout.size <= self.size
+            fits = isinstance(self._size, int) and layout.size <= self._size
         return {} if fits or not self.trim else read_lengths(layout.tensors, self.trim if isinstance(self.trim, str) else None)
 
     def _plan_by_function(self, batch: Any, split: Split) -> Plan:
@@ -200,7 +184,7 @@ class Splitting:
         """The micro-batches of a batch: the longest rows first, as many in each as fit."""
         if layout.size == 0:
             return Plan(batch, [RowSlice(slice(None), 0, 1)], layout)
-        columns = columns_of(layout.tensors) if lengths or isinstance(self.size, Tokens) else []
+        columns = columns_of(layout.tensors) if lengths or isinstance(self._size, Tokens) else []
         untrimmed = max((size for size in columns if size not in lengths), default=0)  # such as a source beside a padded target
         elements = sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size
         widths, order, costs = [untrimmed] * layout.size, [*range(layout.size)], {untrimmed: max(1, elements)}
@@ -214,7 +198,7 @@ class Splitting:
             widest = widths[order[done]]
             groups.append(order[done : done + self._room(widest, costs[widest], layout.size - done)])
             done += len(groups[-1])
-        if lengths and isinstance(self.size, int):
+        if lengths and isinstance(self._size, int):
             groups = cut_where_lengths_fall(groups, widths)
         pieces = [RowSlice(rows, len(rows), costs[widths[rows[0]]], kept_columns(rows, lengths.values())) for rows in groups]
         if lengths and len(groups) > 1:
@@ -224,14 +208,14 @@ class Splitting:
 
     def _room(self, width: int, cost: int, rows: int) -> int:
         """How many rows a micro-batch may have, if its longest has ``width`` columns and ``cost`` elements."""
-        if isinstance(self.size, int):
-            return self.size
-        if not isinstance(self.size, Tokens):
+        if isinstance(self._size, int):
+            return self._size
+        if not isinstance(self._size, Tokens):
             assert self.sizes is not None
             return self.sizes.size_for(cost, rows)
-        if width > self.size.at(0):
-            self._warn_once("long rows", f"A row of {width} tokens, longer than {self.size}, becomes a micro-batch of its own.")
-        return max(1, self.size.at(0) // max(1, width))
+        if width > self._size.at(0):
+            self._warn_once("long rows", f"A row of {width} tokens, longer than {self._size}, becomes a micro-batch of its own.")
+        return max(1, self._size.at(0) // max(1, width))
 
     def _warn_once(self, of: str, message: str) -> None:
         if of not in self._warned:

@@ -11,9 +11,7 @@ from typing_extensions import override
 
 from lightning_accum.boundary import SchedulerCounts, Tail
 from lightning_accum.exclusions import Asked, refuse
-from lightning_accum.policy import OnNonfinite, Policy, WindowSize, checked_policy, row_wise_fields
-from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.splitting.plan import MicroBatchSize, Split
+from lightning_accum.policy import MicroBatchSize, OnNonfinite, Policy, Split, Tokens, WindowSize, checked_policy, row_wise_fields
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import MisconfiguredError, Strategy, callbacks_of, misconfigured, pl

@@ -21,8 +21,7 @@ from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.session import Session
-from lightning_accum.splitting.micro_batch import samples_of
-from lightning_accum.start_line import start_line, warn_of_windows_never_full
+from lightning_accum.start_line import samples_of, start_line, warn_of_windows_never_full
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.trainer.from_lightning import Strategy, move_data_to_device, pl, rank_zero_info

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import TAILS, Boundary
+from lightning_accum.policy import Tokens
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import check_manual_batch

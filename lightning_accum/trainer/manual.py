@@ -24,8 +24,7 @@ from lightning_accum.errors import UsageError
 from lightning_accum.main_gradients import GradientSums, as_number
 from lightning_accum.manual_calls import Gradients, ManualMicroBatch, TriedStep, check_batches
 from lightning_accum.policy import Policy
-from lightning_accum.splitting.micro_batch import samples_of
-from lightning_accum.start_line import manual_start_line
+from lightning_accum.start_line import manual_start_line, samples_of
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import gradients_set_aside
 from lightning_accum.trainer.deferred_steps import DeferredSteps

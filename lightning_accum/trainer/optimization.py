@@ -21,7 +21,6 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import Output
 from lightning_accum.splitting.logs import BatchLog
-from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.step import Outcome
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import check_manual_batch, loss_unlogged, result_of, transferred, try_out, unlogged_step
@@ -116,13 +115,10 @@ class WindowOptimization(_AutomaticOptimization):
 
     def plan_ahead(self, batch: Any) -> None:
         """Plan how it is split; padding is trimmed if the loss does not depend on it."""
-        trainer, strategy, accumulation = self.trainer, self.strategy, self.strategy.accumulation
+        accumulation = self.strategy.accumulation
         assert accumulation is not None
         assert accumulation.splitting is not None
-        training_step = unlogged_step(trainer, self._others)
-        weight = accumulation.policy.weight
-        proof = partial(difference_by_padding, trained=strategy, training_step=training_step, weight=weight)
-        accumulation.splitting.begin(batch, proof)
+        accumulation.splitting.begin(batch, unlogged_step(self.trainer, self._others))
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
         """The loss of a micro-batch that is ``ahead`` loader batches after the current one. Logs nothing."""

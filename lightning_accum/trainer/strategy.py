@@ -216,8 +216,8 @@ class AccumulationMixin(Engine):
             return None
         # the check of trimming would run two rows in a forward on this rank alone
         trim = False if self.reduces_every_backward_by_itself else policy.trim_padding
-        sizes = MicroBatchSizes(self.snapshotter, self.root_device, _log.info) if policy.micro_batch == "auto" else None
-        return Splitting(policy.micro_batch, trim, policy.split, rank_zero_warn, self.samples_of_loader, sizes)
+        sizes = MicroBatchSizes(_log.info) if policy.micro_batch == "auto" else None
+        return Splitting(policy, self, trim, rank_zero_warn, self.samples_of_loader, sizes)
 
     @override
     def on_train_start(self) -> None:

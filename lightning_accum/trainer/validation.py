@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_accum.boundary import ValidationClock, count_windows
 from lightning_accum.errors import UsageError
-from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.policy import Tokens
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import MisconfiguredError, _DataFetcher, _TrainingEpochLoop, callbacks_of, pl, replacing
 

@@ -18,10 +18,9 @@ from torch.utils.data import DataLoader
 
 from lightning_accum.errors import AccumulationError
 from lightning_accum.exact import rounding_of_gradients
-from lightning_accum.policy import is_natural
+from lightning_accum.policy import Tokens, is_natural
 from lightning_accum.randomness import generators_kept
 from lightning_accum.splitting.few_rows import join as join_batches
-from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import MisconfiguredError, Strategy, pl

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accum.errors import ArgumentError, RowWiseError
-from lightning_accum.policy import Policy
+from lightning_accum.policy import Policy, Tokens
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import columns_of
 from lightning_accum.whole.calls import Call, as_one_node
 from lightning_accum.whole.forms import Form, Layer, Tree, form_of, kind_of, number_of_rows, read
