@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,9 @@ from support import (
     language_loss,
     loader,
     pad,
-    predictions,
     sentences,
     train_by_hand,
 )
-from torch import Tensor
 from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.checkpoint import checkpoint
 
@@ -186,37 +183,21 @@ def test_checkpoint_inside_a_window_changes_nothing(sync: str, reshard: bool | N
     ],
     ids=str,
 )
-def test_low_precision_is_as_near_to_the_full_batch_in_double_as_a_hand_written_loop(
+def test_low_precision_is_as_near_to_the_full_batch_in_double_as_it_is_on_one_rank(
     engine: str, precision: str, clip: dict[str, float]
 ) -> None:
-    """In low precision a loop over the same micro-batches has roundings of its own in every operation: 2**-24 of float32, 2**-9 of
-    bfloat16, of which one may change a slope of ReLU. So there are three, whose losses are scaled otherwise. Windows have the same
-    roundings, and FSDP1 in bf16-mixed one more in its reduction: at most twice as far."""
+    """Both round alike, but for the order of sums; FSDP1 in bf16-mixed rounds once more, in its reduction."""
     by_rank = rows_of(5)
     exact = train_by_hand(Language(), [pad(window) for window in windows_of(by_rank, 2)], EPOCHS, **clip)
-    parts = [[pad(rows) for rank in by_rank for rows in rank[i : i + 2]] for i in range(0, 5, 2)]
-
-    def error(parameters: Iterable[tuple[str, Tensor]]) -> float:
-        return error_of_updates({name: parameter.double() for name, parameter in parameters}, exact, Language())
-
-    def error_by_hand(scale: float) -> float:
-        low = Language().float()
-        for parameter in low.parameters():
-            parameter.register_hook(lambda gradient: gradient / scale)
-
-        def loss(micro_batches: list[dict[str, Tensor]]) -> Tensor:
-            total = torch.tensor(0.0)
-            for batch in micro_batches:
-                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):  # casts parameters anew for each
-                    total = total + scale * low.training_step(batch, 0) * predictions(batch)
-            return total / sum(map(predictions, micro_batches))
-
-        return error(train_by_hand(low, parts, EPOCHS, loss, **clip).named_parameters())
-
     options = {"plugins": None, "precision": precision, "gradient_clip_val": clip.get("norm"), "max_epochs": EPOCHS}
-    found = trained(ShardedLanguage().float(), 2, engine, data=Dealt(by_rank), **options)
-    assert {parameter.dtype for parameter in found.values()} == {torch.float32}
-    assert error(found.items()) < 2 * max(map(error_by_hand, (1.0, 1.3, 1.9)))
+
+    def error(engine: str, window: int, by_rank: list[Any]) -> float:
+        found = trained(ShardedLanguage().float(), window, engine, data=Dealt(by_rank), **options)
+        assert {parameter.dtype for parameter in found.values()} == {torch.float32}
+        return error_of_updates({name: parameter.double() for name, parameter in found.items()}, exact, Language())
+
+    limit = 3 if (engine, precision) == ("fsdp1 by layer", "bf16-mixed") else 2
+    assert error(engine, 2, by_rank) < limit * error("accum", 4, [[rows for step in zip(*by_rank, strict=True) for rows in step]])
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------

@@ -606,14 +606,33 @@ def test_hooks_of_parameters_that_see_each_micro_batch_are_warned_of(register: s
     assert messages == []
 
 
-class Short(list):
+class Counted(list):
+    """Says that it has so many batches."""
+
+    length = 0
+
     def __len__(self) -> int:
-        return 9
+        return self.length
 
 
-def test_a_loader_that_ends_before_its_length_is_an_error() -> None:
-    with pytest.raises(AccumulationError):
-        train_scalar(Short([column(1), column(2), column(3)]), 2)
+@pytest.mark.parametrize(("length", "why"), [(9, "fewer batches than its length"), (2, "more than the 2 batches of its length")])
+def test_a_loader_of_more_or_fewer_batches_than_its_length_is_an_error_and_begins_no_window(length: int, why: str) -> None:
+    batches, model = Counted([column(1), column(2), column(3)]), scalar()
+    batches.length, accumulator = length, accumulator_of(model, window=2)
+    with pytest.raises(AccumulationError, match=why):
+        [good(accumulator, model, None, batch) for batch in accumulator(batches)]
+    assert model.weight.item() == -1.5
+
+
+def test_a_loader_that_is_longer_than_its_length_ends_all_ranks() -> None:
+    def train(fabric: Fabric) -> str:
+        batches = Counted([column(1), column(2), column(3)][: 3 - fabric.global_rank])
+        batches.length = 2
+        with pytest.raises(AccumulationError, match="more than the 2 batches of its length"):
+            train_scalar(batches, 2, fabric)
+        return "ended"
+
+    assert on_two(train) == "ended"
 
 
 def test_a_backward_that_failed_leaves_no_gradient_that_is_trained_on() -> None:

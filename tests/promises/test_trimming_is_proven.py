@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import Scalar, ddp, error_of_updates, fit, loader, relative_error, warned, x
+from support import SaveAfter, Scalar, ddp, error_of_updates, fit, loader, relative_error, warned, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
@@ -28,6 +28,12 @@ def padded(lengths: list[int], width: int = 8, seed: int = 0, prefix: str = "") 
 
 def with_targets(target: list[int]) -> list[Row]:
     return [{**row, **other} for row, other in zip(padded(LENGTHS), padded(target, 6, 1, "decoder_"), strict=True)]
+
+
+UNLABELLED = padded(LENGTHS)
+"""The shortest rows have no label, and so no loss with or without padding."""
+for place in (3, 4):
+    UNLABELLED[place]["y"] = torch.tensor(-100)
 
 
 class Reader(pl.LightningModule):
@@ -71,6 +77,11 @@ def pooled_over_padding(module: Reader, batch: Row) -> Tensor:
     return F.cross_entropy(module.head(module.token(batch["input_ids"]).mean(1)), batch["y"])
 
 
+def pooled_over_labelled(module: Reader, batch: Row) -> Tensor:
+    logits = module.head(module.token(batch["input_ids"]).mean(1))
+    return F.cross_entropy(logits, batch["y"], reduction="sum") / (batch["y"] >= 0).sum().clamp(min=1)
+
+
 def untrained_head(module: Reader, batch: Row) -> Tensor:
     if not module.trainer.global_step:
         module.head.weight.data.zero_()  # the loss does not depend on anything yet, its gradient does
@@ -102,6 +113,8 @@ def of_targets_over_padding(module: Reader, batch: Row) -> Tensor:
     [
         (lambda module, batch: of_tokens(module, batch).mean(), [padded(LENGTHS)] * 2),
         (error_over_padding, [padded(LENGTHS)] * 2),
+        (pooled_over_labelled, [UNLABELLED] * 2),
+        (lambda module, batch: None if (batch["y"] < 0).all() else pooled_over_labelled(module, batch), [UNLABELLED] * 2),
         (untrained_head, [padded(LENGTHS)] * 2),
         (in_training_only, [padded(LENGTHS)] * 2),
         (from_the_second_epoch, [padded(LENGTHS)] * 2),
@@ -119,6 +132,16 @@ def test_a_module_that_depends_on_padding_is_not_trimmed_and_a_warning_says_why(
     with warned() as messages:
         fit(Reader(loss), data, GradientAccumulation(micro_batch=2), max_epochs=2, precision="bf16-true")
     assert any("trim" in message for message in messages)
+
+
+def test_a_resumed_training_trims_only_what_its_own_module_shows_to_be_harmless() -> None:  # 0.5 before
+    batches, saves = [default_collate(padded(LENGTHS, seed=seed)) for seed in range(4)], SaveAfter(2)
+    fit(Reader(mean_of_tokens), batches, GradientAccumulation(micro_batch=2), saves)
+    found, expected, start = (Reader(pooled_over_padding) for _ in range(3))
+    fit(found, batches, GradientAccumulation(micro_batch=2), ckpt_path="inside.ckpt")
+    fit(expected, batches, GradientAccumulation(micro_batch=2, trim_padding=False), ckpt_path="inside.ckpt")
+    start.load_state_dict(torch.load("inside.ckpt", weights_only=False)["state_dict"])
+    assert error_of_updates(found, expected, start) < 1e-12
 
 
 @pytest.mark.parametrize("is_counted", [True, False], ids=["no_grad", "data"])

@@ -85,30 +85,23 @@ def total(engine: str, module: pl.LightningModule, window: int, **kwargs: Any) -
 # --- the promise ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(3, 6)
+class AskingUneven(Asking, Uneven):
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "asked": self.estimate}
+
+
+@pytest.mark.some_cases(4, 6)
 @pytest.mark.parametrize("window", [1, 2, 3])
-@LENGTHS_KNOWN
+@pytest.mark.parametrize(("kind", "has_length"), [(Uneven, True), (Uneven, False), (AskingUneven, True)])
 @ENGINES
-def test_two_ranks_equal_the_full_batch_and_count_alike(engine: str, has_length: bool, window: int) -> None:
+def test_two_ranks_equal_the_full_batch_and_count_alike(engine: str, kind: type[Uneven], has_length: bool, window: int) -> None:
     by_rank = batches(5, 2) if window != 2 else batches(2, 5)
-    found, expected = total(engine, Uneven(by_rank, has_length), window), means(by_rank, window)
+    found, expected = total(engine, kind(by_rank, has_length), window), means(by_rank, window)
     assert found == pytest.approx(EPOCHS * sum(expected), rel=1e-12)
     steps = EPOCHS * len(expected)
     own = {"global_step": steps, "epoch": EPOCHS, "scheduler": steps, "batches": 5 * EPOCHS, "batches of the epoch": 5}
-    assert facts_of(2) == [{**own, "length": 5 if has_length else float("inf")}] * 2
-
-
-class AskingUneven(Asking, Uneven):
-    def facts(self) -> dict[str, Any]:
-        return {"asked": self.estimate, "global_step": self.trainer.global_step}
-
-
-@pytest.mark.some_cases(1)
-@ENGINES
-def test_an_optimizer_that_asks_for_the_number_of_steps_gets_it_and_ranks_end_together(engine: str) -> None:  # hung in a draft
-    by_rank = batches(5, 2)
-    assert total(engine, AskingUneven(by_rank), 2) == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
-    assert facts_of(2) == [{"asked": EPOCHS * 3, "global_step": EPOCHS * 3}] * 2
+    asked = {"asked": steps} if kind is AskingUneven else {}
+    assert facts_of(2) == [{**own, "length": 5 if has_length else float("inf"), **asked}] * 2
 
 
 CASES = [  # an engine, so many loader batches of each rank, and how they make windows
