@@ -292,7 +292,7 @@ class Accumulation(Windows):
         """End the window: its gradients become the full batch's. If Lightning takes the step, nothing changes."""
         if self.closed is not None and self.is_passthrough():
             self._begin_window(seen)
-            self._add_weight(self.closed)
+            self.total_weight = self.total_weight + self.closed.weight
             return self.closed
         if self.changes.is_under_way:
             self.changes.end(len(self.window.entries))
@@ -373,4 +373,4 @@ class Accumulation(Windows):
         if has_stepped:
             self.clock.tick(self.closed_loader_batches)
         else:
-            self.clock.hold()
+            self.clock.hold(False, True)

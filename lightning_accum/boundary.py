@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 SchedulerCounts: TypeAlias = Literal["optimizer_steps", "micro_batches"]
@@ -113,21 +113,21 @@ class StepClock:
     counts: SchedulerCounts = "optimizer_steps"  # what a scheduler's frequency counts
     optimizer_steps: int = 0  # steps that happened, without those that a GradScaler skipped
     time: int = 0  # the count of schedulers so far: optimizer steps, or the loader batches of these steps
-    _before: int = 0
+    _before: dict[bool, int] = field(default_factory=dict)  # the time when schedulers last stepped; plateau schedulers: True
 
     def tick(self, loader_batches: int) -> None:
         """Count an optimizer step on a window of ``loader_batches``."""
         self.optimizer_steps += 1
-        self._before = self.time
+        self.hold(False, True)
         self.time += 1 if self.counts == "optimizer_steps" else loader_batches
 
-    def hold(self) -> None:
-        """Make no scheduler due: a window ended without an optimizer step, or its schedulers have stepped."""
-        self._before = self.time
+    def hold(self, *are_plateau: bool) -> None:
+        """Make no scheduler of these kinds due: a window ended without an optimizer step, or they have stepped."""
+        self._before.update(dict.fromkeys(are_plateau, self.time))
 
-    def times_due(self, frequency: int) -> int:
+    def times_due(self, frequency: int, is_plateau: bool) -> int:
         """How often a scheduler of this frequency is to step now."""
-        return self.time // frequency - self._before // frequency
+        return self.time // frequency - self._before.get(is_plateau, self.time) // frequency
 
 
 @dataclass

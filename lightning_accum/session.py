@@ -20,7 +20,7 @@ from lightning_accum.micro_batch import EMPTY, MicroBatch, Output, Weighed, join
 from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.auto import free, is_out_of_memory
 from lightning_accum.splitting.plan import Plan, Splitting
-from lightning_accum.step import Backward, CountsAhead, Outcome, Step, Trained
+from lightning_accum.step import Backward, Outcome, Step, Trained
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
@@ -247,11 +247,12 @@ class Session:
 
     # --- a rank without a batch -----------------------------------------------------------------------------------
 
-    def run_without_batch(self, ahead: CountsAhead, seen: int, ends_window: bool) -> Outcome:
+    def run_without_batch(self, step: Step, seen: int, ends_window: bool) -> Outcome:
         """Take part in a loader batch of the other ranks with weight 0, since this rank has none."""
+        self.zero_grad(step, is_after_forward=False)
         has_boundary = ends_window and not self.finishes_after_backward
         if self.accumulation.window.counted is not None:
-            count_window(self.accumulation, ahead, None, self.sync, self.trained.snapshotter)
+            count_window(self.accumulation, step, None, self.sync, self.trained.snapshotter)
         self._run_shadow_batches(0, max(1, self.rounds(0)), has_boundary)
         return Outcome(self.end_window(seen, has_boundary) if ends_window else None)
 

@@ -98,8 +98,9 @@ class BackwardObserver(Protocol):
 class Backward(Protocol):
     """How gradients are cleared and computed. A hand-written loop, which runs its own forward, needs no more."""
 
-    skips_backward: bool
-    """The step has nothing to train."""
+    @property
+    def skips_backward(self) -> bool:
+        """The step has nothing to train."""
 
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""

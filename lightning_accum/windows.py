@@ -157,7 +157,7 @@ class Windows:
         self.clock.optimizer_steps = int(state.get("optimizer_steps", steps))
         time = steps if self.policy.scheduler_counts == "optimizer_steps" else loader_batches
         self.clock.time = int(state.get("scheduler_time", time))
-        self.clock.hold()
+        self.clock.hold(False, True)
         self.total_weight = float(state.get("total_weight", 0.0))
         self.total_left_out = int(state.get("skipped_micro_batches", 0))
         self.epoch_loss = EpochLoss(*(state.get("epoch_loss", ()) if state.get("epoch") == self.epoch else ()))

@@ -35,7 +35,7 @@ from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.windows import Windows
 
 _MOVES = "on_after_batch_transfer", "transfer_batch_to_device"  # hooks that transfer a batch to the device
-_OF_MODULE, _OF_DATA = ShippedHooks(pl.LightningModule, *_MOVES), ShippedHooks(pl.LightningDataModule, *_MOVES)
+_AROUND_A_MOVE = ShippedHooks({pl.LightningModule: _MOVES, pl.LightningDataModule: _MOVES})
 
 
 class Engine(Strategy, Trained):
@@ -122,7 +122,7 @@ class Engine(Strategy, Trained):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         trainer, splitting = self.trainer(), None if self.accumulation is None else self.accumulation.splitting
         data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector, as the profiler
-        is_plain = _OF_MODULE.are_kept_by(self.module) and (data is None or _OF_DATA.are_kept_by(data))
+        is_plain = _AROUND_A_MOVE.are_kept_by(self.module, *(() if data is None else (data,)))
         if is_plain and splitting is not None and batch is not None and self.root_device.type != "cpu" and trainer.training:
             splitting.look_at(batch)  # else it returns another object
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]

@@ -177,8 +177,7 @@ class ShardedMixin(ReducingMixin):
 
     @override
     def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
-        with self.precision_plugin.train_step_context():
-            loss = loss_unlogged(self.trainer(), batch if is_on_device else super().batch_to_device(batch))
+        loss = loss_unlogged(self.trainer(), batch if is_on_device else super().batch_to_device(batch))
         if loss is None:
             raise UsageError(f"On rank {self.global_rank} a batch has no loss when it runs again. The first time it had one.")
         return loss

@@ -32,6 +32,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     begins_anew: bool = False  # the epoch of the checkpoint is over
     begun: int = 0  # the loader batch that began last, counted from 1 over all epochs
     _advanced: int = 0  # the loader batch that :meth:`advance` was last called for
+    _is_running: bool = False  # a loader batch has begun, and not ended
     _inspected: Any = None
     _arguments: tuple[str, ...] = ()
 
@@ -46,10 +47,13 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             self.reset()
         if self.begun > self.batch_progress.total.ready:  # the batch size finder sets the progress back
             self.begun = 0
+        self._is_running = False
         super().on_run_start(data_fetcher)
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
+        if self._is_running:
+            raise seams.broken("_TrainingEpochLoop.update_lr_schedulers was not called after a loader batch.")
         self._advanced = self.batch_progress.total.ready + 1
         if self.strategy.manual is not None:
             self.strategy.manual.begin_loader_batch()
@@ -102,17 +106,22 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         """Loader batches in a window that begins now; inf for a window of tokens."""
         return math.inf if isinstance(self.strategy.policy.window, Tokens) else self.trainer.accumulate_grad_batches
 
-    def begin_loader_batch(self, boundary: Boundary, runs: str) -> bool:
-        """Begin a loader batch, and a window with it, if none is open. Returns whether the window ends with it."""
+    def begin_loader_batch(self, boundary: Boundary) -> tuple[int, bool]:
+        """Begin a loader batch, and a window with it, if none is open. Returns its number, and whether the window ends with it."""
         seen = self.batch_progress.total.ready
         if seen == self.begun or seen != self._advanced:
-            raise seams.broken(f"{runs}.run was called twice for a loader batch, or outside of _TrainingEpochLoop.advance.")
-        self.begun = seen
+            raise seams.broken(f"{self._runs} was called twice for a loader batch, or outside of _TrainingEpochLoop.advance.")
+        self.begun, self._is_running = seen, True
         if not boundary.is_under_way:
             boundary.begin(self.window_size())
         if seen < boundary.ends_at and self._is_cut_by_the_end(boundary):
             boundary.cut_short(seen)
-        return seen >= boundary.ends_at
+        return seen, seen >= boundary.ends_at
+
+    @property
+    def _runs(self) -> str:
+        """The method of Lightning's that runs a loader batch."""
+        return f"{'_AutomaticOptimization' if self.strategy.manual is None else '_ManualOptimization'}.run"
 
     def _is_cut_by_the_end(self, boundary: Boundary) -> bool:
         """End the window with this loader batch, the last of the data."""
@@ -130,7 +139,6 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if not TAILS[self.strategy.policy.tail].goes_on:
             self.finish_window()
             self.validate_if_due()
-        self.optimization.batch = None
 
     @override
     def _should_check_val_epoch(self) -> bool:
@@ -147,15 +155,6 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             self._inspected, self._arguments = function, (*kwargs,)
             return kwargs
         return OrderedDict(zip(self._arguments, (batch, batch_idx), strict=False))
-
-    def end_loader_batch(self, accumulation: Accumulation, seen: int) -> None:
-        """End a loader batch, and with it a window of tokens that is full."""
-        accumulation.end_loader_batch(seen)
-        if accumulation.boundary.size != math.inf or accumulation.boundary.position(seen) <= 0:
-            return
-        if accumulation.is_full() or self._is_cut_by_the_end(accumulation.boundary):  # the first runs on all ranks
-            accumulation.boundary.cut_short(seen)
-            self.optimization.step_without_batch()
 
     def finish_window(self) -> None:
         """Handle an unfinished window at the end of its epoch or of training."""
@@ -198,18 +197,34 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         outputs = {"loss": None if accumulation.closed is None else accumulation.closed.loss}
         for callback in trainer.callbacks:
             if isinstance(callback, kind):
-                callback.on_train_batch_end(trainer, self.strategy.module, outputs, self.optimization.batch, self.batch_idx)
+                callback.on_train_batch_end(trainer, self.strategy.module, outputs, None, self.batch_idx)
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         is_of_steps = interval == "step"
-        # Lightning's first action after every loader batch, even if it was None and nothing ran
-        if is_of_steps and not update_plateau_schedulers and self.batch_progress.total.ready != self.begun:
-            self._end_batch_that_did_not_run()
+        if is_of_steps and not update_plateau_schedulers:
+            self._end_loader_batch()
         if self.strategy.lr_scheduler_configs and not (is_of_steps and self._should_accumulate()):
             self._update_learning_rates(interval, update_plateau_schedulers)
 
-    def _end_batch_that_did_not_run(self) -> None:
+    def _end_loader_batch(self) -> None:
+        """End a loader batch, and with it a window of tokens that is full. Lightning's first action after each, even after None."""
+        strategy, seen = self.strategy, self.batch_progress.total.ready
+        windows = strategy.accumulation if strategy.manual is None else strategy.manual
+        if seen != self.begun:
+            self._run_without_batch()
+        if windows is None or not self._is_running:
+            return
+        self._is_running = False
+        windows.end_loader_batch(seen)
+        if windows.boundary.size != math.inf or windows.boundary.position(seen) <= 0 or not isinstance(windows, Accumulation):
+            return
+        if windows.is_full() or self._is_cut_by_the_end(windows.boundary):  # the first runs on all ranks
+            windows.boundary.cut_short(seen)
+            self.optimization.step_without_batch()
+
+    def _run_without_batch(self) -> None:
+        """Count a loader batch for which nothing ran in its window, with weight 0."""
         progress = self.batch_progress
         is_forgotten = progress.current.started < progress.current.ready  # type: ignore[attr-defined]  # the tracker has it
         # on_train_batch_start may end an epoch, and Lightning then treats this batch as the last
@@ -220,15 +235,13 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if is_forgotten and not ends_epoch:
             progress.increment_started()  # Lightning skips this for None, and would resume one batch too early
         elif not is_forgotten and self._boundary is not None:
-            runs = "_AutomaticOptimization" if self.strategy.manual is None else "_ManualOptimization"
-            raise seams.broken(f"A loader batch was trained without a call of {runs}.run.")
+            raise seams.broken(f"A loader batch was trained without a call of {self._runs}.")
         if self.strategy.accumulation is not None:
-            self.optimization.run_without_batch()
+            self.optimization.run_loader_batch(())
         elif self.strategy.manual is not None:
-            windows = self.strategy.manual
-            windows.check_batch(False, self.begin_loader_batch(windows.boundary, "_ManualOptimization"))
-            check_manual_batch(self.trainer, self.strategy, {})
-            windows.end_loader_batch(progress.total.ready)
+            _, is_boundary = self.begin_loader_batch(self.strategy.manual.boundary)
+            self.strategy.manual.check_batch(False, is_boundary)
+            check_manual_batch(self.trainer, self.strategy, ())
 
     @property
     def optimization(self) -> WindowOptimization:
@@ -247,13 +260,12 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if not configs:
             return
         due: list[pl.utilities.types.LRSchedulerConfig] = []
-        for config in configs if strategy.watch.take_turn(update_plateau_schedulers) else ():
+        for config in configs:
             if config.interval == "step":
-                due += [replace(config, frequency=1)] * clock.times_due(config.frequency)
+                due += [replace(config, frequency=1)] * clock.times_due(config.frequency, update_plateau_schedulers)
         with replacing(strategy, lr_scheduler_configs=due), strategy.watch.ticks([] if update_plateau_schedulers else due):
             super()._update_learning_rates(interval, update_plateau_schedulers)
-        if update_plateau_schedulers:  # they come last: a loader batch may end after the last of its windows
-            clock.hold()
+        clock.hold(update_plateau_schedulers)
 
 
 # --- the loop over epochs -------------------------------------------------------------------------------------------------
@@ -323,5 +335,4 @@ class AccumulatingFitLoop(_FitLoop):
         epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
         epoch_loop.finish_window()
         epoch_loop.validate_if_due()
-        epoch_loop.strategy.watch.expect_schedulers()
         super().on_run_end()

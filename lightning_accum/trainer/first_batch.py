@@ -38,14 +38,15 @@ from lightning_accum.weighing import advice
 from lightning_accum.whole.row_proof import prove_row_wise
 
 
-def unlogged_step(trainer: pl.Trainer, others: Sequence[Any]) -> Callable[[Any], Any]:
-    """Run ``training_step`` on a batch and the ``others`` of its arguments, without logs.
+def unlogged_step(trainer: pl.Trainer, ahead: int = 0) -> Callable[[Any], Any]:
+    """Run ``training_step`` on a batch without logs, as the loader batch ``ahead`` of the current one.
 
     In a wider copy of the module it runs in full precision, which minimises rounding and hardly changes the loss.
     """
-    strategy, precision = cast("Engine", trainer.strategy), trainer.precision_plugin
+    strategy, precision, others = cast("Engine", trainer.strategy), trainer.precision_plugin, _others(trainer, ahead)
 
     def training_step(batch: Any) -> Any:
+        """Run it as the engine does."""
         is_mixed = isinstance(precision, pl.plugins.MixedPrecision)
         dtype = exact_dtype(strategy.root_device) if is_mixed else torch.float32
         is_wide = not any(is_narrow(parameter, dtype) for parameter in trainer.lightning_module.parameters())
@@ -64,10 +65,15 @@ def unlogged_step(trainer: pl.Trainer, others: Sequence[Any]) -> Callable[[Any],
 
 def loss_unlogged(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> Tensor | None:
     """The loss of a batch without training, as the loader batch ``ahead`` of the current one."""
+    with torch.enable_grad(), trainer.precision_plugin.train_step_context(), logging_nothing(trainer):
+        output = call._call_lightning_module_hook(trainer, "training_step", batch, *_others(trainer, ahead))
+        return result_of(output).closure_loss
+
+
+def _others(trainer: pl.Trainer, ahead: int = 0) -> list[Any]:
+    """The arguments of ``training_step`` after the batch, for the loader batch ``ahead`` of the current one."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, epoch_loop.batch_idx + ahead)
-    with torch.enable_grad(), logging_nothing(trainer):
-        return result_of(call._call_lightning_module_hook(trainer, "training_step", *kwargs.values())).closure_loss
+    return [*epoch_loop._build_kwargs(OrderedDict(), None, epoch_loop.batch_idx + ahead).values()][1:]
 
 
 def result_of(output: Any) -> ClosureResult:
@@ -172,21 +178,14 @@ def transferred(trainer: pl.Trainer, batch: Any) -> Any:
     return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
 
-def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) -> None:
-    """Check the loader batch in ``kwargs`` (the arguments of ``training_step``) and row-wise submodules, while this is due.
-
-    Called on all ranks at each loader batch; ``kwargs`` are empty if this rank has no batch.
-    """
+def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> None:
+    """Check the loader batch and row-wise submodules, while this is due. Called on all ranks; a rank may have no batch."""
     accumulation, row_wise = strategy.accumulation, strategy.row_wise
     assert accumulation is not None
     is_again = accumulation.take_look()
     if not (is_again or accumulation.checks_left or row_wise is not None):
         return
-    epoch_loop, samples, batches = trainer.fit_loop.epoch_loop, strategy.samples_of_loader(), [*kwargs.values()][:1]
-    # a rank without a batch also runs the next ones of its window
-    kwargs = kwargs or epoch_loop._build_kwargs(OrderedDict(), None, epoch_loop.batch_idx)
-    others = [*kwargs.values()][1:]
-    step = unlogged_step(trainer, others)
+    samples, step = strategy.samples_of_loader(), unlogged_step(trainer)
     if row_wise is not None and row_wise.proofs_left:
         prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn, accumulation.position)
     if not (is_again or accumulation.checks_left):
@@ -195,7 +194,9 @@ def try_out(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) ->
     # batches that training_step draws cannot be put back
     may_draw = not is_long or accumulation.rest_of_window is not None
     may_count = may_draw and not strategy.snapshotter.iterators() and strategy.policy.may_count_first(is_long)
-    after = unlogged_step(trainer, [_far_from(others[0], trainer.num_training_batches)]) if "batch_idx" in kwargs else None
+    batch_idx = trainer.fit_loop.epoch_loop.batch_idx
+    far = _far_from(batch_idx, trainer.num_training_batches) - batch_idx
+    after = unlogged_step(trainer, ahead=far) if _others(trainer) else None
     of_dataset = partial(DatasetRows, trainer)
     checked = Checked(strategy, step, accumulation, samples, is_long, rank_zero_info, may_count, False, after, of_dataset)
     check_loader_batch(checked, next(iter(batches), None), partial(transferred, trainer), is_again)
@@ -260,14 +261,13 @@ def _whole_and_halves(rows: Rows) -> list[Callable[[], Any]]:
     return [partial(found.take, own) for own in (range(number), range(middle), range(middle, number))]
 
 
-def check_manual_batch(trainer: pl.Trainer, strategy: Engine, kwargs: Mapping[str, Any]) -> None:
+def check_manual_batch(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> None:
     """:func:`try_out` for manual optimization: checks the loss of each ``manual_backward``. Nothing steps."""
     windows = strategy.manual
     assert windows is not None
-    if (not kwargs and strategy.world_size == 1) or not windows.takes_check():
+    if (not batches and strategy.world_size == 1) or not windows.takes_check():
         return
-    batches, number = [*kwargs.values()][:1], 0
-    run = unlogged_step(trainer, [*kwargs.values()][1:])
+    run, number = unlogged_step(trainer), 0
     is_long = windows.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
 
     def loss_of_call(batch: Any, number: int) -> Tensor:

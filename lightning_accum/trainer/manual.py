@@ -252,11 +252,10 @@ class ManualWindows(Windows):
         if self._of_first is None:
             self._of_first = list(current.stepped), current.next_call
         current.warn_of_others(*self._of_first, self.warn_once)
-        self.end_loader_batch(seen)
         if is_boundary:
             if self.closed and not self.closed[0].is_empty:
                 self.total_weight += float(self.closed[0].weight)
-            self.clock.tick(self.position)
+            self.clock.tick(self.boundary.position(seen))
             self.discard(seen)
 
     def leave_loader_batch(self) -> None:

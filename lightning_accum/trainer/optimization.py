@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from lightning_accum.trainer.first_batch import check_manual_batch, loss_unlogge
 from lightning_accum.trainer.from_lightning import _AutomaticOptimization, _ManualOptimization, call, is_lightnings, pl, replacing
 from lightning_accum.trainer.results import collecting_logs, show_logs
 from lightning_accum.trainer.seams import ShippedHooks
-from lightning_accum.trainer.watch import AROUND_BACKWARD, LIBRARIES, WindowClosure
+from lightning_accum.trainer.watch import AROUND_BACKWARD, WindowClosure
 from lightning_accum.window_totals import ClosedWindow
 
 _NOTHING: dict[str, Any] = {}
@@ -38,9 +38,7 @@ class WindowOptimization(_AutomaticOptimization):
     """Adds a loader batch to a window, and runs its micro-batches."""
 
     strategy: Engine
-    skips_backward: bool = False  # no training: StochasticWeightAveraging passes over the data
-    batch: Any = None  # the last loader batch of the current epoch
-    _others: Sequence[Any] = ()  # the other arguments of ``training_step``
+    _others: Sequence[Any] = ()  # the arguments of ``training_step`` after the batch
     _is_silent: bool = False  # no hooks around ``training_step`` and its backward
 
     @property
@@ -48,40 +46,37 @@ class WindowOptimization(_AutomaticOptimization):
         """The enclosing loop, whose type imports this file. Not an attribute, since loops are restored from checkpoints."""
         return self.trainer.fit_loop.epoch_loop
 
+    @property
+    def skips_backward(self) -> bool:
+        """No training: StochasticWeightAveraging passes over the data."""
+        return self._skip_backward
+
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        outcome = self._run_loader_batch(kwargs)
+        outcome = self.run_loader_batch([*kwargs.values()])
         return {} if outcome.loss is None else {"loss": outcome.loss.detach().clone(), **outcome.extra}
 
-    def run_without_batch(self) -> None:
-        """Count a loader batch without training_step in its window, with weight 0."""
-        self._run_loader_batch({})
+    def run_loader_batch(self, arguments: Sequence[Any]) -> Outcome:
+        """Add a loader batch to its window, and make the step of a window that it ends.
 
-    def _run_loader_batch(self, kwargs: Mapping[str, Any]) -> Outcome:
-        strategy, accumulation, epoch_loop = self.strategy, self.strategy.accumulation, self.epoch_loop
+        ``arguments`` are those of ``training_step``; none if this rank has no batch, which then counts with weight 0.
+        """
+        strategy, accumulation = self.strategy, self.strategy.accumulation
         assert accumulation is not None
         attributes: dict[str, Any] = vars(self.trainer.lightning_module)  # setting an attribute of a Module takes microseconds
         before, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"  # as Lightning, for `self.log`
         try:
-            with torch.enable_grad(), _NOTHING_AROUND if strategy.offload is None else strategy.around_loader_batch(kwargs):
-                ends_window, seen = self._begin(kwargs, accumulation), epoch_loop.begun
-                session, again = strategy.session, None
-                if kwargs:
-                    run = partial(session.run, self, self.batch, seen, ends_window)
+            with torch.enable_grad(), _NOTHING_AROUND if strategy.offload is None else strategy.around_loader_batch(arguments):
+                (seen, ends_window), session, again = self._begin(arguments, accumulation), strategy.session, None
+                if arguments:
+                    run = partial(session.run, self, arguments[0], seen, ends_window)
                     outcome, again = run(), partial(self._run_again, run) if accumulation.boundary.size == 1 else None
                 else:
-                    session.zero_grad(self, is_after_forward=False)
-                    if accumulation.is_passthrough():
-                        accumulation.discard(seen)
-                        accumulation.after_optimizer_step(has_stepped=False)
-                        outcome, ends_window = Outcome(None), False
-                    else:
-                        outcome = session.run_without_batch(self, seen, ends_window)
+                    outcome = session.run_without_batch(self, seen, ends_window)
                 if ends_window:
                     outcome = self.step(outcome, again)
         finally:
             attributes["_current_fx_name"] = before
-        epoch_loop.end_loader_batch(accumulation, seen)
         return outcome
 
     def _run_again(self, run: Callable[[], Outcome]) -> Outcome:
@@ -89,25 +84,22 @@ class WindowOptimization(_AutomaticOptimization):
         with torch.enable_grad(), replacing(self.trainer.lightning_module, _current_fx_name="training_step"):
             return run()
 
-    def _begin(self, kwargs: Mapping[str, Any], accumulation: Accumulation) -> bool:
-        """Begin a loader batch; ``kwargs`` are empty if this rank has none. Returns whether it ends its window."""
-        strategy, splitting, epoch_loop = self.strategy, accumulation.splitting, self.epoch_loop
-        self.skips_backward = self._skip_backward
-        if self.skips_backward:
+    def _begin(self, arguments: Sequence[Any], accumulation: Accumulation) -> tuple[int, bool]:
+        """Begin a loader batch. Returns its number, and whether it ends its window."""
+        strategy = self.strategy
+        if self._skip_backward:
             accumulation.window.discard()
-        if kwargs:
-            self.batch, *self._others = kwargs.values()
-            self._is_silent = _is_silent(self.trainer, strategy)
-        ends_window: bool = epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
-        seen: int = epoch_loop.begun
+        if arguments:
+            self._others, self._is_silent = arguments[1:], _is_silent(self.trainer, strategy)
+        seen, ends_window = self.epoch_loop.begin_loader_batch(accumulation.boundary)
         if strategy.watch.is_close:
             strategy.watch.find_other_rates(strategy.optimizers[0], accumulation.warn_once)
-        if splitting is not None:
-            self.plan_ahead(self.batch if kwargs else None)
+        if accumulation.splitting is not None:
+            self.plan_ahead(arguments[0] if arguments else None)
         is_looked_at = strategy.row_wise is not None or accumulation.checks_left or seen == accumulation.boundary.closed_at + 1
-        if is_looked_at and not self.skips_backward and (kwargs or strategy.world_size > 1):
-            try_out(self.trainer, strategy, kwargs)
-        return ends_window
+        if is_looked_at and not self._skip_backward and (arguments or strategy.world_size > 1):
+            try_out(self.trainer, strategy, arguments[:1])
+        return seen, ends_window
 
     def transferred(self, batch: Any) -> Any:
         """A loader batch that was drawn ahead, transferred to the device."""
@@ -118,12 +110,11 @@ class WindowOptimization(_AutomaticOptimization):
         accumulation = self.strategy.accumulation
         assert accumulation is not None
         assert accumulation.splitting is not None
-        accumulation.splitting.begin(batch, unlogged_step(self.trainer, self._others))
+        accumulation.splitting.begin(batch, unlogged_step(self.trainer))
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
         """The loss of a micro-batch that is ``ahead`` loader batches after the current one. Logs nothing."""
-        with self.trainer.precision_plugin.train_step_context():
-            loss: Tensor | None = self.strategy.run_as_engine(partial(loss_unlogged, self.trainer, ahead=ahead), batch)
+        loss: Tensor | None = self.strategy.run_as_engine(partial(loss_unlogged, self.trainer, ahead=ahead), batch)
         return loss
 
     def step(self, outcome: Outcome, again: Callable[[], Outcome] | None) -> Outcome:
@@ -150,8 +141,6 @@ class WindowOptimization(_AutomaticOptimization):
         if accumulation.is_step:
             self.optim_progress.optimizer.step.increment_ready()
             self.optim_progress.optimizer.step.increment_completed()
-            if has_stepped and strategy.lr_scheduler_configs:
-                watch.schedulers_due()
         strategy.end_window()
         if accumulation.is_step:
             has_stepped, loader_batches = is_changed and not is_empty, accumulation.closed_loader_batches
@@ -227,17 +216,17 @@ class WindowManualOptimization(_ManualOptimization):
         """Run ``training_step``, which calls the optimizers itself, on a loader batch."""
         strategy, manual, before = self.strategy, self.strategy.manual, self.optim_step_progress.total.completed
         batch = next(iter(kwargs.values()), None)
-        with strategy.around_loader_batch(kwargs), strategy.running_row_wise(batch):
+        with strategy.around_loader_batch(batch), strategy.running_row_wise(batch):
             if manual is None:
                 outputs, closed, loader_batches = super().run(kwargs), list[ClosedWindow](), 1
             else:
                 epoch_loop: Any = self.trainer.fit_loop.epoch_loop
-                is_boundary = epoch_loop.begin_loader_batch(manual.boundary, "_ManualOptimization")
+                seen, is_boundary = epoch_loop.begin_loader_batch(manual.boundary)
                 manual.check_batch(True, is_boundary)
-                check_manual_batch(self.trainer, strategy, kwargs)
+                check_manual_batch(self.trainer, strategy, [batch])
                 manual.begin_training_step(batch, is_boundary)
-                outputs, loader_batches = super().run(kwargs), manual.boundary.position(epoch_loop.begun)
-                manual.end_training_step(epoch_loop.begun)
+                outputs, loader_batches = super().run(kwargs), manual.boundary.position(seen)
+                manual.end_training_step(seen)
                 manual.announce(batch, self.trainer.accumulate_grad_batches, strategy.samples_of_loader())
                 if not is_boundary:
                     return outputs
@@ -278,19 +267,16 @@ def call_window_hooks(trainer: pl.Trainer, window: ClosedWindow) -> None:
 
 # Lightning's calls around a step take longer than a small micro-batch. They are skipped if no hook is overridden: each loader batch
 # compares the hooks with the functions that Lightning shipped.
-_AROUND_A_STEP: dict[type, tuple[str, ...]] = {
-    pl.LightningModule: (*AROUND_BACKWARD, "backward"),
-    pl.Callback: AROUND_BACKWARD,
-    pl.strategies.Strategy: ("training_step", "post_training_step", "pre_backward", "post_backward"),
-    pl.plugins.Precision: ("train_step_context", "forward_context", "pre_backward", "backward", "post_backward"),
-}
-"""The functions inside Lightning's calls of ``training_step`` and backward. ``Strategy.backward`` is this package's own."""
-_SHIPPED = {kind: ShippedHooks(kind, *names) for kind, names in _AROUND_A_STEP.items()}
-_LIGHTNINGS_BACKWARD, _OWN_BACKWARD = pl.strategies.Strategy.backward, Engine.backward
-# none was replaced before this package was imported
-_ARE_LIGHTNINGS = all(
-    hook.__globals__["__name__"].startswith((*LIBRARIES, "contextlib")) for hooks in _SHIPPED.values() for hook in hooks.functions
+_AROUND_A_STEP = ShippedHooks(
+    {
+        pl.Callback: AROUND_BACKWARD,
+        pl.LightningModule: (*AROUND_BACKWARD, "backward"),
+        pl.strategies.Strategy: ("training_step", "post_training_step", "pre_backward", "post_backward"),
+        pl.plugins.Precision: ("train_step_context", "forward_context", "pre_backward", "backward", "post_backward"),
+    }
 )
+"""The functions inside Lightning's calls of ``training_step`` and backward. ``Strategy.backward`` is this package's own."""
+_LIGHTNINGS_BACKWARD, _OWN_BACKWARD = pl.strategies.Strategy.backward, Engine.backward
 
 
 def _is_silent(trainer: Any, strategy: Engine) -> bool:
@@ -298,9 +284,6 @@ def _is_silent(trainer: Any, strategy: Engine) -> bool:
     is_theirs = getattr(super(Engine, strategy).backward, "__func__", None) is _LIGHTNINGS_BACKWARD
     is_ours = type(strategy).backward is _OWN_BACKWARD and "backward" not in vars(strategy)
     is_plain = strategy.watch.is_read and strategy.gradient_reads is None and strategy.model is trainer.lightning_module
-    if not (_ARE_LIGHTNINGS and is_theirs and is_ours and is_plain and type(trainer.profiler) is pl.profilers.PassThroughProfiler):
+    if not (is_theirs and is_ours and is_plain and type(trainer.profiler) is pl.profilers.PassThroughProfiler):
         return False
-    owners: list[tuple[type, Any]] = [(pl.Callback, callback) for callback in trainer.callbacks]
-    owners += [(pl.LightningModule, trainer.lightning_module), (pl.strategies.Strategy, strategy)]
-    owners += [(pl.plugins.Precision, trainer.precision_plugin)]
-    return all(_SHIPPED[kind].are_kept_by(owner) for kind, owner in owners)  # a callback may be of another class without a hook
+    return _AROUND_A_STEP.are_kept_by(*trainer.callbacks, trainer.lightning_module, strategy, trainer.precision_plugin)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
@@ -83,17 +83,28 @@ def _lightning() -> str:
     return f"Lightning {pl.__version__}"
 
 
+LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
+
+
 class ShippedHooks:
-    """Hooks of a class of Lightning's, as they were when this package was imported: others may patch the class itself."""
+    """Hooks of Lightning's classes, as they were when this package was imported: others may patch the classes themselves."""
 
-    def __init__(self, kind: type, *names: str) -> None:
-        self._kind, self._names, self._of = kind, names, attrgetter(*names)
-        self.functions: tuple[Any, ...] = self._of(kind)
+    def __init__(self, names: Mapping[type, Sequence[str]]) -> None:
+        self._hooks = [(kind, own, of := attrgetter(*own), of(kind)) for kind, own in names.items()]
+        modules = [hook.__globals__["__name__"] for *_, hooks in self._hooks for hook in hooks]
+        self._are_lightnings = all(name.startswith((*LIBRARIES, "contextlib")) for name in modules)  # none was patched before
 
-    def are_kept_by(self, owner: object) -> bool:
-        """Whether an object overrides none of them."""
-        is_plain = isinstance(owner, self._kind) and self._of(type(owner)) == self.functions
-        return is_plain and vars(owner).keys().isdisjoint(self._names)
+    def are_kept_by(self, *owners: object) -> bool:
+        """Whether these objects, each of one of the classes, override none of them."""
+        for owner in owners:
+            for kind, names, of, shipped in self._hooks:
+                if isinstance(owner, kind):
+                    if of(type(owner)) == shipped and vars(owner).keys().isdisjoint(names):
+                        break
+                    return False
+            else:
+                return False
+        return self._are_lightnings
 
 
 # --- objects of Lightning's that have another class for a while --------------------------------------------------------

@@ -27,7 +27,6 @@ from lightning_accum.step import Outcome
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.from_lightning import Closure, callbacks_of, is_lightnings, pl, replacing
 
-LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
 AROUND_BACKWARD = ("on_before_backward", "on_after_backward")
 CLOSE_WINDOWS = 3  # the first windows, which are watched closely even if all methods match the versions read
 _TOLERANCE = 1e-2  # tolerance of a factor: rounding in the narrowest type; a division at least halves the loss
@@ -57,13 +56,12 @@ class Watch:
         self._own: Tensor | None = None
         self._rates: list[float] | None = None
         self._times: list[float] = []  # the factor by which the module's own backward multiplies a loss
-        self._left: set[bool] = set()
         self._is_lightnings = partial(is_lightnings, module)
 
     def begin(self) -> None:
         """Begin training, perhaps after a failed run, as in tuners."""
         self.called.add("Strategy.on_train_start")
-        self._is_stepping, self._epoch, self._left = False, None, set()
+        self._is_stepping, self._epoch = False, None
 
     def begin_epoch(self, number: int) -> None:
         """Begin an epoch."""
@@ -164,7 +162,6 @@ class Watch:
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Called before the step of a window."""
-        self.expect_schedulers()
         self.attend(optimizer)
         self._depth, self._steps, self._is_stepping = 0, 0, True
         self._has_stepped = not self._hooks  # no hook can be registered
@@ -206,21 +203,6 @@ class Watch:
             raise seams.broken(f"A window ended, and the optimizer did not step ({_OF_A_STEP}).")
         self._is_stepping, self._steps, self._before_step = False, 0, ([], [])
         return self._has_stepped
-
-    def schedulers_due(self) -> None:
-        """Called after the clock has ticked."""
-        self._left = {False, True}
-
-    def take_turn(self, is_plateau: bool) -> bool:
-        """Whether schedulers of a kind may step now: once after a step, however often Lightning asks."""
-        is_left = is_plateau in self._left
-        self._left.discard(is_plateau)
-        return is_left
-
-    def expect_schedulers(self) -> None:
-        """Called before the next step, and at the end of training."""
-        if False in self._left:
-            raise seams.broken("Schedulers were not stepped: _TrainingEpochLoop.update_lr_schedulers was not called.")
 
     @contextmanager
     def ticks(self, due: list[Any]) -> Iterator[None]:
@@ -292,7 +274,7 @@ def gradient_reads(trainer: pl.Trainer, warn: Callable[[str], None]) -> TorchFun
         hook: Any = getattr(owner, name, None)
         hook = inspect.unwrap(getattr(hook, "func", hook)) if callable(hook) else None
         code = getattr(hook, "__code__", None)
-        if code is not None and not hook.__module__.startswith(LIBRARIES):
+        if code is not None and not hook.__module__.startswith(seams.LIBRARIES):
             hooks[code] = f"{name} of {type(owner).__name__}"
     return _GradientReads(hooks, warn) if hooks else None
 
