@@ -18,8 +18,7 @@ from torch.nn.parameter import is_lazy
 from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.prove import Look, Measured
 from lightning_accum.splitting.auto import is_out_of_memory
-from lightning_accum.splitting.few_rows import FewRows, SplitRows
-from lightning_accum.splitting.rows import split_lists, split_sources
+from lightning_accum.splitting.few_rows import FewRows, SplitRows, split_lists, split_sources
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial import Trial

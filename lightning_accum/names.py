@@ -10,7 +10,7 @@ from lightning_accum.errors import (
 )
 from lightning_accum.policy import Tokens
 from lightning_accum.samplers import BalancedBatchSampler, SameOrderSampler
-from lightning_accum.splitting.rows import split_lists
+from lightning_accum.splitting.few_rows import split_lists
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engines import *  # noqa: F403
 from lightning_accum.trainer.engines import __all__ as strategies

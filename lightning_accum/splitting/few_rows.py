@@ -1,4 +1,4 @@
-"""A few rows of a batch, together and in parts, for the check that losses add up; and joined batches."""
+"""A few rows of a batch, together and in parts, for the check that losses add up; functions that split; and joined batches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accum.errors import AccumulationError, UnsplittableBatchError
+from lightning_accum.errors import ArgumentError, UnsplittableBatchError
 from lightning_accum.splitting.lengths import IGNORE_INDEX, is_whole
-from lightning_accum.splitting.rows import Layout, Part, entries_of, parse, rebuilt, split_sources, with_entries
+from lightning_accum.splitting.rows import Layout, Part, entries_of, made_of, parse, with_entries
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 
 
@@ -147,7 +147,7 @@ def _telling_first(layout: Layout) -> list[int]:
 def _joined(batches: Sequence[Any], layout: Layout) -> Layout:
     try:
         return Layout(join(batches, layout.kinds)[0], layout.kinds)
-    except (JoiningError, UnsplittableBatchError) as error:
+    except (ArgumentError, UnsplittableBatchError) as error:
         raise CannotCheckError("the rows of two batches cannot be joined") from error
 
 
@@ -189,59 +189,95 @@ class SplitRows:
         return self._split(self.whole(), max(1, self._size // 2))
 
 
+def split_sources(batch: Any, size: int) -> list[Any]:
+    """Split a dict of batches, each with its own rows, such as labeled and unlabeled samples: ``size`` rows of the smallest."""
+    if not all(isinstance(source, (dict, list, tuple)) for source in batch.values()):
+        raise UnsplittableBatchError("split_sources: an entry of the batch is no batch.")
+    sources = {key: Layout(source) for key, source in batch.items()}
+    number = -(-min(source.size for source in sources.values()) // size)
+    cuts = [{key: slice(s.size * n // number, s.size * (n + 1) // number) for key, s in sources.items()} for n in range(number)]
+    return [{key: sources[key].take(rows) for key, rows in cut.items()} for cut in cuts]
+
+
+def split_lists(batch: Any, size: int) -> list[Any]:
+    """Split a batch of lists with one entry a sample, such as the images and targets of a detector.
+
+    For ``GradientAccumulation(micro_batch=2, split=split_lists)``. Lists and tensors with as many entries as the first list are
+    split with it; everything else is shared by all micro-batches.
+
+    Args:
+        batch: a dict or a tuple with lists, ``{"images": [...], "targets": [...]}`` or ``(images, targets)``; or a list of samples.
+        size: how many samples a micro-batch has.
+
+    Returns:
+        The micro-batches, each of the type of the batch.
+
+    Raises:
+        UnsplittableBatchError: there is no list in the batch.
+
+    Example:
+        >>> images, targets = [torch.zeros(3, n, 8) for n in (8, 9, 7)], [{"boxes": torch.zeros(n, 4)} for n in (2, 0, 1)]
+        >>> [len(part[0]) for part in split_lists((images, targets), 2)]
+        [2, 1]
+    """
+    if isinstance(batch, list) and not any(isinstance(entry, (list, Tensor)) for entry in batch):
+        return [batch[start : start + size] for start in range(0, len(batch), size)]
+    entries: dict[Any, Any] = dict(batch if isinstance(batch, Mapping) else enumerate(batch))
+    sizes = {key: parse(entry, "entry").size for key, entry in entries.items()}
+    numbers = [sizes[key] or 0 for key, entry in entries.items() if isinstance(entry, (list, tuple))]
+    if not numbers or not all(numbers):
+        raise UnsplittableBatchError(f"split_lists: no list in the batch, a {type(batch).__name__}, has one entry a sample.")
+    starts = range(0, numbers[0], size)
+    cuts = [{key: e[at : at + size] if sizes[key] == numbers[0] else e for key, e in entries.items()} for at in starts]
+    return cuts if isinstance(batch, Mapping) else [type(batch)(cut.values()) for cut in cuts]
+
+
 # --- batches that become one ------------------------------------------------------------------------------------------
 
 
-class JoiningError(AccumulationError, ValueError):
-    """Batches cannot be joined to one batch."""
-
-    def __init__(self, found: str) -> None:
-        self.found = found
-        super().__init__(found)
-
-    def __str__(self) -> str:
-        return (
-            f"The batches of the window cannot be joined to the full batch: {self.found}. Say how: verify(join=...) takes a "
-            "function join(batches) that returns one batch; or verify one batch that is split, with micro_batch=."
-        )
+def _not_joined(found: str) -> ArgumentError:
+    return ArgumentError(
+        f"The batches of the window cannot be joined to the full batch: {found}. Say how: verify(join=...) takes a function "
+        "join(batches) that returns one batch; or verify one batch that is split, with micro_batch=."
+    )
 
 
 def join(batches: Sequence[Any], known: Mapping[str, str] | None = None) -> tuple[Any, str]:
     """Concatenate batches along their rows, padded to the longest if they are padded.
 
     Returns the batch, with the types of the first, and the padded parts in words, empty if there are none.
-    A JoiningError if their parts differ, or their columns differ without a mask or labels that mark padding.
+
+    Raises:
+        ValueError: their parts differ, or their columns differ without a mask or labels that mark padding.
     """
     if len(batches) == 1:
         return batches[0], ""
-    layouts, values = list[Layout](), dict[str, list[Any]]()
+    layouts, found = list[Layout](), list[dict[str, Any]]()
     for number, batch in enumerate(batches):
         try:
             layouts.append(Layout(batch, layouts[0].kinds if layouts else known))
         except UnsplittableBatchError as error:
-            raise JoiningError(str(error).partition(": ")[2].partition(". Say how")[0]) from error
-        if others := sorted({part.path for part in layouts[-1].parts} ^ {part.path for part in layouts[0].parts}):
-            raise JoiningError(f"batch {number} has other parts than batch 0 ({', '.join(others[:5])})")
-        for path, value in {part.path: part.value for part in layouts[-1].parts}.items():
-            values.setdefault(path, []).append(value)
+            raise _not_joined(str(error).partition(": ")[2].partition(". Say how")[0]) from error
+        found.append({part.path: part.value for part in layouts[-1].parts})
+        if others := sorted(found[-1].keys() ^ found[0].keys()):
+            raise _not_joined(f"batch {number} has other parts than batch 0 ({', '.join(others[:5])})")
+    values = {path: [own[path] for own in found] for path in found[0]}
     padded, description = _padded({path: values[path] for path in layouts[0].tensors})
 
     def joined(part: Part) -> Any:
         of_part = padded.get(part.path, values[part.path])
-        if part.kind == "rows" and part.is_tensor:
+        if part.kind == "rows":
+            if not part.is_tensor:
+                return with_entries(part.value, [entry for value in of_part for entry in entries_of(value)])
             if len({value.shape[1:] for value in of_part}) > 1:
                 shapes = " and ".join(dict.fromkeys(str(tuple(value.shape)) for value in of_part))
-                raise JoiningError(f"{part.path} has the shapes {shapes}")
+                raise _not_joined(f"{part.path} has the shapes {shapes}")
             return torch.cat(of_part)
-        if part.kind == "rows":
-            return with_entries(part.value, [entry for value in of_part for entry in entries_of(value)])
-        if part.is_tensor:
-            if not all(v.shape == part.value.shape and torch.equal(v, part.value) for v in of_part):
-                raise JoiningError(f"{part.path} has no rows, and differs between the batches")
-            return part.value
-        return rebuilt(part, joined)
+        if part.is_tensor and not all(v.shape == part.value.shape and torch.equal(v, part.value) for v in of_part):
+            raise _not_joined(f"{part.path} has no rows, and differs between the batches")
+        return part.value if part.is_tensor else made_of(part, joined)
 
-    return joined(layouts[0].root), description
+    return joined(layouts[0].parts[0]), description
 
 
 def _padded(tensors: Mapping[str, Sequence[Tensor]]) -> tuple[dict[str, list[Tensor]], str]:
@@ -253,7 +289,7 @@ def _padded(tensors: Mapping[str, Sequence[Tensor]]) -> tuple[dict[str, list[Ten
     masks = {path: tensors[path] for path in uneven if "mask" in path.lower()}
     if not masks and not any("label" in path.lower() for path in uneven):
         shown = ", ".join(f"{path} has {' and '.join(map(str, dict.fromkeys(u)))} columns" for path, u in uneven.items())
-        raise JoiningError(f"{shown}, and no mask or labels mark the padding")
+        raise _not_joined(f"{shown}, and no mask or labels mark the padding")
     of_tokens = [mask for path, values in masks.items() if not path.endswith("key_padding_mask") for mask in values]
     is_left = any(bool((mask[:, 0] == 0).any()) for mask in of_tokens) and all(bool((m[:, -1] != 0).all()) for m in of_tokens)
     padded: dict[str, list[Tensor]] = {}

@@ -57,14 +57,6 @@ class Plan:
         """The known tensors of the batch."""
         return [] if self.layout is None else [*self.layout.tensors.values(), *self.layout.shared_tensors.values()]
 
-    def describe(self) -> str:
-        """The batch in words."""
-        if self.layout is None:
-            return ""
-        shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in self.layout.shared_tensors.items())
-        is_trimmed = any(piece.columns for piece in self.pieces)
-        return ", ".join(["sorted and trimmed"] * is_trimmed + [f"all of them share {shared}"] * bool(shared))
-
     def note(self, error: Exception) -> None:
         """Add to an error which micro-batch raised it (Python 3.10 shows no notes)."""
         piece = self.pieces[self.current]
@@ -106,11 +98,16 @@ class Splitting:
     def describe(self) -> str:
         """How loader batches are split, in words."""
         if isinstance(self._size, Tokens):
-            size = f"in micro-batches of up to {self._size.count} tokens"
+            words = [f"in micro-batches of up to {self._size.count} tokens"]
         else:
-            size = "in micro-batches that fit in memory" if self._size == "auto" else f"in micro-batches of {self._size}"
-        how = f"cut by {name_of(self._split)}" if self._split is not None else "" if self.plan is None else self.plan.describe()
-        return f"{size}, {how}" if how else size
+            words = ["in micro-batches that fit in memory" if self._size == "auto" else f"in micro-batches of {self._size}"]
+        if self._split is not None:
+            words.append(f"cut by {name_of(self._split)}")
+        elif self.plan is not None and self.plan.layout is not None:
+            words += ["sorted and trimmed"] * any(piece.columns for piece in self.plan.pieces)
+            shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in self.plan.layout.shared_tensors.items())
+            words += [f"all of them share {shared}"] * bool(shared)
+        return ", ".join(words)
 
     def look_at(self, batch: Any) -> None:
         """Read the lengths of a batch while it is on the host, which waits for no device."""

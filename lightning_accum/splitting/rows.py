@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter, UserDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -34,9 +34,10 @@ class Part:
     key: Any = None  # its key, index or attribute name in the enclosing part
     size: int | None = None  # the size of dimension 0 of a tensor, or the length of a list
     problem: str = ""  # why it cannot be split
+    parts: list[Part] = field(default_factory=list)
+    is_cut: bool = False  # a micro-batch gets its own of it: a slice or a copy
     kind: str = "shared"
     """``rows``: a tensor or a list with one entry for each; a ``container`` of other parts; or ``shared`` by all rows."""
-    parts: list[Part] = field(default_factory=list)
 
     @property
     def is_tensor(self) -> bool:
@@ -47,12 +48,6 @@ class Part:
     def is_list(self) -> bool:
         """Whether it may have one entry a row."""
         return self.size is not None and not self.is_tensor
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a micro-batch gets a slice of it, and not all of it."""
-        is_own = self.kind == "rows" or self.size is not None or type(self.value) is dict
-        return is_own or any(inner.is_cut for inner in self.parts)
 
     @property
     def has_tensors(self) -> bool:
@@ -67,11 +62,9 @@ class Part:
 
     def __str__(self) -> str:
         name = f"{self.path} is a {type(self.value).__name__}"
-        if self.is_list:
-            return f"{name} of {self.size} entries"
-        return (
-            name if self.size is None or getattr(self.value, "is_nested", False) else f"{name} of shape {tuple(self.value.shape)}"
-        )
+        if self.size is None or self.problem:
+            return name
+        return f"{name} of shape {tuple(self.value.shape)}" if self.is_tensor else f"{name} of {self.size} entries"
 
 
 class Layout:
@@ -81,8 +74,7 @@ class Layout:
     of 5 rows. ``samples`` are the batch sizes of the loader, empty if unknown; if known, rows must be samples.
 
     Attributes:
-        root: the batch, as a part.
-        parts: the root and all parts inside it that are not inside a row, with their kinds.
+        parts: the batch and all parts inside it that are not inside a row, with their kinds.
         kinds: of the parts of all batches so far, by path.
         tensors: with rows, by path: ``input_ids``, ``[0]``, ``inputs.mask``; ``batch`` if the batch itself is one.
         shared_tensors: tensors whose dimension 0 is not the rows.
@@ -92,7 +84,7 @@ class Layout:
 
     def __init__(self, batch: Any, known: Mapping[str, str] | None = None, samples: Collection[int] | None = None) -> None:
         known, sizes_of_loader = known or {}, samples or ()
-        self.root = root = parse(batch)
+        root = parse(batch)
         sized = [part for part in root.walk() if part.size and known.get(part.path) != "shared"]
         of_known = {part.size for part in sized if known.get(part.path) == "rows"}
         of_loader = {part.size for part in sized if part.size in sizes_of_loader and part is not root}
@@ -105,17 +97,18 @@ class Layout:
             self.size = next((sizes.pop() for sizes in (of_known, of_loader) if len(sizes) == 1), None) or _most_frequent(root)
             self.parts = [*_set_kinds(root, root, self.size, known)]
         self.kinds = {**known, **{part.path: part.kind for part in self.parts}}
-        self.tensors: dict[str, Tensor] = {part.path: part.value for part in self.parts if part.is_tensor and part.kind == "rows"}
-        shared = [part for part in self.parts if part.kind != "rows" and part.size is not None]
-        self.shared_tensors: dict[str, Tensor] = {part.path: part.value for part in shared if part.is_tensor}
+        tensors = [part for part in self.parts if part.is_tensor and part.size is not None]
+        self.tensors: dict[str, Tensor] = {part.path: part.value for part in tensors if part.kind == "rows"}
+        self.shared_tensors: dict[str, Tensor] = {part.path: part.value for part in tensors if part.kind != "rows"}
         self.columns = {size for tensor in self.tensors.values() for size in tensor.shape[1:]}
-        for part in self.parts:
+        new = [part for part in self.parts if part.path not in known]
+        for part in new:
             if part.kind == "container" and part.is_cut:
                 try:
-                    rebuilt(part, lambda inner: inner.value)
+                    _rebuilt(part, lambda inner: inner.value)
                 except Exception as error:  # fail now, not in the middle of a window
                     raise UnsplittableBatchError.because(f"{part}, and cannot be constructed again ({error})") from error
-        others = [part for part in shared if part.is_tensor and part.size and part.size > 1 and part.path not in known]
+        others = [part for part in new if part.path in self.shared_tensors and (part.size or 0) > 1]
         self.unexplained = [part for part in others if not self.columns.issuperset(part.value.shape)]
         if samples is not None and (found := self._objection(known, samples)) is not None:
             raise UnsplittableBatchError.because(found)
@@ -124,16 +117,26 @@ class Layout:
         """A batch of the same types with some of the rows. Tensors are views for a slice, copies for row numbers.
 
         ``columns={L: part}`` keeps only ``part`` of dimensions of size ``L``, to trim padding. This applies to the dimensions after
-        0 of tensors with rows, and to all dimensions of shared tensors. If a floating-point tensor has size ``L`` in dimension 1,
-        only that dimension is trimmed; the others are features.
+        0 of tensors with rows, and to all dimensions of shared tensors. If a floating-point tensor with rows has size ``L`` in
+        dimension 1, only that dimension is trimmed; the others are features.
         """
-        columns, indices = columns or {}, dict[torch.device, Tensor]()
+        indices = dict[torch.device, Tensor]()
 
-        def of_tensor(value: Tensor) -> Tensor:
-            if columns:  # first, so that there is less to copy
-                sizes = value.shape[1:]
-                sizes = sizes[:1] if value.is_floating_point() and sizes and sizes[0] in columns else sizes
-                value = value[(slice(None), *(columns.get(size, slice(None)) for size in sizes))]
+        def trimmed(value: Tensor, first: int) -> Tensor:
+            sizes = value.shape[first:]
+            if not columns or columns.keys().isdisjoint(sizes):
+                return value
+            sizes = sizes[:1] if first and value.is_floating_point() and sizes[0] in columns else sizes
+            return value[(*[slice(None)] * first, *(columns.get(size, slice(None)) for size in sizes))]
+
+        def taken(part: Part) -> Any:  # new containers, so that a micro-batch may change them
+            value = part.value
+            if part.kind != "rows":
+                return trimmed(value, 0) if part.is_tensor else made_of(part, taken)
+            if not part.is_tensor:
+                entries = entries_of(value)
+                return with_entries(value, entries[rows] if isinstance(rows, slice) else [entries[row] for row in rows])
+            value = trimmed(value, 1)  # first, so that there is less to copy
             if isinstance(rows, slice):
                 return value[rows]
             if value.device not in indices:
@@ -142,28 +145,16 @@ class Layout:
                 indices[value.device] = torch.tensor(rows, dtype=torch.long).to(value.device, non_blocking=is_copied)
             return value.index_select(0, indices[value.device])
 
-        def taken(part: Part) -> Any:  # new containers, so that a micro-batch may change them
-            value = part.value
-            if part.kind == "rows":
-                if part.is_tensor:
-                    return of_tensor(value)
-                entries = entries_of(value)
-                return with_entries(value, entries[rows] if isinstance(rows, slice) else [entries[row] for row in rows])
-            if not part.is_tensor:
-                return rebuilt(part, taken) if part.is_cut else value
-            is_as_it_is = columns.keys().isdisjoint(value.shape)
-            return value if is_as_it_is else value[tuple(columns.get(size, slice(None)) for size in value.shape)]
-
-        return taken(self.root)
+        return taken(self.parts[0])
 
     # --- are its rows samples? ----------------------------------------------------------------------------------------
 
     def _objection(self, known: Mapping[str, str], samples: Collection[int]) -> str | None:
-        if samples and self.size not in samples and self.size > max(samples):  # fewer is fine: a collate_fn may leave samples out
+        if samples and self.size > max(samples):  # fewer is fine: a collate_fn may leave samples out
             hint = " (DataLoader(batch_size=None) says that the dataset makes whole batches)" if max(samples) == 1 else ""
             says = f"the loader puts {' or '.join(map(str, sorted(samples)))} into a batch{hint}"
-            tensors = (str(part) for part in self.parts if part.is_tensor and part.kind == "rows")
-            return f"it would be {self.size} samples, but {says}: {next(tensors, self.root)}"
+            tensors = (str(part) for part in self.parts if part.path in self.tensors)
+            return f"it would be {self.size} samples, but {says}: {next(tensors, self.parts[0])}"
         if not known and (found := self._packing(samples)) is not None:
             return found
         lost = [part for part in self.parts if part.kind != "rows" and part.size is not None and known.get(part.path) == "rows"]
@@ -173,12 +164,12 @@ class Layout:
 
     def _packing(self, samples: Collection[int]) -> str | None:
         """The tensor that marks samples packed end to end: offsets, lengths, or the sample of each entry. Reads values."""
-        tensors = [part for part in self.parts if part.is_tensor and part.size is not None]
-        for part in tensors:
-            others = [other.value for other in tensors if other.kind != part.kind]
-            ends = {t.shape[1] if t.shape[0] == 1 and t.dim() > 1 else t.shape[0] for t in others}
+        for part in self.parts:
+            others = self.shared_tensors if part.path in self.tensors else self.tensors
+            ends = {tensor.shape[1] if tensor.shape[0] == 1 and tensor.dim() > 1 else tensor.shape[0] for tensor in others.values()}
             numbers = part.value
-            if not ends or numbers.dim() != 1 or not is_whole(numbers) or numbers.dtype == torch.bool or len(numbers) < 2:
+            is_count = ends and part.is_tensor and numbers.dim() == 1 and is_whole(numbers) and numbers.dtype != torch.bool
+            if not is_count or len(numbers) < 2:
                 continue
             steps, total, last = numbers.long().diff(), int(numbers.sum()), int(numbers[-1])
             is_sorted = int(numbers[0]) == 0 and bool((steps >= 0).all())
@@ -190,8 +181,12 @@ class Layout:
         return None
 
 
-def rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:
-    """A copy of a container in which each part is replaced by ``taken(part)``."""
+def made_of(part: Part, taken: Callable[[Part], Any]) -> Any:
+    """What a micro-batch gets of a part without rows: a copy in which each part is replaced by ``taken(part)``, or itself."""
+    return _rebuilt(part, taken) if part.is_cut else part.value
+
+
+def _rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:
     value, inside = part.value, {inner.key: taken(inner) for inner in part.parts if inner.is_cut}
     if isinstance(value, (list, tuple)):
         return with_entries(value, [inside.get(index, entry) for index, entry in enumerate(value)])
@@ -208,7 +203,7 @@ def rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:
 
 def parse(value: Any, path: str = "", key: Any = None) -> Part:
     """A value as parts. Parts with a problem are not parsed further."""
-    size, problem, parts = None, "", list[Part]()
+    size, problem, entries = None, "", list[tuple[Any, Any]]()
     if isinstance(value, Tensor):
         size = value.size(0) if value.dim() else None
         if value.is_nested or value.layout is not torch.strided:
@@ -216,30 +211,28 @@ def parse(value: Any, path: str = "", key: Any = None) -> Part:
     elif isinstance(value, PackedSequence):
         size = int(value.batch_sizes[0])
     elif isinstance(value, (dict, UserDict)):
-        parts = _parse_all(value.items(), path)
+        entries = [*value.items()]
     elif isinstance(value, (list, tuple)):
-        parts = _parse_all(enumerate(value), path)
+        entries = [*enumerate(value)]
         kinds = {(inner.dtype, inner.dim()) if isinstance(inner, Tensor) else None for inner in value}
         is_named = hasattr(value, "_fields") or hasattr(value, "n_fields")  # a named tuple, what torch.max returns
         if not is_named and (not path or len(kinds) < 2 or None in kinds):  # and not inputs and labels
             size = len(value)
     elif is_record(value):
-        parts = _parse_all(((f.name, getattr(value, f.name)) for f in dataclasses.fields(value)), path)
+        entries = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
     elif not isinstance(value, type) and (
         isinstance(value, Iterator) or hasattr(value, "to") or bool(getattr(value, "shape", ())) or holds_tensors(value, depth=4)
     ):
         problem = "of a class that is not known here"
-    return Part(path or "batch", value, key, size, problem, parts=parts)
+    parts = [parse(inner, path + _step(at, path), at) for at, inner in entries if type(inner) not in _PLAIN]
+    is_cut = size is not None or isinstance(value, (Tensor, dict)) or any(inner.is_cut for inner in parts)
+    return Part(path or "batch", value, key, size, problem, parts, is_cut)
 
 
-def _parse_all(entries: Iterable[tuple[Any, Any]], path: str) -> list[Part]:
-    parts = []
-    for key, value in entries:
-        if type(value) not in _PLAIN:
-            is_name = isinstance(key, str) and key.isidentifier()
-            step = (f".{key}" if path else key) if is_name else f"[{key!r}]"
-            parts.append(parse(value, path + step, key))
-    return parts
+def _step(key: Any, path: str) -> str:
+    """The end of the path of an entry."""
+    is_name = isinstance(key, str) and key.isidentifier()
+    return f"[{key!r}]" if not is_name else f".{key}" if path else str(key)
 
 
 def holds_tensors(value: Any, depth: int) -> bool:
@@ -339,48 +332,3 @@ def _may_be_of_several_loaders(root: Part) -> bool:
 def is_record(value: Any) -> bool:
     """An instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def split_sources(batch: Any, size: int) -> list[Any]:
-    """Split a dict of batches, each with its own rows, such as labeled and unlabeled samples: ``size`` rows of the smallest."""
-    if not all(isinstance(source, (dict, list, tuple)) for source in batch.values()):
-        raise UnsplittableBatchError("split_sources: an entry of the batch is no batch.")
-    sources = {key: Layout(source) for key, source in batch.items()}
-    number = -(-min(source.size for source in sources.values()) // size)
-    cuts = [{key: slice(s.size * n // number, s.size * (n + 1) // number) for key, s in sources.items()} for n in range(number)]
-    return [{key: sources[key].take(rows) for key, rows in cut.items()} for cut in cuts]
-
-
-def split_lists(batch: Any, size: int) -> list[Any]:
-    """Split a batch of lists with one entry a sample, such as the images and targets of a detector.
-
-    For ``GradientAccumulation(micro_batch=2, split=split_lists)``. Lists and tensors with as many entries as the first list are
-    split with it; everything else is shared by all micro-batches.
-
-    Args:
-        batch: a dict or a tuple with lists, ``{"images": [...], "targets": [...]}`` or ``(images, targets)``; or a list of samples.
-        size: how many samples a micro-batch has.
-
-    Returns:
-        The micro-batches, each of the type of the batch.
-
-    Raises:
-        UnsplittableBatchError: there is no list in the batch.
-
-    Example:
-        >>> images, targets = [torch.zeros(3, n, 8) for n in (8, 9, 7)], [{"boxes": torch.zeros(n, 4)} for n in (2, 0, 1)]
-        >>> [len(part[0]) for part in split_lists((images, targets), 2)]
-        [2, 1]
-    """
-    if isinstance(batch, list) and not any(isinstance(entry, (list, Tensor)) for entry in batch):
-        return [batch[start : start + size] for start in range(0, len(batch), size)]
-    entries: dict[Any, Any] = dict(batch if isinstance(batch, Mapping) else enumerate(batch))
-    sizes = {key: parse(entry, "entry").size for key, entry in entries.items()}
-    numbers = [sizes[key] for key, entry in entries.items() if isinstance(entry, (list, tuple))]
-    if not numbers or not all(numbers):
-        raise UnsplittableBatchError(f"split_lists: no list in the batch, a {type(batch).__name__}, has one entry a sample.")
-    parts = []
-    for start in range(0, numbers[0] or 0, size):
-        cut = {key: e[start : start + size] if sizes[key] == numbers[0] else e for key, e in entries.items()}
-        parts.append(cut if isinstance(batch, Mapping) else type(batch)(cut.values()))
-    return parts

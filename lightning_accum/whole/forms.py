@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_accum.errors import RowWiseError
 from lightning_accum.exact import exact, rounding
 from lightning_accum.randomness import RandomState
-from lightning_accum.splitting.rows import Part, holds_tensors, parse, rebuilt
+from lightning_accum.splitting.rows import Part, holds_tensors, made_of, parse
 
 HINT = 'Name a submodule without it in row_wise=, or use micro_batch="offload", which is exact for any module.'
 
@@ -48,7 +48,7 @@ class Tree(NamedTuple):
         def made(part: Part) -> Any:
             if part.kind == "rows":  # a leaf, see read
                 return next(left)
-            return rebuilt(part, made) if part.is_cut else part.value
+            return made_of(part, made)
 
         return made(self.root)
 
@@ -57,7 +57,7 @@ def read(value: Any, layer: Layer) -> Tree:
     """Parse arguments or outputs of a call. Raises a RowWiseError if tensors may be hidden."""
     root, leaves = parse(value), list[Part]()
     for part in root.walk():
-        if part.is_tensor or _is_list_of_rows(part.value):
+        if part.is_tensor or (part.size is not None and _is_list_of_rows(part.value)):
             part.kind = "rows"
             leaves.append(part)
         elif part.problem and holds_tensors(part.value, depth=3):
