@@ -108,7 +108,7 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str
     policy = accumulation.policy
     size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
     if size is None and (plan := accumulation.plan) is not None and plan.is_read:
-        size = plan.pieces[0].count  # the micro-batch of the longest rows
+        size = plan.pieces[0].size  # the micro-batch of the longest rows
     found: FewRows | SplitRows | None = None
     reason: CannotCheckError = UnsuitableRowsError("a rank has no batch with enough rows")
     try:

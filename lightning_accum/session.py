@@ -95,7 +95,7 @@ class Session:
                 return outputs, plan.order
             undo()  # outside the handler, whose traceback keeps the memory of the attempt
             failed = plan.pieces[plan.current]
-            sizes.halve(failed.cost, failed.count, seen)
+            sizes.halve(failed.cost, failed.size, seen)
             splitting.begin_again()
             plan = splitting.plan
 
@@ -133,7 +133,7 @@ class Session:
         with step.collecting_logs() as log:
             for index, batch in enumerate(plan):
                 is_boundary = has_boundary and index == rounds - 1
-                count = plan.pieces[index].count
+                count = plan.pieces[index].size
                 micro_batch = MicroBatch(batch, plan.rows, index, own, is_boundary, is_shadow_batch)
                 try:
                     loss, extra, weighed = self._run_micro_batch(step, micro_batch)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,14 +21,13 @@ from lightning_accum.trial import Step
 from lightning_accum.weighing.counts import count_samples, name_of, tensors_of
 
 
-@dataclass(frozen=True)
-class RowSlice:
+class RowSlice(NamedTuple):
     """One micro-batch of a plan: which rows of the batch, how many, and the elements in one."""
 
     rows: slice | list[int]
-    count: int
+    size: int
     cost: int
-    columns: Mapping[int, slice] = field(default_factory=dict)  # the columns to keep, by the size of their dimension
+    columns: Mapping[int, slice] = MappingProxyType({})  # the columns to keep, by the size of their dimension
     made: Any = None  # the micro-batch, if the user's function returned it
 
 
@@ -50,7 +50,7 @@ class Plan:
     @property
     def rows(self) -> int | None:
         """The number of samples in the current micro-batch, if known."""
-        return self.pieces[self.current].count if self.is_read else None
+        return self.pieces[self.current].size if self.is_read else None
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -62,7 +62,7 @@ class Plan:
         piece = self.pieces[self.current]
         if not (len(self.pieces) > 1 or piece.columns) or not hasattr(error, "add_note"):
             return
-        found = f", {piece.count} rows of the loader batch, columns {dict(piece.columns) or 'all'}" if self.is_read else ""
+        found = f", {piece.size} rows of the loader batch, columns {dict(piece.columns) or 'all'}" if self.is_read else ""
         error.add_note(
             f"This was micro-batch {self.current} of {len(self.pieces)}{found}. If an entry of the batch belongs to all rows, pass "
             "split=; if the step uses the longest row as the number of columns, name the lengths: trim_padding=<their key>."
@@ -140,7 +140,7 @@ class Splitting:
         """End a loader batch that has run."""
         if self.sizes is not None and self.plan is not None:
             self.sizes.end_batch()
-            self.largest = max(piece.count for piece in self.plan.pieces)
+            self.largest = max(piece.size for piece in self.plan.pieces)
 
     def _planned(self, batch: Any) -> Plan:
         seen, self._seen = self._seen, None
@@ -197,11 +197,12 @@ class Splitting:
             done += len(groups[-1])
         if lengths and isinstance(self._size, int):
             groups = cut_where_lengths_fall(groups, widths)
-        pieces = [RowSlice(rows, len(rows), costs[widths[rows[0]]], kept_columns(rows, lengths.values())) for rows in groups]
-        if lengths and len(groups) > 1:
-            return Plan(batch, pieces, layout, order)
-        stops = accumulate(map(len, groups))  # unsorted: slices of tensors are views
-        return Plan(batch, [replace(p, rows=slice(stop - p.count, stop)) for p, stop in zip(pieces, stops, strict=True)], layout)
+        is_sorted = bool(lengths) and len(groups) > 1
+        pieces, stops = list[RowSlice](), accumulate(map(len, groups))
+        for rows, stop in zip(groups, stops, strict=True):
+            own = rows if is_sorted else slice(stop - len(rows), stop)  # slices of tensors are views
+            pieces.append(RowSlice(own, len(rows), costs[widths[rows[0]]], kept_columns(rows, lengths.values())))
+        return Plan(batch, pieces, layout, order if is_sorted else None)
 
     def _room(self, width: int, cost: int, rows: int) -> int:
         """How many rows a micro-batch may have, if its longest has ``width`` columns and ``cost`` elements."""
