@@ -172,11 +172,6 @@ class GradientAccumulation(pl.Callback):
         return None if self._strategy is None else self._strategy.windows
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._strategy is not None:
-            self._strategy.begin_epoch()
-
-    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._strategy is not None and self._windows is not None and self.policy.log:
             self._strategy.rows.show_epoch(self._windows)

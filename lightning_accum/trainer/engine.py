@@ -29,7 +29,6 @@ from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import WindowRows
 from lightning_accum.trainer.seams import ShippedHooks
 from lightning_accum.trainer.watch import Watch
-from lightning_accum.weighing.counts import count_samples
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.windows import Windows
@@ -67,12 +66,6 @@ class Engine(Strategy, Trained):
         """The unfinished window, for a checkpoint; None at a boundary. Called on all ranks."""
         return None if self.windows is None else self.windows.partial_window(self, self.trainer().accumulate_grad_batches)
 
-    def begin_epoch(self) -> None:
-        """Begin an epoch, or resume it."""
-        if self.windows is not None:
-            self.windows.begin_epoch(self.trainer().current_epoch)
-        self.set_size()
-
     @property
     def rows(self) -> WindowRows:
         """The object that logs windows that have ended."""
@@ -107,10 +100,6 @@ class Engine(Strategy, Trained):
     def trainer(self) -> pl.Trainer:
         """The Trainer of the module."""
         return self.module.trainer
-
-    def running_row_wise(self, batch: Any) -> AbstractContextManager[None]:
-        """The context of a step and its backward, in which the named submodules run in micro-batches."""
-        return nullcontext() if self.row_wise is None else self.row_wise.step(count_samples(batch))
 
     def around_loader_batch(self, batch: Any) -> AbstractContextManager[None]:
         """The context in which a loader batch runs, whole or in micro-batches."""

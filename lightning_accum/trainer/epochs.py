@@ -134,7 +134,11 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 
     @override
     def run(self, data_fetcher: _DataFetcher) -> None:
-        self.strategy.watch.begin_epoch(self.trainer.current_epoch)
+        strategy, epoch = self.strategy, self.trainer.current_epoch
+        strategy.watch.begin_epoch(epoch)
+        if strategy.windows is not None and strategy.windows.epoch != epoch:
+            strategy.windows.begin_epoch(epoch)
+        strategy.set_size()
         super().run(data_fetcher)
         if not TAILS[self.strategy.policy.tail].goes_on:
             self.finish_window()

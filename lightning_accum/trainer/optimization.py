@@ -28,6 +28,7 @@ from lightning_accum.trainer.from_lightning import _AutomaticOptimization, _Manu
 from lightning_accum.trainer.results import collecting_logs, show_logs
 from lightning_accum.trainer.seams import ShippedHooks
 from lightning_accum.trainer.watch import AROUND_BACKWARD, WindowClosure
+from lightning_accum.weighing.counts import count_samples
 from lightning_accum.window_totals import ClosedWindow
 
 _NOTHING: dict[str, Any] = {}
@@ -92,8 +93,6 @@ class WindowOptimization(_AutomaticOptimization):
         if arguments:
             self._others, self._is_silent = arguments[1:], _is_silent(self.trainer, strategy)
         seen, ends_window = self.epoch_loop.begin_loader_batch(accumulation.boundary)
-        if strategy.watch.is_close:
-            strategy.watch.find_other_rates(strategy.optimizers[0], accumulation.warn_once)
         if accumulation.splitting is not None:
             self.plan_ahead(arguments[0] if arguments else None)
         is_looked_at = strategy.row_wise is not None or accumulation.checks_left or seen == accumulation.boundary.closed_at + 1
@@ -153,16 +152,15 @@ class WindowOptimization(_AutomaticOptimization):
 
     def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
         """Run ``training_step``. Returns the loss of a micro-batch, and the other outputs."""
-        strategy = self.strategy
+        strategy, module = self.strategy, self.trainer.lightning_module
         output: Any
         if self._is_silent:
-            output = self.trainer.lightning_module.training_step(batch, *self._others)
+            output = module.training_step(batch, *self._others)
         else:
-            with strategy.watch.training_step(self.trainer.lightning_module) if strategy.watch.is_close else _NOTHING_AROUND:
+            watch, warn = strategy.watch, strategy.session.accumulation.warn_once
+            with watch.training_step(module, strategy.optimizers[0], warn) if watch.is_close else _NOTHING_AROUND:
                 output = call._call_strategy_hook(self.trainer, "training_step", batch, *self._others)
             strategy.post_training_step()
-        if strategy.watch.is_close and strategy.accumulation is not None:
-            strategy.watch.find_other_rates(strategy.optimizers[0], strategy.accumulation.warn_once, is_after_step=True)
         if isinstance(output, Tensor):
             return output, _NOTHING
         result = result_of(output)
@@ -216,7 +214,8 @@ class WindowManualOptimization(_ManualOptimization):
         """Run ``training_step``, which calls the optimizers itself, on a loader batch."""
         strategy, manual, before = self.strategy, self.strategy.manual, self.optim_step_progress.total.completed
         batch = next(iter(kwargs.values()), None)
-        with strategy.around_loader_batch(batch), strategy.running_row_wise(batch):
+        row_wise = nullcontext() if strategy.row_wise is None else strategy.row_wise.step(count_samples(batch))
+        with strategy.around_loader_batch(batch), row_wise:
             if manual is None:
                 outputs, closed, loader_batches = super().run(kwargs), list[ClosedWindow](), 1
             else:
@@ -283,7 +282,7 @@ def _is_silent(trainer: Any, strategy: Engine) -> bool:
     """Whether no hooks run around ``training_step`` and backward of the current loader batch."""
     is_theirs = getattr(super(Engine, strategy).backward, "__func__", None) is _LIGHTNINGS_BACKWARD
     is_ours = type(strategy).backward is _OWN_BACKWARD and "backward" not in vars(strategy)
-    is_plain = strategy.watch.is_read and strategy.gradient_reads is None and strategy.model is trainer.lightning_module
+    is_plain = not strategy.watch.is_close and strategy.gradient_reads is None and strategy.model is trainer.lightning_module
     if not (is_theirs and is_ours and is_plain and type(trainer.profiler) is pl.profilers.PassThroughProfiler):
         return False
     return _AROUND_A_STEP.are_kept_by(*trainer.callbacks, trainer.lightning_module, strategy, trainer.precision_plugin)

@@ -47,11 +47,6 @@ class AccumulationMixin(Engine):
     _fit: ExitStack  # undoes the changes of a fit to the Trainer, its optimizers and callbacks, and this strategy; not there before
     _from_before: frozenset[str] = frozenset()  # the attributes that the strategy had before the fit
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if name := vars(cls).get("strategy_name"):
-            pl.strategies.StrategyRegistry.register(name, cls, override=True)
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         seams.check_nothing_is_missing()
         super().__init__(*args, **kwargs)
@@ -72,7 +67,8 @@ class AccumulationMixin(Engine):
             name = classes[0].__name__
             raise MisconfiguredError(f"callbacks=[{name}] is a class: pass an instance of it, {name}(...)")
         self._from_before, self._fit, self._hiding = frozenset(vars(self)), ExitStack(), ExitStack()
-        self.watch = Watch(model, trainer.fit_loop.epoch_loop.batch_progress)
+        may_skip_steps = self.scaler is not None or not self.has_lightnings_precision
+        self.watch = Watch(model, trainer.fit_loop.epoch_loop.batch_progress, may_skip_steps)
         self._fit.callback(self._forget_fit)
         self._fit.callback(lambda: self.ranks.close())
         self._fit.enter_context(installed(trainer))
@@ -130,7 +126,7 @@ class AccumulationMixin(Engine):
             super().setup(trainer)
             return
         for hook, made in {"connect": "_fit", "setup_environment": "ranks"}.items():
-            if vars(self).get(made) is None:
+            if made not in vars(self):
                 raise seams.broken(f"Strategy.{hook} was not called before Strategy.setup.")
         self.watch.called.add("Strategy.setup")
         (callback,) = _policies(trainer)
@@ -183,7 +179,6 @@ class AccumulationMixin(Engine):
             guard = Guard(self, sums or self.sync, policy.on_nonfinite == "skip", self._batch_in_words, _log.info)
         self.session = Session(self, self.accumulation, guard, self.announce)
         self.watch.attend(self.optimizers[0])
-        self.watch.may_skip_steps = self.scaler is not None or not self.has_lightnings_precision
         self._fit.callback(self.watch.forget_optimizer)
 
     def _batch_in_words(self) -> str:
@@ -240,8 +235,7 @@ class AccumulationMixin(Engine):
             warn_of_hooks(self.module, rank_zero_warn)
         if has_several_backwards:
             self.gradient_reads = gradient_reads(trainer, rank_zero_warn)
-        # begin or resume: inside an epoch Lightning skips on_train_epoch_start
-        self.begin_epoch()
+        windows.begin_epoch(trainer.current_epoch)
         epoch_loop = trainer.fit_loop.epoch_loop
         ready, seen = epoch_loop.batch_progress.current.ready, epoch_loop.batch_progress.total.ready
         is_inside_epoch = epoch_loop.restarting and ready < trainer.num_training_batches

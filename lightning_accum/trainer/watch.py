@@ -36,15 +36,15 @@ _OF_A_STEP = "LightningModule.optimizer_step, LightningOptimizer.step, Strategy.
 class Watch:
     """Compares the calls with the expected ones at each boundary. The module's own hooks are not checked.
 
-    Which loader batches ran, and how often, the loops compare by the numbers that they have (``epochs.py``).
+    Which loader batches ran, and how often, the loops compare by the numbers that they have (``epochs.py``). With
+    ``may_skip_steps`` the optimizer may skip a step, as with a GradScaler.
     """
 
-    def __init__(self, module: pl.LightningModule, progress: Any) -> None:
-        self.is_read = not seams.changed()  # all of Lightning's methods match the versions read
-        self._close_windows = CLOSE_WINDOWS if self.is_read else math.inf
+    def __init__(self, module: pl.LightningModule, progress: Any, may_skip_steps: bool) -> None:
+        self._close_windows = math.inf if seams.changed() else CLOSE_WINDOWS
         self._progress = progress  # Lightning's count of training's loader batches
+        self._may_skip_steps = may_skip_steps
         self.is_close = True  # whether checks with tensor hooks run: in the first windows, or always if a method differs
-        self.may_skip_steps = False  # the optimizer may skip a step, as with a GradScaler
         self.moves_first = False  # the optimizer has changed parameters before its closure, like look-ahead optimizers
         self.called: set[str] = set()  # Lightning's methods that have begun the fit so far
         self._epoch: int | None = None
@@ -73,18 +73,18 @@ class Watch:
         self._epoch, self._rates = number, None  # epoch schedulers step inside windows with tail="carry"
 
     @contextmanager
-    def training_step(self, module: pl.LightningModule) -> Iterator[None]:
-        """Lightning calls the module's ``training_step``: keep the loss that the module itself returned."""
-        original = module.training_step
-
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
-            loss = output.get("loss") if isinstance(output, dict) else output
-            self._own = loss if isinstance(loss, Tensor) and loss.requires_grad else None
-            return output
-
-        with replacing(module, training_step=training_step):
+    def training_step(self, module: pl.LightningModule, optimizer: Optimizer, warn: Callable[[str], None]) -> Iterator[None]:
+        """Lightning calls the module's ``training_step``: keep the loss that it returns, and compare the learning rates."""
+        self._find_other_rates(optimizer, warn)
+        with replacing(module, training_step=partial(self._note_loss, module.training_step)):
             yield
+        self._find_other_rates(optimizer, warn, is_after_step=True)
+
+    def _note_loss(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = training_step(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        self._own = loss if isinstance(loss, Tensor) and loss.requires_grad else None
+        return output
 
     @contextmanager
     def gradient_of_loss(self, loss: Tensor, gradient: Tensor | None, scale: float | None) -> Iterator[None]:
@@ -133,7 +133,7 @@ class Watch:
                 "LightningModule.optimizer_zero_grad)."
             )
 
-    def find_other_rates(self, optimizer: Optimizer, warn: Callable[[str], None], is_after_step: bool = False) -> None:
+    def _find_other_rates(self, optimizer: Optimizer, warn: Callable[[str], None], is_after_step: bool = False) -> None:
         """Compare the learning rate with the rate after an earlier ``training_step`` of the window."""
         before, now = self._rates, _rates_of(optimizer)
         self._rates = now if is_after_step or before is not None else None
@@ -198,7 +198,7 @@ class Watch:
         """Called after the step of a window. Returns whether the optimizer has stepped: a GradScaler may skip it."""
         self._close_windows -= 1
         self.is_close = self._close_windows > 0
-        may_be_skipped = is_empty or self.may_skip_steps or self._has_stepped or bool(self._steps)
+        may_be_skipped = is_empty or self._may_skip_steps or self._has_stepped or bool(self._steps)
         if not may_be_skipped and self._is_lightnings("optimizer_step"):
             raise seams.broken(f"A window ended, and the optimizer did not step ({_OF_A_STEP}).")
         self._is_stepping, self._steps, self._before_step = False, 0, ([], [])
