@@ -1,7 +1,5 @@
 """Losses that do not add up, but look on few rows as if they did: what a batch of 24 or 96 rows does, 8 rows do not show."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

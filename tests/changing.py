@@ -1,7 +1,5 @@
 """A module that has state of every kind, all of which a step changes: what is taken back is compared with what never was."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable

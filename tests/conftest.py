@@ -1,7 +1,5 @@
 """Every test leaves no process behind, and starts from one thread and a quiet Lightning."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import logging

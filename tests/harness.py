@@ -1,7 +1,5 @@
 """The harness of the one promise: on every engine, a window takes the step of its full batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta

@@ -12,8 +12,6 @@ strategies are printed, with the last line of their error, and the exit code is 
 ``--environment DIR`` keeps the environment; with ``--second`` all is that of ``pytorch_lightning``.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Losses of several terms, each with a denominator of its own: a row each, with what its terms count where a list can say so."""
 
-from __future__ import annotations
-
 import math
 from collections import namedtuple
 from collections.abc import Callable, Sequence

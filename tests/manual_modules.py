@@ -1,7 +1,5 @@
 """Modules that optimize by themselves, and batches for them. Nothing in them knows of windows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

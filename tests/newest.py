@@ -11,8 +11,6 @@ Where packages come from is pip's own configuration. On Linux torch brings sever
 saves them. The environment variable ``TMPDIR`` moves the directory, ``--environment DIR`` keeps it for the next time.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import os

@@ -1,7 +1,5 @@
 """Ranks as forked processes, without a Trainer."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """A training in new processes that goes on from checkpoints, against one without any."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the windows of a point come to in plain torch: no Lightning, and no code of the package."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -4,8 +4,6 @@ python tests/second_package.py                             # all of them
 python tests/second_package.py tests/engines/test_ddp.py -k spawn  # with pytest's arguments
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Sharded strategies in forked processes, for tests: FSDP1 and FSDP2 run on the CPU over gloo."""
 
-from __future__ import annotations
-
 from collections import Counter
 from datetime import timedelta
 from functools import partial

@@ -1,7 +1,5 @@
 """What the tests share: small modules, hand-written full-batch loops, and a Trainer without its trimmings."""
 
-from __future__ import annotations
-
 import csv
 import math
 import os

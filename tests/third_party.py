@@ -12,8 +12,6 @@ The exit code is 1 where a module is silently wrong: more than 1e-9 off without 
 Where packages come from, and which torch, is pip's own configuration: PIP_CONSTRAINT can keep it from installing another torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

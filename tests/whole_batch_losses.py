@@ -1,7 +1,5 @@
 """Losses of two views of all rows, which the tests of several ranks and of the Accumulator train, too; ``loss_table`` has more."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Losses of one small net, a row each: what a window must do with them; ``loss_table`` has the usual ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -9,8 +9,6 @@ a window.
     python tests/benchmarks/balance.py
 """
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -7,8 +7,6 @@ window is that of the others; medians over the rounds. Bytes are those at the pe
     python tests/benchmarks/check.py --rounds 5
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from functools import partial

@@ -16,8 +16,6 @@ accumulation, Accelerate (``accumulate()``, and its recipe for counted tokens), 
     python tests/benchmarks/compare.py --write     # also into the page of measurements, and notebooks/figures/comparison.png
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import importlib.util

@@ -4,8 +4,6 @@ Every side trains :class:`GPT` with AdamW or SGD under a linear schedule, in win
 its own documentation says to. What is recorded is recorded outside of it: by hooks on the model's forward and the optimizer's step.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import time

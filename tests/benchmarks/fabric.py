@@ -7,8 +7,6 @@ The machine may be shared and noisy, so what is reported is the ratio of the med
     python tests/benchmarks/fabric.py --rounds 20 --window 8
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

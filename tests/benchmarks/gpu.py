@@ -10,8 +10,6 @@ is that of the allocator in these, and 0 where there is no GPU.
     python tests/benchmarks/gpu.py --device cpu --layers 2 --features 64 --length 16 --vocabulary 99 --rounds 1   # does it run?
 """
 
-from __future__ import annotations
-
 import importlib.util
 import statistics
 import time

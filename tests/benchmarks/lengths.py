@@ -23,8 +23,6 @@ timed.
     python tests/benchmarks/lengths.py --rounds 1 --median 20 --longest 128
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

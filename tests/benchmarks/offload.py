@@ -13,8 +13,6 @@ nothing hides.
 ``micro_batch="offload"``, and draws the validation accuracy of each epoch.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -13,8 +13,6 @@ the ratio of the medians over many short rounds.
     python tests/benchmarks/overhead.py --rounds 20 --split-windows 40 --split-features 4096
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -14,8 +14,6 @@ one, or, with ``--clock cpu``, per second that the two have computed in all.
     python tests/benchmarks/ranks.py --rounds 20 --windows 20 --features 32 --layers 2 --length 16
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import tempfile

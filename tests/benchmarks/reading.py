@@ -3,8 +3,6 @@
 python tests/benchmarks/reading.py --seconds 1
 """
 
-from __future__ import annotations
-
 import torch
 from side_by_side import command_line, show
 from torch.nn import functional as F

@@ -10,8 +10,6 @@ is made up). What counts is all that is alive at the peak of a step, the loss in
     python tests/benchmarks/row_wise.py --out notebooks/figures/largest_batch.png
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What the benchmarks share: sides that take turns in one process, a loader that reads the clock, models, tables, figures."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import gc

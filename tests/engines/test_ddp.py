@@ -1,7 +1,5 @@
 """Real processes over gloo: what is sent, how they are launched, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What DistributedDataParallel can do beside averaging goes on working with windows, and so does its overlap."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps

@@ -1,7 +1,5 @@
 """Ranks that raise, die or are told to end, in the middle of a window: all of them end, soon."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

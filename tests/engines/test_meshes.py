@@ -1,7 +1,5 @@
 """Meshes: replicas of shards (sync="shard"), and named dimensions (mesh=) whose ranks have parts of the same rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two workers of Ray Train: windows are their full batches, and a reported checkpoint goes on inside a window."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """FSDP1, FSDP2 and tensor parallelism: other kinds of them, what goes on inside of windows, what is sent, and what is refused."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

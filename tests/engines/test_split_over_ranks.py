@@ -1,7 +1,5 @@
 """Split batches over ranks that differ: in what their micro-batches use, in how many they have, in whether they have any."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """verify(devices=2): one window over real ranks against the full batch, and what is planted in one is named."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

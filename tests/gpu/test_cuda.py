@@ -6,8 +6,6 @@ overwritten in silence (pytorch/pytorch#96693, #181723).
 pytest tests/gpu -s      # prints what it measured
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Iterator

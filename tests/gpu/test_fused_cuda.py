@@ -3,8 +3,6 @@
 pytest tests/gpu/test_fused_cuda.py -s      # with liger-kernel, cut-cross-entropy
 """
 
-from __future__ import annotations
-
 import importlib.util
 from functools import partial
 from typing import Any

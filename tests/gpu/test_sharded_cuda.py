@@ -4,8 +4,6 @@ pytest tests/gpu/test_sharded_cuda.py -s                                        
 torchrun --nproc_per_node 2 -m pytest tests/gpu/test_sharded_cuda.py -s           # as many as there are
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

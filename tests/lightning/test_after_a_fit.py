@@ -1,7 +1,5 @@
 """After a fit, and after one that failed, a Trainer is as Lightning would have left it; a copy of a Trainer trains like it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import weakref

@@ -1,7 +1,5 @@
 """A Trainer that only a YAML file configures: LightningCLI understands every argument, and trains by it."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lightning's callbacks, tuners and loggers, checkpoints of plain Lightning, and stateful loaders beside windows of any kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

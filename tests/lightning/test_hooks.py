@@ -1,7 +1,5 @@
 """Every hook of a module, callback, data module, strategy or plugin is called when Lightning would call it, and may do anything."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

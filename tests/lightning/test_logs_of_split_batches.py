@@ -1,7 +1,5 @@
 """What a module, its callbacks and its loggers see of a split batch is what plain Lightning shows of the whole one; and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What comes after the last backward of a window: clipping, precision, hooks, closures, the tail, the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

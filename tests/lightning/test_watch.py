@@ -1,6 +1,5 @@
 """Lightning's methods changed one by one, as a release might: a window is exact then, or it is told."""
 
-from __future__ import annotations
 import __future__
 
 import inspect

@@ -1,7 +1,5 @@
 """Logged numbers, progress bars, and the line at the start."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import warnings

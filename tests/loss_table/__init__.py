@@ -3,8 +3,6 @@
 Of losses that add up alike, from the mean or the sum down to what is not linear, the table has one: it stands for all of them.
 """
 
-from __future__ import annotations
-
 from loss_table import criteria, forecasting, idioms, language, libraries, metric_learning, papers, reinforcement, vision
 from loss_table.rows import Loss
 

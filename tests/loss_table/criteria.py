@@ -1,7 +1,5 @@
 """The criteria of torch.nn, with their reductions and options."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

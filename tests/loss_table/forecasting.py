@@ -1,7 +1,5 @@
 """Forecasts, likelihoods, survival, latent variables, moments."""
 
-from __future__ import annotations
-
 import math
 
 import torch

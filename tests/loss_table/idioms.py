@@ -1,7 +1,5 @@
 """How losses are written by hand: divisors, factors, masks, loops, selections; and ways that no other loss takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any

@@ -1,7 +1,5 @@
 """Language models: tokens, padding, heads in chunks, preferences, distillation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """As libraries write them: detection and segmentation tool boxes, trainers of language models, recommenders, speech, agents."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

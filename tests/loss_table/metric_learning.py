@@ -1,7 +1,5 @@
 """Embeddings: pairs, triplets, proxies, views of the same sample; and self-supervised learning."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Losses as recent papers and their code have them: preferences, policies, distillation, detection, physics, torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

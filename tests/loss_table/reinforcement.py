@@ -1,7 +1,5 @@
 """Reinforcement learning: policies, values, entropies, offline data; and losses of several terms."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

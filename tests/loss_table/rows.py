@@ -1,7 +1,5 @@
 """A loss of the table, the data that losses are made of, and the module that trains with one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum

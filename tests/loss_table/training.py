@@ -1,7 +1,5 @@
 """What becomes of a loss in a window, and where its batch is split: against its batch, by hand."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence

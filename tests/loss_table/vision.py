@@ -1,7 +1,5 @@
 """Images: classification, boxes, masks of samples, quality of reconstructions; and segmentation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

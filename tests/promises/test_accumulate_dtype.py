@@ -1,7 +1,5 @@
 """``accumulate_dtype``: gradients are added up, weighed, reduced and normalised in a wider type than that of the parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

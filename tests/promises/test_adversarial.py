@@ -1,7 +1,5 @@
 """Losses that look on few rows as if they added up: an error, a warning, or the gradient of the full batch, and never silence."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

@@ -1,7 +1,5 @@
 """``micro_batch="auto"``: an attempt that runs out of memory is as if it had not been, and the step is the one that was due."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The same windows with ``import lightning.pytorch as pl`` and with ``import pytorch_lightning as pl``, each in a process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the check finds before a step, what it never takes for a break, and that nothing else is changed by it."""
 
-from __future__ import annotations
-
 import gc
 import socket
 from collections.abc import Callable, Sequence

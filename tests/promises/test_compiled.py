@@ -4,8 +4,6 @@
 and apart for a size of one; the rows on which a proof is tried are another number of rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is counted in steps is counted in optimizer steps: hooks, averages, validations, checkpoints, in windows of any kind."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from pathlib import Path

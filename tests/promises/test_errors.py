@@ -1,7 +1,5 @@
 """What the package raises about a user's program has one base, and a name to be caught by; so have its warnings."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What excludes what: each row of the guide's table is an error before training."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 So they are with losses of several terms: with ``loss_of=``, or with a weight for each term.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext

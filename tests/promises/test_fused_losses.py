@@ -1,7 +1,5 @@
 """Fused cross entropies show no denominator: the count with which their parts add up is found, or an error names those tried."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Hugging Face models compute their own loss: it is exact, whatever they shift or mask."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

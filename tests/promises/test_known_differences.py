@@ -3,8 +3,6 @@
 Issue 31 lists them: 24 to 29 are here, 17 to 23 in ``test_known_refusals.py``.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import re

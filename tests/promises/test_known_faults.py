@@ -3,8 +3,6 @@
 The number in a reason is today's relative error of what training changed in the parameters.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

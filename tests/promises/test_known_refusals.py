@@ -3,8 +3,6 @@
 Issue 31 lists them: 17 to 23 are here, 24 to 29 in ``test_known_differences.py``.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

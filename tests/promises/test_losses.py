@@ -4,8 +4,6 @@ A large table is in ``loss_table``, and what of it is not yet as it should be in
 more ways to write one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from itertools import chain

@@ -1,7 +1,5 @@
 """The check where rounding is large: what it makes of a loss is no break, and no break is hidden by it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Modules that optimize by themselves, unchanged: windows equal their own run on joined batches."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import time

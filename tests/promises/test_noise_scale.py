@@ -1,7 +1,5 @@
 """GradientNoiseScale against closed forms, and against the gradients of each micro-batch computed one by one."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Micro-batches whose loss or gradient is not finite: left out as if they had never been there, or reported."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

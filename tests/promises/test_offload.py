@@ -1,7 +1,5 @@
 """Batches that run whole, while what autograd saves for their backward waits on the host: the step, to the bit, and less memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

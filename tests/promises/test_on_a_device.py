@@ -1,7 +1,5 @@
 """What a GPU does differently and a CPU can imitate: counts stay on the device, and CUDA graphs write over their gradients."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What changes between the micro-batches of a window is warned of by name, or refused; what a full batch changes too is not."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """LightningModules in the shapes of public repositories: each does in windows and in split batches what the table says."""
 
-from __future__ import annotations
-
 import pytest
 from real_modules.structured import graphs_of
 from real_modules.table import Exact, How, Row, holds, measure, rows

@@ -1,7 +1,5 @@
 """A checkpoint taken anywhere goes on, also inside a window: to the bit on one rank, to rounding over several."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

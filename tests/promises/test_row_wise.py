@@ -1,7 +1,5 @@
 """row_wise=: submodules run in micro-batches, and a loss that sees the whole batch has the gradient of the whole batch."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

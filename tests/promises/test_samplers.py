@@ -1,7 +1,5 @@
 """BalancedBatchSampler: ranks get equal work, and each window the samples that it has with SameOrderSampler. And that one."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Schedulers follow optimizer steps that really happened."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ A point is drawn from its seed, and a failure shows it. The first seeds, and one
 One of them: ``pytest -m "" -k "one_rank and seed017" tests/promises/test_search_policies.py``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy

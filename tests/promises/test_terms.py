@@ -1,7 +1,5 @@
 """Losses of several terms with different denominators are exact with no argument: in windows, split, over ranks, after a resume."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules that depend on padding in ways that are easily missed: none is trimmed to other gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks whose loaders yield different numbers of batches: all end together, and every sample counts once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Explicit weights: counts, callables, a list for each term, ``"equal"``; and what weighs nothing."""
 
-from __future__ import annotations
-
 import math
 from collections import UserDict, namedtuple
 from collections.abc import Callable

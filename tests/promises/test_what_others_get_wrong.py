@@ -3,8 +3,6 @@
 References are to Lightning-AI/pytorch-lightning. Figures of Lightning itself were measured on 2.6.6.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """One window, one batch: windows, split batches and windows with holes train what their full batches do, on every engine."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

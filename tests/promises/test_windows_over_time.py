@@ -1,7 +1,5 @@
 """Windows that change size, by step or by tokens: where they end, and that each is its full batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Reinforcement learning: policies, values, and models of the world."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Outcomes that many rows share."""
 
-from __future__ import annotations
-
 from real_modules.table import Refused
 
 ONE = Refused(mend={"window": 1})

@@ -1,7 +1,5 @@
 """Language models whose loss does not show what it was divided by."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Autoencoders, adversaries, diffusion, flows and radiance fields. Noise belongs to rows, unless a module says that it draws."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

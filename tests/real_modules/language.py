@@ -1,7 +1,5 @@
 """Text and speech."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Retrieval, recommendation and tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Encoders that learn from two views: contrastive losses, statistics of the batch, and momentum teachers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

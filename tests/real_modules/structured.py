@@ -1,7 +1,5 @@
 """Graphs, trajectories, fields, series, and losses that are sums of many things."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a row of the table is, how it is measured, and the data that rows are made of."""
 
-from __future__ import annotations
-
 import math
 import pkgutil
 import re

@@ -1,7 +1,5 @@
 """Images: boxes, masks, depth and flow, whose losses are divided by what is in the images."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

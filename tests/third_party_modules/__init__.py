@@ -3,8 +3,6 @@
 A file here is a few fields. It imports its packages, and torch, inside of functions: each has an environment of its own.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Molecules, single cells and graphs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

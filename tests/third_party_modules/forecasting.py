@@ -1,7 +1,5 @@
 """Time series and tables."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from . import Case, package

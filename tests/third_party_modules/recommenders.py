@@ -1,7 +1,5 @@
 """What a user takes next."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from . import Case, package

@@ -1,7 +1,5 @@
 """Train a module of another package in three ways, and see what differs. One process trains the modules of one package."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

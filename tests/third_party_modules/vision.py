@@ -1,7 +1,5 @@
 """Images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from . import Case, package

@@ -1,7 +1,5 @@
 """The code on the pages of the README and of the documentation site runs, and what they quote is what the package prints."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What the comparison with others says of deviations: measured anew, without the times."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

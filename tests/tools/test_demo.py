@@ -1,7 +1,5 @@
 """The command ``lightning-accum demo``: every mix of ranks, window and micro-batch ends where the full batch does."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

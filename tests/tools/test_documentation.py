@@ -1,7 +1,5 @@
 """What the documentation shows exists and runs: public names, the README's and the guide's code, notebooks, links."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import json

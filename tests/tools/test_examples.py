@@ -1,7 +1,5 @@
 """The scripts in ``notebooks/examples`` run as their first lines say, and under what a cluster sets."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

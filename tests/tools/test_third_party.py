@@ -1,7 +1,5 @@
 """The script that trains modules of other packages: what it measures and what it calls silently wrong. It installs nothing here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The wheel: it has what the package needs, its page on an index has no relative links, and what it installs runs."""
 
-from __future__ import annotations
-
 import email
 import os
 import re

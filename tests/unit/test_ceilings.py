@@ -4,8 +4,6 @@ In the end the package has at most 8,500 lines of code and 13,000 lines in all, 
 350 lines, and the tests have at most 22,000 lines.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

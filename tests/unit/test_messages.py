@@ -3,8 +3,6 @@
 After a change of a message: ``python tests/unit/test_messages.py``, and read what has changed.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

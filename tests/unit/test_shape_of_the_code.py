@@ -1,7 +1,5 @@
 """What the package's own source shows: which private names of other libraries it uses, and which file imports which."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
