@@ -35,8 +35,6 @@ from lightning_accum import (
     Tokens,
 )
 
-# --- collectives ------------------------------------------------------------------------------------------------------
-
 
 def sizes_of(found: profile) -> list[tuple[str, int]]:
     events = [event for event in found.events() if event.name.startswith("gloo:")]
@@ -74,8 +72,6 @@ def test_one_gradient_reduction_and_one_small_all_reduce_a_window(
     # Lightning's own 8 bytes a loader batch, to spread a SIGTERM
     assert {name for name, _ in collectives if "all_reduce" not in name} <= {"gloo:broadcast"}
 
-
-# --- launchers --------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys
@@ -115,9 +111,6 @@ def test_every_name_of_lightnings_ddp_is_there_for_windows(launcher: str, option
         module.unused = nn.Parameter(torch.zeros(1), requires_grad=bool(options))
         fit(module, strategy=name, devices=2, accumulate_grad_batches=2)
         assert module.total == pytest.approx(TOTAL, rel=1e-15)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def test_accum_takes_the_device_of_the_trainer_or_its_own() -> None:
@@ -225,8 +218,6 @@ def test_parameter_that_ddp_does_not_reduce_is_an_error(kind: str, window: int) 
     with pytest.raises(Exception, match=r"(?s)lightning_accum\S*Error: .*\bother\b"):
         fit(TrainsMore(kind), strategy=ddp(), devices=2, accumulate_grad_batches=window)
 
-
-# --- a strategy that somebody derived from Lightning's ---------------------------------------------------------------------
 
 COUNTED = ("batch_to_device", "backward", "optimizer_step", "training_step", "post_backward")
 

@@ -31,9 +31,6 @@ def train(module: Language, by_rank: Any = BY_RANK, epochs: int = EPOCHS, *callb
     fit(module, Dealt(by_rank), *callbacks, strategy=OnCPU(**options), **arguments)
 
 
-# --- communication hooks ----------------------------------------------------------------------------------------------
-
-
 class Hooked(Language):
     """Leaves its ranks' gradients of the first step, parameters and hook calls in a file."""
 
@@ -91,9 +88,6 @@ def test_compressed_gradients_are_those_of_the_full_batch_but_for_rounding(
     assert (of_a_step > 1) == ("bucket_cap_mb" in options)
     # small buckets are rebuilt once, after the first step
     assert buckets[-of_a_step * (steps - 1) :] == list(range(of_a_step)) * (steps - 1)
-
-
-# --- when it is sent --------------------------------------------------------------------------------------------------
 
 
 def names_of(found: profile) -> list[str]:

@@ -54,9 +54,6 @@ def windows_in(batches: int, size: int, steps: int | None = None) -> list[Any]:
     return windows_of(rows_of(batches), size, EPOCHS)[:steps]
 
 
-# --- other kinds --------------------------------------------------------------------------------------------------------
-
-
 class OfKind(ShardedLanguage):
     """FSDP1 by other rules than those of Lightning."""
 
@@ -99,9 +96,6 @@ class Recomputed(ShardedLanguage):
 @ENGINES
 def test_activation_checkpointing_equals_the_full_batch(engine: str, reshard: bool | None) -> None:
     assert_one_window_one_batch(partial(Recomputed, reshard_after_forward=reshard), rows_of(3), 2, engine, epochs=EPOCHS)
-
-
-# --- what goes on inside of windows -------------------------------------------------------------------------------------
 
 
 class Validated(ShardedLanguage):
@@ -166,9 +160,6 @@ def test_checkpoint_inside_a_window_changes_nothing(sync: str, reshard: bool | N
         assert error_of_updates(parameters, by_hand, Language()) < EXACT
 
 
-# --- precision ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("engine", "precision", "clip"),
@@ -198,9 +189,6 @@ def test_low_precision_is_as_near_to_the_full_batch_in_double_as_it_is_on_one_ra
     assert error(engine, 2, by_rank) < limit * error("accum", 4, [[rows for step in zip(*by_rank, strict=True) for rows in step]])
 
 
-# --- what is sent -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.some_cases(1, 2)
 @ENGINES
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
@@ -222,9 +210,6 @@ def test_one_reduce_scatter_for_each_group_and_small_all_reduces(engine: str, sy
     assert min(size for window in sizes for size in window) == 13
     if reshard is False and sync == "window":
         assert [count[GATHER] for count in kinds] == [GROUPS, 0, 0] * 2
-
-
-# --- what is refused ---------------------------------------------------------------------------------------------------
 
 
 class Unsharded(ShardedLanguage):

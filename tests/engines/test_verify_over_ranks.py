@@ -92,9 +92,6 @@ class Planted(Language):
         return super().configure_optimizers()
 
 
-# --- correct set-ups raise no alarm ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.some_cases(1, 4)
 @needs_sharding_on_cpu
 @pytest.mark.parametrize(
@@ -126,9 +123,6 @@ def test_a_correct_set_up_over_ranks_is_equal_and_the_module_stays_as_it_was(wha
 def test_ranks_compute_in_the_default_type_of_this_process() -> None:
     with _DtypeContextManager(torch.float64):
         assert verify(Planted("a number of the default type"), ROWS, devices=2, precision="32-true")
-
-
-# --- what is planted is named ---------------------------------------------------------------------------------------------
 
 
 class Compresses(DDPAccumulationStrategy):
@@ -177,9 +171,6 @@ def test_what_breaks_equality_in_one_process_is_named_before_any_rank_starts() -
     assert ([one.name for one in report.breaks], report.ranks) == (["weight"], 1)
 
 
-# --- ranks that fail ------------------------------------------------------------------------------------------------------
-
-
 FAILING = [("an error", "no such column"), ("a parameter made late", "late"), ("a rank killed", "rank 1")]
 
 
@@ -206,9 +197,6 @@ def test_a_rank_that_fails_is_an_error_that_names_it(what: str, named: str) -> N
 def test_ranks_that_cannot_be_are_refused(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(AccumulationError, match=named):
         verify(Planted(), ROWS, **arguments)
-
-
-# --- the command line ---------------------------------------------------------------------------------------
 
 
 def counted_twice() -> Planted:

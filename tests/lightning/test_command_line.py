@@ -81,9 +81,6 @@ def numel_without_types(batch):
     return torch.tensor(batch.numel())
 
 
-# --- arguments -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_command_line_overrides_the_file_or_does_without_one() -> None:
     overrides = ["--trainer.callbacks.init_args.window=4", "--model.lr=0.5"]
     cli = LightningCLI(Numbers, args=["fit", "--config", config({"window": 2}), *overrides], save_config_callback=None)
@@ -135,9 +132,6 @@ def test_an_argument_in_yaml_trains_as_in_python(case: str, capsys: pytest.Captu
     assert cli.model.gradients == pytest.approx(expected or [], rel=1e-15)
 
 
-# --- strategies ----------------------------------------------------------------------------------------------------------
-
-
 def by_class(name: str, **init_args: Any) -> dict[str, Any]:
     return {"class_path": f"lightning_accum.{name}", "init_args": init_args}
 
@@ -168,8 +162,6 @@ def test_every_strategy_is_built_from_yaml_with_its_arguments_and_those_of_light
     sharding = strategy["init_args"].get("sharding_strategy")
     assert sharding is None or (made.sharding_strategy.name, made.cpu_offload.offload_params) == (sharding, True)
 
-
-# --- mistakes ------------------------------------------------------------------------------------------------------------
 
 MISTAKES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "another tail": ({"tail": "stop"}, "accum", "tail"),

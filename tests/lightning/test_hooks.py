@@ -21,9 +21,6 @@ def squares(net: nn.Module, batch: Tensor) -> Tensor:
     return net(batch).square().mean()
 
 
-# --- who is called, and when --------------------------------------------------------------------------------------------
-
-
 class Swapping(Toy):
     """Changes something about the Trainer before a training, or in the middle of an epoch."""
 
@@ -104,9 +101,6 @@ def test_hooks_of_backward_are_called_for_each_micro_batch_and_those_of_the_step
         setattr(hooks, f"on_before_{what}", lambda *_, what=what: calls.append(what))
     fit(Toy(squares), [torch.randn(4, 4).double()] * 2, GradientAccumulation(**policy), hooks)
     assert calls == ["zero_grad", "backward", "backward", "optimizer_step"] * windows
-
-
-# --- what a hook may do -------------------------------------------------------------------------------------------------
 
 
 def doubled(batch: Tensor, *others: Any) -> Tensor:
@@ -201,9 +195,6 @@ def test_a_loss_of_any_kind_has_the_gradient_that_torch_gives_it(loss: str) -> N
     rows = torch.randn(7, 4, dtype=torch.float64)
     policy = GradientAccumulation(2, weight=SampleCount())
     assert_window_equals_batch(lambda: Toy(LOSSES[loss]), [list(rows[:2]), list(rows[2:])], policy)
-
-
-# --- the batch ----------------------------------------------------------------------------------------------------------
 
 
 class Taking(Toy):

@@ -39,9 +39,6 @@ FULL = [pad(ROWS[i : i + 8]) for i in range(0, len(ROWS), 8)]
 ONE_TO_EIGHT = [x(i) for i in range(1, 9)]
 
 
-# --- precision --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"])
 def test_every_precision_is_as_near_to_the_full_batch_as_the_full_batch_itself(precision: str) -> None:
@@ -86,9 +83,6 @@ def test_gradients_are_unscaled_and_clipped_once_a_window(policy: dict[str, Any]
     assert (run.global_step, vars(plugin)["strategy"]) == (2, "its own")
 
 
-# --- the module's own hooks -------------------------------------------------------------------------------------------
-
-
 def test_hooks_see_the_losses_of_micro_batches_and_the_normalised_gradient_of_their_window() -> None:
     events: list[str] = []
 
@@ -120,9 +114,6 @@ def test_optimizer_step_of_the_module_may_skip() -> None:
     run = fit(module := Skips([x(1), x(2), x(5), x(7)]), None, GradientAccumulation(2))
     assert module.total == 6.0
     assert run.callback_metrics["window/optimizer_steps"] == 1
-
-
-# --- closures ---------------------------------------------------------------------------------------------------------
 
 
 class WithOptimizer(Distance):
@@ -196,9 +187,6 @@ def test_windows_of_optimizers_that_run_their_closure_elsewhere_or_again_are_ref
         fit(WithOptimizer(optimizer, ONE_TO_EIGHT), accumulate_grad_batches=2)
 
 
-# --- the tail and the limits of the Trainer ------------------------------------------------------------------------------
-
-
 class Stops(Scalar):
     """Stops, or skips the rest of the epoch, in a batch or at the end of an epoch."""
 
@@ -259,9 +247,6 @@ def test_dataloader_iter_steps_its_tail() -> None:
 
     fit(module := Draws(), [x(1), x(2), x(6)], GradientAccumulation(2))
     assert module.total == 1.5 + 6.0
-
-
-# --- one micro-batch, none, and losses that are none -----------------------------------------------------------------------
 
 
 def test_an_empty_window_leaves_parameters_and_optimizer_state_untouched_and_warns_once() -> None:

@@ -33,9 +33,6 @@ class Whole(Scalar):
         torch.save(self.w.grad, f"gradient{self.global_rank}.pt")
 
 
-# --- float32 parameters, float64 sums -------------------------------------------------------------------------------------
-
-
 def single(optimizer: str) -> Language:
     return Language(optimizer).float()
 
@@ -103,9 +100,6 @@ def test_clipping_and_hooks_find_the_gradient_in_the_type_of_the_parameter() -> 
     assert module.seen_inside == [None] * len(module.seen_inside)
 
 
-# --- parameters in bfloat16 ------------------------------------------------------------------------------------------------
-
-
 def numbers(micro_batches: int, seed: int = 1) -> Tensor:
     """Gradients in bfloat16, of one sign, that change little from micro-batch to micro-batch: so does what is rounded away."""
     generator = torch.Generator().manual_seed(seed)
@@ -142,9 +136,6 @@ def test_where_nothing_is_added_up_in_a_wider_type_nothing_changes(window: int, 
         policy = GradientAccumulation(window, accumulate_dtype=kind)
         fit(module, [pad(rows) for rows in FOURS], policy, precision=precision)
     assert all(torch.equal(a, b) for a, b in zip(*(module.parameters() for module in modules), strict=True))
-
-
-# --- ranks -----------------------------------------------------------------------------------------------------------------
 
 
 class SomeUsed(Whole):
@@ -199,9 +190,6 @@ def test_fully_shard_adds_up_by_itself_if_it_is_told_to() -> None:
     with pytest.raises(Exception, match="sync"):
         error("micro_batch", reduce_dtype=torch.float32)
     assert error(reduce_dtype=torch.float32) < BFLOAT16_ROUNDING
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------------
 
 
 def test_sparse_gradients_that_only_a_backward_shows_are_refused() -> None:

@@ -80,9 +80,6 @@ def test_an_attempt_that_runs_out_of_memory_leaves_nothing_in_the_sums(where: st
     assert all(map(torch.equal, found.parameters(), expected.parameters()))
 
 
-# --- which errors ---------------------------------------------------------------------------------------------------------
-
-
 def caused() -> Exception:
     error = ValueError("the step failed")
     error.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
@@ -141,9 +138,6 @@ def test_twice_the_size_is_tried_once_an_epoch() -> None:
     assert len(ROOM) == 5 + 5 + 2
 
 
-# --- what is kept, and said -------------------------------------------------------------------------------------------
-
-
 def test_the_size_is_kept_and_shown_and_saved() -> None:
     Limited.attempts.clear()
     policy = {"micro_batch": "auto", "trim_padding": False, "check": False}
@@ -184,9 +178,6 @@ class InPlace(Scalar):
 def test_what_a_smaller_size_does_not_mend_is_an_error(module: Any, data: Any, policy: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=match):
         fit(module(), data, GradientAccumulation(**{"micro_batch": "auto", **policy}))
-
-
-# --- several ranks ----------------------------------------------------------------------------------------------------
 
 
 class Ranked(Limited):

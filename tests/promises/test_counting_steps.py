@@ -151,9 +151,6 @@ def test_on_two_ranks_all_validate_after_the_same_steps(policy: dict[str, Any], 
     assert first["w"] == pytest.approx(averaged(first["stepped"]), rel=1e-13)
 
 
-# --- what a hook gets ----------------------------------------------------------------------------------------------------
-
-
 def test_a_window_is_what_its_full_batch_was_and_cannot_be_changed() -> None:
     module, listens = Noted(SEVEN), Listens()
     fit(module, None, listens, GradientAccumulation(3), gradient_clip_val=0.5)
@@ -238,9 +235,6 @@ def test_no_validation_comes_twice_or_is_missed_wherever_training_goes_on(hook: 
         found = [step for step, _ in first.validated + second.validated]
         assert resumed.global_step == len(whole.stepped), f"{hook} {at}"
         assert found == [step for step, _ in whole.validated], f"{hook} {at}"
-
-
-# --- beside Lightning's own ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -20,8 +20,6 @@ from lightning_accum import (
     UnsplittableBatchError,
 )
 
-# --- every raise of the package -----------------------------------------------------------------------------------------
-
 OTHERS = {
     "ArgumentTypeError": "argparse's, of which it makes its own message",
     "AttributeError": "a module has no such name",

@@ -67,8 +67,6 @@ def test_a_loss_is_exact_or_is_not_trained_in_silence(loss: Loss) -> None:
     assert_known(loss, {way: examine(loss, way) for way in WAYS}, OPEN)
 
 
-# --- two ranks ---
-
 FOUND_ON_RANKS = (
     "metric learning: triplets, mean of those that are violated",
     "idioms: squares, a loop over samples, each over the number",
@@ -121,8 +119,6 @@ def test_on_two_ranks_a_loss_is_exact_or_is_not_trained_in_silence(
     assert "refused" not in {one.word for one in found} or found[0].said == found[1].said
     assert_known(loss, dict(enumerate(told)), OPEN_ON_RANKS)
 
-
-# --- ways to write a loss ---------------------------------------------------------------------------------------------
 
 BATCHES = [make(rows, seed) for seed, rows in enumerate((2, 5, 1, 4, 3, 6, 2, 1))]
 POLICIES = {"windows": {"window": 4}, "split": {"micro_batch": 5}}

@@ -92,8 +92,6 @@ def assert_agrees(estimate: Any, expected: tuple[float, float], windows: int) ->
     assert estimate.weight == pytest.approx(variance / gradient, rel=1e-12)
 
 
-# --- equal to the gradients of micro-batches taken one by one -----------------------------------------------------------
-
 A, B = samples(1, 5, 2, 4), samples(3, 3, 6, 1, seed=1)
 NOTHING = NONE_LOSS.expand(1, DIMENSIONS)
 EQUAL, SPLIT = samples(*[3] * 9), samples(6, 7, 4)
@@ -189,9 +187,6 @@ def test_the_interval_is_open_if_noise_hides_the_gradient() -> None:
     assert (estimate.samples_low, estimate.samples_high) == (0, math.inf)
 
 
-# --- beside training ----------------------------------------------------------------------------------------------------------
-
-
 def test_training_that_goes_on_from_a_checkpoint_goes_on_with_the_estimate() -> None:
     whole, resumed = GradientNoiseScale(smoothing=0.9), GradientNoiseScale(smoothing=0.9)
     fit(Quadratic(A), None, GradientAccumulation(2), whole, SaveAfter(4), max_epochs=2)
@@ -226,9 +221,6 @@ def test_what_cannot_be_measured_well_is_warned_of() -> None:
         fit(Quadratic(A), None, GradientNoiseScale())
     with pytest.warns(AccumulationWarning, match="trim_padding=False"):  # sorted by length
         fit(OfRank([rows] * 3), None, GradientAccumulation(micro_batch=2), GradientNoiseScale())
-
-
-# --- what is refused ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_smoothing_out_of_range_other_strategies_and_manual_optimization_are_refused() -> None:

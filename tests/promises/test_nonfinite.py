@@ -86,9 +86,6 @@ def assert_equal(found: nn.Module, expected: nn.Module) -> None:
     assert relative_error(found.parameters(), expected.parameters()) <= 1e-12
 
 
-# --- skip -------------------------------------------------------------------------------------------------------------
-
-
 class Spoilt(list):
     """Rows that are not in their window, since one is spoilt."""
 
@@ -260,9 +257,6 @@ def test_with_a_grad_scaler_a_loss_is_skipped_and_a_gradient_is_left_to_the_scal
     assert plugin.scaler.get_scale() == scale
     assert run.callback_metrics["window/skipped_micro_batches"] == skipped
     assert all(parameter.isfinite().all() for parameter in module.parameters())
-
-
-# --- raise, and nothing ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.some_cases(2)

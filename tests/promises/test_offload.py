@@ -48,9 +48,6 @@ def assert_equal_to_the_bit(make: Callable[[], Any], data: Any, arguments: Calla
     return plain, run
 
 
-# --- saved tensors ----------------------------------------------------------------------------------------------------
-
-
 def layers(x: Tensor) -> Tensor:
     for _ in range(12):
         x = (x.sin() * 1.5).exp().tanh() + x
@@ -170,9 +167,6 @@ def test_hooks_end_with_the_loader_batch_also_where_it_fails(memory: OtherMemory
     with pytest.raises(KeyError, match="of its own"):
         fit(Fails(lambda net, batch: layers(net(batch)).mean()), [rows(8, 4)] * 3, offloaded())
     assert torch.func.grad(lambda x: x.square().sum())(torch.ones(2)).tolist() == [2, 2]
-
-
-# --- trainings --------------------------------------------------------------------------------------------------------
 
 
 def normalised() -> nn.Module:

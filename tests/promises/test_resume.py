@@ -164,9 +164,6 @@ def test_parameters_frozen_since_the_checkpoint_stay_where_they_are() -> None:
     assert module.w.item() != -2.0
 
 
-# --- at the ends of epochs -----------------------------------------------------------------------------------------------
-
-
 class Placed(Scalar):
     """Its loader knows its place. Notes which epochs begin, and the loss of each that ends."""
 

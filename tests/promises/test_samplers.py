@@ -117,8 +117,6 @@ def test_a_sampler_resumes_where_it_was_on_any_number_of_ranks(make: Callable[[]
     assert sorted(seen) == list(range(48))
 
 
-# --- in a training ----------------------------------------------------------------------------------------------------
-
 ROWS = sentences(37)
 
 

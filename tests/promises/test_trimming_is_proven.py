@@ -161,9 +161,6 @@ def test_what_a_step_writes_into_parameters_is_not_written_by_the_trial(is_count
     assert relative_error([module.target.weight], [first + (momentum - first) / 2**4]) < 1e-12  # of four micro-batches
 
 
-# --- what is no dependence on padding ---------------------------------------------------------------------------------
-
-
 def test_what_cannot_be_found_out_in_one_batch_is_tried_again() -> None:
     batches = [default_collate([{**row, "scale": torch.ones(()).double()} for row in padded(LENGTHS, 8, s)]) for s in range(3)]
     batches[0]["scale"][3] = torch.nan  # the shortest row
@@ -190,9 +187,6 @@ def test_ranks_reduce_the_gradients_of_a_module_that_was_tried_in_single_precisi
     fit(module, None, policy, strategy=ddp(find_unused_parameters=True), devices=2, precision="bf16-true")
     fit(alone, [default_collate(rows[0] + rows[1])], strategy="auto")
     assert error_of_updates(module, alone, Reader(mean_of_tokens).bfloat16()) < 0.2  # with the gradients of one rank it is 0.7
-
-
-# --- a module that takes the longest of its rows for the number of columns --------------------------------------------
 
 
 class Forecaster(pl.LightningModule):
@@ -236,9 +230,6 @@ def test_lengths_trim_every_tensor_that_they_are_of(key: str, batches: list[Any]
         fit(split, batches, GradientAccumulation(micro_batch=2, trim_padding=key))
     assert all("could not be checked" in message for message in messages)  # a few rows, not trimmed, are an error of its own
     assert error_of_updates(split, whole, Forecaster()) < 1e-12
-
-
-# --- what a batch is to a module --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, "auto"])

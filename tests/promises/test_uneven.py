@@ -80,9 +80,6 @@ def total(engine: str, module: pl.LightningModule, window: int, **kwargs: Any) -
     return -found.item()
 
 
-# --- the promise ------------------------------------------------------------------------------------------------------
-
-
 class AskingUneven(Asking, Uneven):
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "asked": self.estimate}
@@ -157,9 +154,6 @@ def test_lengths_may_change_from_epoch_to_epoch(engine: str, has_length: bool) -
     reload = {"reload_dataloaders_every_n_epochs": 1} if has_length else {}
     found = total(engine, ByEpoch(by_epoch, has_length), 2, max_epochs=len(by_epoch), **reload)
     assert found == pytest.approx(sum(mean for by_rank in by_epoch for mean in means(by_rank, 2)), rel=1e-12)
-
-
-# --- what standing in leaves alone ------------------------------------------------------------------------------------
 
 
 class Logs(Uneven):

@@ -30,9 +30,6 @@ class Batch:
     labels: Tensor
 
 
-# --- counts -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("count", "batch", "expected"),
     [
@@ -131,9 +128,6 @@ def test_token_counts_that_forget_the_shift_are_refused_and_the_weight_that_adds
         fit(Toy(shifted), data, GradientAccumulation(2, weight=TokenCount(shift=False)))
 
 
-# --- nothing to weigh -------------------------------------------------------------------------------------------------
-
-
 def test_an_explicit_weight_of_zero_keeps_a_nan_out() -> None:
     module = Scalar(by_rank=[[x(-1), x(3)], [x(1), x(-5)]])
     module.loss = lambda x: Hide.apply((module.w * x).mean()) / (0.0 if x[0] < 0 else 1.0)
@@ -168,9 +162,6 @@ def test_a_mean_over_a_jagged_tensor_is_weighed_by_its_entries(mean: Callable[[T
     module.training_step = lambda batch, batch_idx: module.loss(batch)
     fit(module, None, GradientAccumulation(2, check=False))
     assert module.gradients[0] == pytest.approx(torch.cat(rows).mean().item(), rel=1e-12)
-
-
-# --- a weight for each term -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,6 @@ def test_fp16_and_none_on_the_boundary_is_as_if_it_had_not_been_there(missing: A
     assert run.global_step == 1
 
 
-# --- what callbacks see -----------------------------------------------------------------------------------------------
-
-
 def test_outputs_carry_the_loss_of_the_micro_batch() -> None:
     seen = []
 

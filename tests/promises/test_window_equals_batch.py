@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader
 
 from lightning_accum import GradientAccumulation, SameOrderSampler, Tokens
 
-# --- windows ----------------------------------------------------------------------------------------------------------
-
 ROWS, MICRO_BATCH, EPOCHS = sentences(44), 2, 2
 SMALL = 4096 / 2**20  # 4 KiB, of some 40 that the parameters take: several buckets
 ENGINES = [
@@ -102,8 +100,6 @@ def test_the_reference_is_the_loop_by_hand_and_lightnings_own_accumulation_would
     with pytest.raises(AssertionError):
         assert_one_window_one_batch(ShardedLanguage, by_rank, policy)
 
-
-# --- split batches ----------------------------------------------------------------------------------------------------
 
 BATCH = 16
 SPLIT = sentences(53)  # three batches, and one of 5 rows

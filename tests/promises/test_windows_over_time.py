@@ -18,8 +18,6 @@ class Estimates(Asking, Scalar):
     pass
 
 
-# --- schedules ---------------------------------------------------------------------------------------------------------
-
 SCHEDULES: dict[str, Callable[[int], int]] = {
     "growing": lambda step: 1 + step,
     "falling": lambda step: max(1, 4 - step),
@@ -63,8 +61,6 @@ def test_a_window_keeps_the_size_that_it_began_with_over_the_end_of_an_epoch(bat
     fit(module, None, GradientAccumulation(sizes, tail="carry"), max_epochs=2)
     assert module.gradients == pytest.approx(expected, rel=1e-15)
 
-
-# --- tokens ------------------------------------------------------------------------------------------------------------
 
 ROWS = sentences(70)
 

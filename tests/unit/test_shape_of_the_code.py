@@ -96,8 +96,6 @@ def used_modules() -> set[str]:
     return {part for node in nodes for part in (node.module or "").split(".")}
 
 
-# --- imports, those for type checking included ---------------------------------------------------------------------------
-
 BELOW_THE_LINE = ("trainer", "demo", "names", "pytorch_lightning", "ray", "testing", "verification", "__main__")
 """What may import lightning. The package's own ``__init__`` gives out what is below, and is imported by nobody."""
 MODULES = {module_of(file): tree for file, tree in FILES.items()}
