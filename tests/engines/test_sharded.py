@@ -21,18 +21,7 @@ from sharded import (
     needs_sharding_on_cpu,
     wrap_for_fsdp1,
 )
-from support import (
-    Language,
-    Profiled,
-    SaveAfter,
-    ddp,
-    error_of_updates,
-    language_loss,
-    loader,
-    pad,
-    sentences,
-    train_by_hand,
-)
+from support import Language, Profiled, SaveAfter, ddp, error_of_updates, language_loss, loader, pad, sentences, train_by_hand
 from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.checkpoint import checkpoint
 

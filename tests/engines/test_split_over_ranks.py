@@ -121,10 +121,7 @@ SKIPPED = [
     [of_tasks(1, 0, 1), BAD, of_tasks(2, 0, 1), of_tasks(3, 0, 2), BAD, of_tasks(4, 0, 0)],
     [of_tasks(11, 0, 0), of_tasks(12, 0, 0), of_tasks(13, 0, 0), of_tasks(14, 0, 0), of_tasks(15, 0), of_tasks(16, 1)],
 ]
-FIRST_IS_NONE = [
-    [of_tasks(seed, 0, 1, 2, 0) for seed in range(4)],
-    [None, *(of_tasks(10 + seed, 1, 2, 0, 1) for seed in range(3))],
-]
+FIRST_IS_NONE = [[of_tasks(seed, 0, 1, 2, 0) for seed in range(4)], [None, *(of_tasks(10 + seed, 1, 2, 0, 1) for seed in range(3))]]
 STAYS: dict[str, tuple[Sequence[Any], Any, dict[str, Any], dict[str, Any]]] = {
     "only in a skipped loader batch": (SKIPPED, 2, UNUSED, {"on_nonfinite": "skip"}),
     "only in a skipped micro-batch": (SKIPPED, 2, UNUSED, {"on_nonfinite": "skip", "micro_batch": 2}),

@@ -209,11 +209,7 @@ def fit_by_steps(policy: dict[str, Any], *callbacks: Callback, **kwargs: Any) ->
     return module, run
 
 
-RESUMED: dict[str, dict[str, Any]] = {
-    "3": {"window": 3},
-    "carry": {"window": 3, "tail": "carry"},
-    "tokens": {"window": Tokens(12)},
-}
+RESUMED: dict[str, dict[str, Any]] = {"3": {"window": 3}, "carry": {"window": 3, "tail": "carry"}, "tokens": {"window": Tokens(12)}}
 HOOKS: dict[str, Any] = {
     **dict.fromkeys(["on_train_batch_end", "on_train_batch_start"], range(1, 15)),
     **dict.fromkeys(["on_train_epoch_end", "on_train_epoch_start"], range(7, 8)),

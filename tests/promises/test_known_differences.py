@@ -172,14 +172,7 @@ def of_terms_that_are_counted(net: Any, batch: Any) -> Tensor:
     return classified(net, batch) + (net(batch[0])[:, 0] * mask).square().sum() / mask.sum()
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "direct",
-        "experiment",
-        case(22, "about 30 more are printed by the check", "print"),
-    ],
-)
+@pytest.mark.parametrize("where", ["direct", "experiment", case(22, "about 30 more are printed by the check", "print")])
 def test_what_a_step_logs_or_prints_by_itself_is_there_once_a_micro_batch(where: str, monkeypatch: Any, capsys: Any) -> None:
     logger, sent = CSVLogger("logs"), []
     kind, log_metrics = type(logger.experiment), type(logger.experiment).log_metrics

@@ -14,19 +14,7 @@ import torch
 from known import case, classified, open_until, outcome, outcome_split, rows_of, scheduled
 from lightning.pytorch.callbacks import LambdaCallback
 from processes import run_ranks
-from support import (
-    Hide,
-    LooksAhead,
-    ManualToy,
-    Toy,
-    fit,
-    joined,
-    labelled,
-    loader,
-    noted,
-    relative_error,
-    warned,
-)
+from support import Hide, LooksAhead, ManualToy, Toy, fit, joined, labelled, loader, noted, relative_error, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel

@@ -374,8 +374,7 @@ class Follows(GAN):
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"),
-    [(Follows, "average.0.weight"), (Averages, "parameters"), (Alternates, ""), (Direct, "manual_backward")],
+    ("kind", "named"), [(Follows, "average.0.weight"), (Averages, "parameters"), (Alternates, ""), (Direct, "manual_backward")]
 )
 def test_what_cannot_be_equal_is_named(kind: type[Manual], named: str) -> None:
     with pytest.warns(AccumulationWarning, match=named):

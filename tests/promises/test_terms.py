@@ -28,14 +28,7 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_accum import (
-    AccumulationWarning,
-    DoesNotAddUpError,
-    GradientAccumulation,
-    SampleCount,
-    Tokens,
-    UnreadableLossError,
-)
+from lightning_accum import AccumulationWarning, DoesNotAddUpError, GradientAccumulation, SampleCount, Tokens, UnreadableLossError
 from lightning_accum.testing import EXACT, Comparison, adamw, compare_window_with_batch, sgd
 
 SIZES = (3, 1, 5, 2, 2, 4, 1, 3, 1, 2, 6, 3)

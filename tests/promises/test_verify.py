@@ -455,12 +455,7 @@ WRONG: dict[str, Any] = {
     "a module with an iterator": (lambda: changed(lambda net: vars(net).update(streams=iter([1]))), points(), IN_TWOS, "streams"),
     "a module without shapes": (of(plain, nn.LazyLinear(8)), points(), IN_TWOS, "net.1"),
     "a loss that depends on nothing": (of(lambda m, y, b, i: (y * 0).mean()), points(), IN_TWOS, "gradient"),
-    "a module of one type": (
-        of(lambda m, y, b, i: (y.double() @ torch.ones(3).float()).mean()),
-        points(),
-        IN_TWOS,
-        "precision=",
-    ),
+    "a module of one type": (of(lambda m, y, b, i: (y.double() @ torch.ones(3).float()).mean()), points(), IN_TWOS, "precision="),
     "no module": (lambda: nn.Linear(2, 2), BATCH, IN_TWOS, "LightningModule"),
     "no data": (pl.LightningModule, None, {"window": 2}, "data="),
     "an argument that does not exist": (BoringModel, BATCH, {**IN_TWOS, "wieght": "auto"}, "wieght"),

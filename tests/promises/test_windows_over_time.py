@@ -53,8 +53,7 @@ def test_a_function_of_the_optimizer_step_says_how_long_a_window_is(schedule: st
 
 
 @pytest.mark.parametrize(
-    ("batches", "sizes", "expected"),
-    [(3, {0: 2, 1: 1}, [1.5, (3 + 1) / 2, 2, 3]), (4, {0: 3, 1: 5}, [2, (4 + 1 + 2) / 3, 3.5])],
+    ("batches", "sizes", "expected"), [(3, {0: 2, 1: 1}, [1.5, (3 + 1) / 2, 2, 3]), (4, {0: 3, 1: 5}, [2, (4 + 1 + 2) / 3, 3.5])]
 )
 def test_a_window_keeps_the_size_that_it_began_with_over_the_end_of_an_epoch(batches: int, sizes: Any, expected: Any) -> None:
     module = Scalar([x(value) for value in range(1, batches + 1)])

@@ -144,11 +144,7 @@ class ImportanceWeighted(Autoencoder):
         return -(log_weight.logsumexp(1) - math.log(5)).mean()
 
 
-@real_module(
-    *("VQ-VAE, k-means", dealt(image)),
-    windows=Warned("is_placed"),
-    split=Warned("is_placed"),
-)
+@real_module(*("VQ-VAE, k-means", dealt(image)), windows=Warned("is_placed"), split=Warned("is_placed"))
 class VectorQuantized(Autoencoder):
     """The first forward places the codebook at means of what it sees."""
 

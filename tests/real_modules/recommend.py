@@ -32,11 +32,7 @@ IN_THE_BATCH = {
 }
 
 
-@real_module(
-    *("dense passage retrieval", dealt(retrieved)),
-    collate=two_contexts_a_query,
-    **IN_THE_BATCH,
-)
+@real_module(*("dense passage retrieval", dealt(retrieved)), collate=two_contexts_a_query, **IN_THE_BATCH)
 class TwoContextsAQuery(LightningModule):
     """Each query has to find its own among all contexts of the batch."""
 

@@ -326,10 +326,7 @@ def packed_series(rows: Sequence[tuple[Tensor, Tensor]]) -> list[PackedSequence]
     return [pack_sequence(values, enforce_sorted=False) for values in zip(*rows, strict=True)]
 
 
-@real_module(
-    *("forecasts of packed series", dealt(series)),
-    collate=packed_series,
-)
+@real_module(*("forecasts of packed series", dealt(series)), collate=packed_series)
 class PackedTimeSeries(LightningModule):
     """A mean over steps, and one over series for what is known at their ends."""
 
@@ -364,12 +361,7 @@ class LogsToTheExperiment(Regression):
         return loss
 
 
-@real_module(
-    "semi-supervised, a second stream",
-    dealt(measured),
-    windows=Warned("replay"),
-    split=Warned("replay"),
-)
+@real_module("semi-supervised, a second stream", dealt(measured), windows=Warned("replay"), split=Warned("replay"))
 class IteratorInAnAttribute(Regression):
     """Each step takes the next rows of a second loader, which has enough for training and no more."""
 
