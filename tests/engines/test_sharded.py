@@ -31,7 +31,8 @@ pytestmark = needs_sharding_on_cpu
 
 EPOCHS = 2
 ROWS = sentences(36)
-ENGINES = pytest.mark.parametrize(("engine", "reshard"), [("fsdp2", None), ("fsdp2", False), ("fsdp1", None)])
+KINDS: list[tuple[str, bool | None]] = [("fsdp2", None), ("fsdp2", False), ("fsdp1", None)]
+ENGINES = pytest.mark.parametrize(("engine", "reshard"), KINDS)
 
 
 def rows_of(batches: int) -> list[list[Any]]:
@@ -178,22 +179,27 @@ def test_low_precision_is_as_near_to_the_full_batch_in_double_as_it_is_on_one_ra
     assert error(engine, 2, by_rank) < limit * error("accum", 4, [[rows for step in zip(*by_rank, strict=True) for rows in step]])
 
 
-@pytest.mark.some_cases(1, 2)
-@ENGINES
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.some_cases(2, 2)
+@pytest.mark.parametrize(
+    ("engine", "reshard", "sync"),
+    [("fsdp2 of 4", None, "shard"), *((*case, sync) for sync in ("window", "micro_batch") for case in KINDS)],
+)
 def test_one_reduce_scatter_for_each_group_and_small_all_reduces(engine: str, sync: str, reshard: bool | None) -> None:
     looks = Profiled(3, 8, collectives_in)  # the second and the third window
     policy = GradientAccumulation(3, check=False)  # which looks once at padding of another length
-    trained(ShardedLanguage(reshard_after_forward=reshard), policy, engine, {"sync": sync}, Dealt(rows_of(9)), callbacks=[looks])
+    data = Dealt(dealt(sentences(72), 2, engine))
+    trained(ShardedLanguage(reshard_after_forward=reshard), policy, engine, {"sync": sync}, data, callbacks=[looks])
     kinds, sizes = zip(*torch.load("profiled.pt", weights_only=False), strict=True)
-    # the weights; and with FSDP2 which parameters were reached
-    inside, last = {SCATTER: 0, REDUCE: 0}, {SCATTER: GROUPS, REDUCE: 2 if engine == "fsdp2" else 1}
-    if sync == "micro_batch":
-        inside[SCATTER] = GROUPS
+    # the weights; and with FSDP2 which parameters were reached; and over replicas of shards each group
+    over_replicas = GROUPS if sync == "shard" else 0
+    inside = {SCATTER: 0 if sync == "window" else GROUPS, REDUCE: 0}
+    last = {SCATTER: GROUPS, REDUCE: (1 if engine == "fsdp1" else 2) + over_replicas}
     for window in (0, 3):
         found = [{kind: count[kind] for kind in (SCATTER, REDUCE)} for count in kinds[window : window + 3]]
         assert found == [inside, inside, last]
     assert {kind for count in kinds for kind in count} == {GATHER, SCATTER, REDUCE}  # no broadcast, of Lightning's or torch's
+    if sync == "shard":
+        return
     # gloo is given the weights, 104 bytes, and nothing smaller
     assert [size.count(13) for size in sizes] == [0, 0, 1, 0, 0, 1]
     assert min(size for window in sizes for size in window) == 13

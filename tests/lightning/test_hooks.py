@@ -103,10 +103,6 @@ def test_hooks_of_backward_are_called_for_each_micro_batch_and_those_of_the_step
     assert calls == ["zero_grad", "backward", "backward", "optimizer_step"] * windows
 
 
-def doubled(batch: Tensor, *others: Any) -> Tensor:
-    return 2 * batch
-
-
 def backward_without_options(loss: Tensor, **options: Any) -> None:
     loss.backward()
 
@@ -127,9 +123,7 @@ def tick_twice(scheduler: Any, metric: Any) -> None:
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
-    "on_before_batch_transfer": doubled,
-    "transfer_batch_to_device": doubled,
-    "on_after_batch_transfer": doubled,
+    "transfer_batch_to_device": lambda batch, *others: 2 * batch,
     "backward": backward_without_options,
     "configure_gradient_clipping": clip_to_a_tenth,
     "optimizer_step": step_twice,
@@ -164,7 +158,7 @@ def of_class(optimizer: str, name: str, where: str) -> Hooked:
     return kind(optimizer, name, where)
 
 
-@pytest.mark.some_cases(11)
+@pytest.mark.some_cases(9)
 @pytest.mark.parametrize(
     ("name", "where"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Dealt
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from support import (
     Language,
@@ -18,7 +19,6 @@ from support import (
     ddp,
     fit,
     language_loss,
-    loader,
     logged,
     pad,
     sentences,
@@ -37,19 +37,11 @@ MICRO = [pad(ROWS[i : i + 2]) for i in range(0, len(ROWS), 2)]
 FULL = [pad(ROWS[i : i + 8]) for i in range(0, len(ROWS), 8)]
 
 
-class Ranked(Language):
-    def __init__(self, ranks: int = 1) -> None:
-        super().__init__("sgd")
-        self.ranks = ranks
-
-    def train_dataloader(self) -> Any:
-        return loader(MICRO[self.trainer.global_rank :: self.ranks])
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_logged_numbers_are_those_of_the_full_batch(ranks: int) -> None:
     options = {"devices": ranks, "precision": "64-true", "gradient_clip_val": 0.5, **csv_logger()}
-    fit(Ranked(ranks), None, GradientAccumulation(4 // ranks), strategy="accum" if ranks == 1 else ddp(), **options)
+    data = Dealt([MICRO[rank::ranks] for rank in range(ranks)], lambda batch: batch)
+    fit(Language(), data, GradientAccumulation(4 // ranks), strategy="accum" if ranks == 1 else ddp(), **options)
     rows = [row for row in logged() if "window/loss" in row]
     module, total = Language("sgd"), 0
     optimizer = module.configure_optimizers()
@@ -140,7 +132,7 @@ def test_metrics_are_those_of_the_last_window_whenever_one_looks() -> None:
 
 
 def test_log_false_logs_nothing() -> None:
-    run = fit(Ranked(), None, GradientAccumulation(4, log=False))
+    run = fit(Language(), MICRO, GradientAccumulation(4, log=False))
     assert not [name for name in run.callback_metrics if name.startswith("window/")]
 
 
@@ -148,7 +140,7 @@ def test_log_false_logs_nothing() -> None:
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 @pytest.mark.parametrize("has_own", [False, True])
 def test_progress_bars_show_the_window_loss_unless_the_module_has_a_metric_of_that_name(bar: Any, has_own: bool) -> None:
-    class Looks(Ranked):
+    class Looks(Language):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if has_own:
                 self.log("w_loss", 7.0, prog_bar=True)
@@ -158,7 +150,7 @@ def test_progress_bars_show_the_window_loss_unless_the_module_has_a_metric_of_th
             self.shown = self.trainer.progress_bar_callback.get_metrics(self.trainer, self)
 
     module = Looks()
-    run = fit(module, None, GradientAccumulation(4), bar(), precision="64-true", enable_progress_bar=True)
+    run = fit(module, MICRO, GradientAccumulation(4), bar(), precision="64-true", enable_progress_bar=True)
     assert module.shown["w_loss"] == (7.0 if has_own else run.callback_metrics["window/loss"].item())
     assert module.shown["w_steps"] == "4"
 
@@ -178,23 +170,23 @@ CLASSES = [x(1, 2, 3)] * 4
 @pytest.mark.parametrize(
     ("module", "policy", "words"),
     [
-        (Ranked, {"window": 4}, ("4 loader batches", "8 samples", "exact, checked to")),
-        (Ranked, {"window": 4, "check": False}, ("8 samples",)),
-        (Ranked, {"window": Tokens(4)}, ("4 tokens",)),
-        (Ranked, {"window": Tokens(4), "micro_batch": 1}, ("4 tokens",)),
-        (Ranked, {"window": Tokens(4), "weight": TokenCount()}, ("4 tokens", "TokenCount")),
-        (lambda: Classifies(CLASSES), {"window": Tokens(4)}, ("4 samples",)),
-        (lambda: Classifies(CLASSES), {"window": Tokens(4), "weight": SampleCount()}, ("4 samples", "SampleCount")),
-        (lambda: Classifies(CLASSES), {"window": Tokens(4), "weight": "equal"}, ("4 micro-batches", "not checked")),
-        (lambda: Classifies(CLASSES), {"window": Tokens(4), "weight": of_rows}, ("of_rows",)),
-        (lambda: Classifies(CLASSES), {"micro_batch": 2}, ("micro-batches of 2", "3 samples")),
-        (lambda: Classifies(CLASSES), {"micro_batch": Tokens(8), "split": lambda b, n: [b]}, ("micro-batches of up to 8",)),
-        (lambda: Classifies(CLASSES), {"micro_batch": "auto"}, ("micro-batches", "memory")),
+        (Language, {"window": 4}, ("4 loader batches", "8 samples", "exact, checked to")),
+        (Language, {"window": 4, "check": False}, ("8 samples",)),
+        (Language, {"window": Tokens(4)}, ("4 tokens",)),
+        (Language, {"window": Tokens(4), "micro_batch": 1}, ("4 tokens",)),
+        (Language, {"window": Tokens(4), "weight": TokenCount()}, ("4 tokens", "TokenCount")),
+        (Classifies, {"window": Tokens(4)}, ("4 samples",)),
+        (Classifies, {"window": Tokens(4), "weight": SampleCount()}, ("4 samples", "SampleCount")),
+        (Classifies, {"window": Tokens(4), "weight": "equal"}, ("4 micro-batches", "not checked")),
+        (Classifies, {"window": Tokens(4), "weight": of_rows}, ("of_rows",)),
+        (Classifies, {"micro_batch": 2}, ("micro-batches of 2", "3 samples")),
+        (Classifies, {"micro_batch": Tokens(8), "split": lambda b, n: [b]}, ("micro-batches of up to 8",)),
+        (Classifies, {"micro_batch": "auto"}, ("micro-batches", "memory")),
     ],
 )
 def test_one_line_says_what_a_window_is_in_what_unit(caplog: Any, module: Any, policy: Any, words: tuple[str, ...]) -> None:
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
-        fit(module(), None, GradientAccumulation(**policy), precision="64-true")
+        fit(module(), MICRO if module is Language else CLASSES, GradientAccumulation(**policy), precision="64-true")
     (line,) = [record.message for record in caplog.records if record.message.startswith("accumulating ")]
     assert ("checked" in line) == ("check" not in policy)
     assert all(word in line for word in words), line

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from real_modules.table import Exact, Refused, happens
-from support import Toy, ddp, error_of_updates, fit, labelled, loader, warned
+from support import Toy, ddp, error_of_updates, fit, joined, labelled, loader, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -114,7 +114,7 @@ def test_counts_that_half_precision_rounds_and_those_of_ignored_labels_make_the_
     with warned() as messages:
         fit(module, data, GradientAccumulation(4), precision="bf16-true")
     assert messages == []
-    fit(whole, [[torch.cat(column) for column in zip(*data, strict=True)]], strategy="auto", precision="bf16-true")
+    fit(whole, [joined(data)], strategy="auto", precision="bf16-true")
     assert error_of_updates(module, whole, made(loss, lambda: nn.Linear(4, 301))) <= 0.01  # 0.06 if means of means
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness import Dealt
 from sharded import ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
-from support import NONE_LOSS, Language, SaveAfter, Scalar, ddp, fit, fp16_on_cpu, loader, pad, predictions, sentences, x
+from support import NONE_LOSS, Language, SaveAfter, Scalar, ddp, fit, fp16_on_cpu, pad, predictions, sentences, x
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, GradientNoiseScale, Tokens
 
@@ -46,10 +46,10 @@ class Kept(GradientNoiseScale):
         torch.save(self.estimate, f"estimate_{trainer.global_rank}.pt")
 
 
-def measured(module: pl.LightningModule, policy: Any, ranks: int = 1, strategy: Any = None, **kwargs: Any) -> Any:
+def measured(module: pl.LightningModule, policy: Any, ranks: int = 1, strategy: Any = None, data: Any = None, **kwargs: Any) -> Any:
     """The estimate, which is the same on all ranks."""
     strategy = strategy or ("accum" if ranks == 1 else ddp())
-    fit(module, None, policy, Kept(smoothing=1), strategy=strategy, devices=ranks, **kwargs)
+    fit(module, data, policy, Kept(smoothing=1), strategy=strategy, devices=ranks, **kwargs)
     found = [torch.load(f"estimate_{rank}.pt", weights_only=False) for rank in range(ranks)]
     assert found == found[:1] * ranks
     return found[0]
@@ -126,15 +126,6 @@ def test_before_clipping_reduced_at_every_micro_batch_and_of_sums_too(kind: type
     assert_agrees(estimate, quadratic_by_hand([[*A[:2], *B[:2]], [*A[2:], *B[2:]]], lr=0.0), 2)
 
 
-class OfRank(ShardedLanguage):
-    def __init__(self, *by_rank: Sequence[Any]) -> None:
-        super().__init__()
-        self.by_rank = by_rank
-
-    def train_dataloader(self) -> DataLoader:
-        return loader(self.by_rank[self.trainer.global_rank])
-
-
 @pytest.mark.parametrize("strategy", [ddp, pytest.param(fsdp2, marks=needs_sharding_on_cpu)], ids=["ddp", "fsdp2"])
 def test_a_language_model_is_measured_in_tokens_and_samples(strategy: Any) -> None:
     batches = [pad(sentences(16)[i : i + 2]) for i in range(0, 16, 2)]
@@ -153,7 +144,7 @@ def test_a_language_model_is_measured_in_tokens_and_samples(strategy: Any) -> No
     weights = list(map(predictions, batches))
     weighed = list(zip(batches, weights, strict=True))
     by_rank = [*batches[:2], *batches[4:6]], [*batches[2:4], *batches[6:]]
-    estimate = measured(OfRank(*by_rank), GradientAccumulation(2), 2, strategy())
+    estimate = measured(ShardedLanguage(), GradientAccumulation(2), 2, strategy(), Dealt(by_rank, lambda batch: batch))
     assert_agrees(estimate, by_hand([weighed[:4], weighed[4:]], gradient_of, step), 2)
     assert estimate.samples == pytest.approx(estimate.weight * 16 / sum(weights), rel=1e-12)
 
@@ -220,7 +211,7 @@ def test_what_cannot_be_measured_well_is_warned_of() -> None:
     with pytest.warns(AccumulationWarning, match="micro_batch="):  # windows of one micro-batch on one rank
         fit(Quadratic(A), None, GradientNoiseScale())
     with pytest.warns(AccumulationWarning, match="trim_padding=False"):  # sorted by length
-        fit(OfRank([rows] * 3), None, GradientAccumulation(micro_batch=2), GradientNoiseScale())
+        fit(Language(), [rows] * 3, GradientAccumulation(micro_batch=2), GradientNoiseScale())
 
 
 def test_a_smoothing_out_of_range_other_strategies_and_manual_optimization_are_refused() -> None:
@@ -238,9 +229,9 @@ def test_a_smoothing_out_of_range_other_strategies_and_manual_optimization_are_r
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("strategy", [fsdp1, lambda: fsdp2(1, 2)], ids=["FSDP1", "tensor parallelism"])
 def test_gradients_that_no_rank_has_are_refused_before_training(strategy: Any) -> None:
-    class Untrained(OfRank):
+    class Untrained(ShardedLanguage):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             raise AssertionError("training has begun")
 
     with pytest.raises(Exception, match="MisconfiguredError"):
-        fit(Untrained([x(1)], [x(1)]), None, GradientNoiseScale(), strategy=strategy(), devices=2)
+        fit(Untrained(), [x(1)], GradientNoiseScale(), strategy=strategy(), devices=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from alive import Alive
 from harness import assert_one_window_one_batch, dealt, on
-from manual_modules import ALL, GAN, Dependent, Manual, draw
+from manual_modules import ALL, Dependent, Manual, draw
 from other_memory import OtherMemory, other_memory
 from sharded import ShardedLanguage
 from support import Language, Toy, classified, fit, fp16_on_cpu, pad, sentences
@@ -245,14 +245,6 @@ def test_windows_and_ranks(memory: OtherMemory, engine: str, options: dict[str, 
     by_rank = dealt(sentences(18), 3, engine)
     make = partial(ShardedLanguage, "adamw", reshard_after_forward=True)
     assert_one_window_one_batch(make, by_rank, offloaded(window), engine, options, callbacks=[moves(memory)])
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize(("kind", "window"), [(GAN, 3), (Dependent, 1)])
-def test_manual_optimization_on_two_ranks(memory: OtherMemory, kind: type[Manual], window: int) -> None:
-    by_rank = [draw(kind), draw(kind, 1)]
-    arguments = {"collate": default_collate, "callbacks": [moves(memory)]}
-    assert_one_window_one_batch(kind, by_rank, offloaded(window), "ddp", **arguments)
 
 
 LAYERS = 12
