@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError, UnsplittableBatchError
-from lightning_accum.splitting.lengths import IGNORE_INDEX, is_whole
-from lightning_accum.splitting.rows import Layout, Part, entries_of, made_of, parse, with_entries
+from lightning_accum.splitting.rows import IGNORE_INDEX, Layout, Part, entries_of, is_whole, made_of, parse, with_entries
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 
 
@@ -100,10 +99,11 @@ class FewRows:
         labels = [path for path, tensor in tensors if is_whole(tensor) and bool((tensor == IGNORE_INDEX).any())]
         if not labels:
             return None
-        layout = Layout(self.take(rows), self._layout.kinds)
-        for path in labels:
-            layout.tensors[path][torch.tensor([row in without_labels for row in rows])] = IGNORE_INDEX
-        return layout.take(slice(None))
+        batch = self.take(rows)  # a copy
+        for path, tensor in Layout(batch, self._layout.kinds).tensors.items():
+            if path in labels:
+                tensor[torch.tensor([row in without_labels for row in rows])] = IGNORE_INDEX
+        return batch
 
     def two(self, number: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Two batches of equal size from the first ``number`` rows; the second repeats a row if there are few."""

@@ -13,9 +13,8 @@ from torch import Tensor
 from lightning_accum.errors import UnsplittableBatchError
 from lightning_accum.policy import Policy, Split, Tokens
 from lightning_accum.splitting.auto import MicroBatchSizes
-from lightning_accum.splitting.lengths import Lengths, cut_where_lengths_fall, kept_columns, read_lengths
 from lightning_accum.splitting.rows import Layout
-from lightning_accum.splitting.trimming import Trimming
+from lightning_accum.splitting.trimming import Lengths, Trimming, cut_where_lengths_fall, kept_columns, read_lengths
 from lightning_accum.step import Trained
 from lightning_accum.trial import Step
 from lightning_accum.weighing.counts import count_samples, name_of, tensors_of
@@ -148,7 +147,7 @@ class Splitting:
             return self._plan_by_function(batch, self._split)
         layout = self._layout_of(batch)
         lengths = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_lengths(layout)
-        return self._pack(batch, layout, self._trimming.trimmable(layout, lengths, self._step))
+        return self._pack(batch, layout, self._trimming.trimmable(layout, lengths, self._step) if lengths else lengths)
 
     def _layout_of(self, batch: Any) -> Layout:
         layout = Layout(batch, self.kinds, self.samples())
@@ -201,7 +200,7 @@ class Splitting:
         pieces, stops = list[RowSlice](), accumulate(map(len, groups))
         for rows, stop in zip(groups, stops, strict=True):
             own = rows if is_sorted else slice(stop - len(rows), stop)  # slices of tensors are views
-            pieces.append(RowSlice(own, len(rows), costs[widths[rows[0]]], kept_columns(rows, lengths.values())))
+            pieces.append(RowSlice(own, len(rows), costs[widths[rows[0]]], kept_columns(rows, lengths.values()) if lengths else {}))
         return Plan(batch, pieces, layout, order if is_sorted else None)
 
     def _room(self, width: int, cost: int, rows: int) -> int:

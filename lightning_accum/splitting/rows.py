@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from lightning_accum.errors import UnsplittableBatchError
-from lightning_accum.splitting.lengths import is_whole
 
+IGNORE_INDEX = -100  # the label of ignored positions, as in :func:`torch.nn.functional.cross_entropy`
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, range, slice})
 
 
@@ -103,9 +103,9 @@ class Layout:
         self.columns = {size for tensor in self.tensors.values() for size in tensor.shape[1:]}
         new = [part for part in self.parts if part.path not in known]
         for part in new:
-            if part.kind == "container" and part.is_cut:
+            if part.kind == "container":
                 try:
-                    _rebuilt(part, lambda inner: inner.value)
+                    made_of(part, lambda inner: inner.value)
                 except Exception as error:  # fail now, not in the middle of a window
                     raise UnsplittableBatchError.because(f"{part}, and cannot be constructed again ({error})") from error
         others = [part for part in new if part.path in self.shared_tensors and (part.size or 0) > 1]
@@ -182,11 +182,9 @@ class Layout:
 
 
 def made_of(part: Part, taken: Callable[[Part], Any]) -> Any:
-    """What a micro-batch gets of a part without rows: a copy in which each part is replaced by ``taken(part)``, or itself."""
-    return _rebuilt(part, taken) if part.is_cut else part.value
-
-
-def _rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:
+    """A micro-batch's own of a container: a copy in which each part is replaced by ``taken(part)``; itself if nothing is cut."""
+    if not part.is_cut:
+        return part.value
     value, inside = part.value, {inner.key: taken(inner) for inner in part.parts if inner.is_cut}
     if isinstance(value, (list, tuple)):
         return with_entries(value, [inside.get(index, entry) for index, entry in enumerate(value)])
@@ -332,3 +330,8 @@ def _may_be_of_several_loaders(root: Part) -> bool:
 def is_record(value: Any) -> bool:
     """An instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether it holds whole numbers or bools."""
+    return not tensor.is_floating_point() and not tensor.is_complex()
