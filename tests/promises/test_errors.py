@@ -27,7 +27,6 @@ OTHERS = {
     "GathersError": "caught, as CannotCheckError is",
     "ImportError": "an extra is not installed",
     "ModuleNotFoundError": "an extra is not installed",
-    "NeedsTrimmingError": "caught, as CannotCheckError is",
     "NotImplementedError": "of a method that derived classes have",
     "RuntimeError": "caught two lines on, or by what runs a trial: it is reported in words",
     "SIGTERMException": "Lightning's, for a signal",
@@ -65,7 +64,7 @@ def test_every_error_about_a_program_is_of_the_base(kinds: set[type[Accumulation
 
 
 def test_every_error_goes_from_process_to_process_with_its_message(kinds: set[type[AccumulationError]]) -> None:
-    assert len(kinds) > 15
+    assert len(kinds) > 14
     for kind in kinds:
         error = kind("seen")
         again = pickle.loads(pickle.dumps(error))
