@@ -1,13 +1,12 @@
 """Batches that run whole while what their backward needs waits on the host: the accuracy that BatchNorm keeps, time and memory.
 
-    python tests/benchmarks/offload.py [--device cuda]
+    python tests/benchmarks/offload.py
     python tests/benchmarks/offload.py --out notebooks/figures/batch_norm.png
 
-The first compares a step on the whole batch with gradient checkpointing of every block, and with offloading, for three networks: a
-ResNet, layers with BatchNorm after each convolution, and after every sixth. On a GPU time and peak are its own. On a CPU, where the
-package moves nothing, a second memory is made up: the peak is that of all tensors alive in a step, above those that stay
+The first compares a ResNet's step on the whole batch with gradient checkpointing of every block, and with offloading. The package
+moves nothing on a CPU, so a second memory is made up: the peak is that of all tensors alive in a step, above those that stay
 (parameters, gradients, optimizer, data), counted by a mode that sees every operator, and copies take the processor's time, which
-nothing hides.
+nothing hides. ``gpu.py`` measures it on a GPU.
 
 ``--out`` trains the ResNet on scikit-learn's digits, batches of 96: on whole batches, on micro-batches of 2, and with
 ``micro_batch="offload"``, and draws the validation accuracy of each epoch.
@@ -16,8 +15,6 @@ nothing hides.
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,11 +144,11 @@ def draw(found: dict[str, list[list[float]]], size: int, stride: int, path: str)
 
 
 class Measured(Module):
-    """Takes the time and the peak of steps."""
+    """A ResNet of 9 blocks, which takes the time and the peak of steps."""
 
-    def __init__(self, net: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], blocks: Sequence[nn.Module]) -> None:
-        super().__init__(net, lambda net, batch: loss(net(batch[0]), batch[1]))
-        self.blocks = list(blocks)
+    def __init__(self, width: int) -> None:
+        torch.manual_seed(11)
+        super().__init__(ResNet(width, blocks=3), classify)
         self.times: list[float] = []
         self.peaks: list[int] = []
         self.alive: Alive | None = None
@@ -160,99 +157,59 @@ class Measured(Module):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-        elif self.alive is not None:
+        if self.alive is not None:
             self._before = self.alive.peak = self.alive.bytes
-        self._began = self._now()
+        self._began = time.process_time()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            self.peaks.append(torch.cuda.max_memory_allocated() - self._before)
-        elif self.alive is not None:
+        self.times.append(time.process_time() - self._began)
+        if self.alive is not None:
             self.peaks.append(self.alive.peak - self._before)
-        self.times.append(self._now() - self._began)
 
-    def _now(self) -> float:
-        return time.perf_counter() if self.device.type == "cuda" else time.process_time()
-
-    @contextmanager
-    def checkpointed(self) -> Iterator[None]:
-        """Each block runs again in the backward, instead of keeping what it computed."""
-        for block in self.blocks:
-            block.forward = lambda x, own=block.forward: checkpoint(own, x, use_reentrant=False)  # type: ignore[method-assign]
-        yield
+    def checkpoint_blocks(self) -> None:
+        """Have each block run again in the backward, instead of keeping what it computed."""
+        for block in self.net.modules():
+            if isinstance(block, Block):
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
-def resnet(width: int) -> Measured:
-    """Of 9 blocks, on digits."""
-    torch.manual_seed(11)
-    net = ResNet(width, blocks=3)
-    return Measured(net, nn.functional.cross_entropy, [block for block in net.modules() if isinstance(block, Block)])
-
-
-def deep(width: int, between: int) -> Measured:
-    """Convolutions, so many of them from one BatchNorm layer to the next."""
-    blocks = [
-        nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width) if index % between == 0 else nn.Identity(), nn.Tanh())
-        for index in range(12)
-    ]
-    return Measured(nn.Sequential(nn.Conv2d(1, width, 1), *blocks), lambda found, _: (found - 1).square().mean(), blocks)
-
-
-NETWORKS: dict[str, Callable[[int], Measured]] = {
-    "ResNet on digits": resnet,
-    "BatchNorm after each convolution": lambda width: deep(width, 1),
-    "BatchNorm after every sixth": lambda width: deep(width, 6),
-}
-
-
-def step(name: str, network: str, width: int, pixels: int, steps: int, device: str) -> tuple[float, float, float]:
+def step(name: str, width: int, pixels: int, steps: int) -> tuple[float, float, float]:
     """Seconds of a step, bytes alive at its peak, and bytes on the host."""
     images, labels = digits(torch.float32)[0]
-    images = nn.functional.interpolate(images, size=(pixels, pixels)).split(BATCH)
+    images = F.interpolate(images, size=(pixels, pixels)).split(BATCH)
     data = list(zip(images, labels.split(BATCH), strict=True))[: 2 + steps]
-    torch.manual_seed(0)
-    module = NETWORKS[network](width).to(device)
-    policy: dict[str, Any] = {"micro_batch": "offload", "log": False} if name == OFFLOAD else {}
-    with (
-        module.checkpointed() if name == CHECKPOINTED else nullcontext(),
-        nullcontext() if device == "cuda" else other_memory() as host,
-    ):
-        if device == "cpu":
-            with Alive() as module.alive:
-                fit(module, loader(data[:4]), **policy)
-            module.alive, module.times = None, []
+    module, policy = Measured(width), {"micro_batch": "offload", "log": False} if name == OFFLOAD else {}
+    if name == CHECKPOINTED:
+        module.checkpoint_blocks()
+    with other_memory() as host:
+        with Alive() as module.alive:
+            fit(module, loader(data[:4]), **policy)
+        module.alive, module.times = None, []
         fit(module, loader(data), **policy)
-    return statistics.median(module.times[2:]), float(max(module.peaks[2:])), 0.0 if host is None else float(host.most)
+    return statistics.median(module.times[2:]), float(max(module.peaks[2:])), float(host.most)
 
 
-def cost(width: int, pixels: int, steps: int, rounds: int, device: str) -> None:
+def cost(width: int, pixels: int, steps: int, rounds: int) -> None:
     """The table."""
+    sides = {name: partial(step, name, width, pixels, steps) for name in (WHOLE, CHECKPOINTED, OFFLOAD)}
+    found = interleaved(sides, rounds)
+    seconds = {name: statistics.median(one[0] for one in runs) for name, runs in found.items()}
     table = []
-    for network in NETWORKS:
-        names = (WHOLE, CHECKPOINTED, OFFLOAD)
-        sides = {name: partial(step, name, network, width, pixels, steps, device) for name in names}
-        found = interleaved(sides, rounds)
-        seconds = {name: statistics.median(one[0] for one in runs) for name, runs in found.items()}
-        for name, ((_, peak, host), *_) in found.items():
-            times = f"{1e3 * seconds[name]:.1f}", f"{seconds[name] / seconds[WHOLE]:.2f}"
-            table.append([network, name, *times, f"{peak / 2**20:.2f}", f"{peak / found[WHOLE][0][1]:.3f}", f"{host / 2**20:.2f}"])
-    show(["", "", "ms a step", "/ whole", "peak, MiB", "/ whole", "on host, MiB"], table)
+    for name, ((_, peak, host), *_) in found.items():
+        times = f"{1e3 * seconds[name]:.1f}", f"{seconds[name] / seconds[WHOLE]:.2f}"
+        table.append([name, *times, f"{peak / 2**20:.2f}", f"{peak / found[WHOLE][0][1]:.3f}", f"{host / 2**20:.2f}"])
+    show(["", "ms a step", "/ whole", "peak, MiB", "/ whole", "on host, MiB"], table)
 
 
 def main(
-    rounds: int = 3, width: int = 16, pixels: int = 8, steps: int = 8, device: str = "cpu", out: str | None = None,
+    rounds: int = 3, width: int = 16, pixels: int = 8, steps: int = 8, out: str | None = None,
     seeds: int = 3, epochs: int = 8, size: int = 2, stride: int = 2,
 ) -> None:  # fmt: skip
     """Measure and print, or draw."""
     if out is not None:
         draw(accuracy(seeds, epochs, size, stride), size, stride, out)
     else:
-        cost(width, pixels, steps, rounds, device)
+        cost(width, pixels, steps, rounds)
 
 
 if __name__ == "__main__":
