@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import InitVar, dataclass
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -61,8 +61,9 @@ class DeferredSteps:
 
     def on_step(self, optimizer: Optimizer, run: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """The step of an optimizer is called, which ``run`` makes, with a closure or without."""
+        given = () if closure is None else (closure,)  # some optimizers take none
         if self._is_stepping:  # Lightning's step calls the optimizer's step
-            return run(closure)
+            return run(*given)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -71,7 +72,7 @@ class DeferredSteps:
             return result
         self._is_stepping = True
         try:
-            return run() if closure is None else run(lambda: result)
+            return run(lambda: result) if given else run()
         finally:
             self._is_stepping = False
 
@@ -87,10 +88,8 @@ class DeferredSteps:
 
         @wraps(original)  # keeps the attribute that a scheduler checks
         def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            def run(closure: Callable[[], Any] | None = None) -> Any:
-                return original(**kwargs) if closure is None else original(closure, **kwargs)
-
-            return self.on_step(optimizer, run, closure)
+            """Step, or defer it."""
+            return self.on_step(optimizer, partial(original, **kwargs), closure)
 
         return replacing(optimizer, step=MethodType(step, optimizer))  # a later scheduler needs a method
 
@@ -100,6 +99,7 @@ class DeferredSteps:
         original, are_deferred = type(scheduler), self.are_deferred
 
         def step(self: Any, *args: Any, **kwargs: Any) -> None:
+            """Step, unless steps are deferred."""
             if not are_deferred():
                 original.step(self, *args, **kwargs)
 

@@ -17,7 +17,15 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import check_manual_batch
-from lightning_accum.trainer.from_lightning import _DataFetcher, _FitLoop, _PrefetchDataFetcher, pl, rank_zero_info, replacing
+from lightning_accum.trainer.from_lightning import (
+    _DataFetcher,
+    _FitLoop,
+    _PrefetchDataFetcher,
+    callbacks_of,
+    pl,
+    rank_zero_info,
+    replacing,
+)
 from lightning_accum.trainer.optimization import WindowOptimization
 from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import WindowFetcher, is_agreeing
@@ -90,17 +98,12 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 
     @override
     def _should_accumulate(self) -> bool:
-        boundary, seen = self._boundary, self.batch_progress.total.ready
-        if boundary is None:
+        windows, seen = self.strategy.windows, self.batch_progress.total.ready
+        if windows is None:
             return super()._should_accumulate()
         if self.begun == seen:  # called five times a loader batch
-            return seen < boundary.ends_at
-        return not (self._is_cut_by_the_end(boundary) or boundary.is_reached(seen, self.window_size))
-
-    @property
-    def _boundary(self) -> Boundary | None:
-        """Decides when windows end; None if Lightning decides."""
-        return None if self.strategy.windows is None else self.strategy.windows.boundary
+            return seen < windows.boundary.ends_at
+        return not (self._is_cut_by_the_end(windows.boundary) or windows.boundary.is_reached(seen, self.window_size))
 
     def window_size(self) -> float:
         """Loader batches in a window that begins now; inf for a window of tokens."""
@@ -185,23 +188,16 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         steps = self.global_step
         self.optimization.step_without_batch()
         # Lightning's actions at the end of a loader batch that ends a window
-        has_stepped = self.global_step > steps
-        if has_stepped:
-            self._call_batch_end(pl.callbacks.WeightAveraging, strategy.accumulation)
         strategy.rows.flush()
         self._update_learning_rates("step", update_plateau_schedulers=False)
         self._update_learning_rates("step", update_plateau_schedulers=True)
-        self._batches_that_stepped += has_stepped
-        if has_stepped:
-            self._call_batch_end(pl.callbacks.ModelCheckpoint, strategy.accumulation)
-
-    def _call_batch_end(self, kind: type[pl.Callback], accumulation: Accumulation) -> None:
-        """Report an optimizer step to callbacks of a kind, if no loader batch ends after it."""
-        trainer: Any = self.trainer
-        outputs = {"loss": None if accumulation.closed is None else accumulation.closed.loss}
-        for callback in trainer.callbacks:
-            if isinstance(callback, kind):
-                callback.on_train_batch_end(trainer, self.strategy.module, outputs, None, self.batch_idx)
+        closed = strategy.accumulation.closed
+        if self.global_step > steps and closed is not None:
+            self._batches_that_stepped += 1
+            outputs: Any = {"loss": closed.loss}
+            for callback in callbacks_of(self.trainer):  # those that count optimizer steps
+                if isinstance(callback, (pl.callbacks.WeightAveraging, pl.callbacks.ModelCheckpoint)):
+                    callback.on_train_batch_end(self.trainer, strategy.module, outputs, None, self.batch_idx)
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
@@ -233,12 +229,13 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         is_forgotten = progress.current.started < progress.current.ready  # type: ignore[attr-defined]  # the tracker has it
         # on_train_batch_start may end an epoch, and Lightning then treats this batch as the last
         ends_epoch = is_forgotten and progress.is_last_batch and progress.current.ready < self.trainer.num_training_batches
-        if ends_epoch and self._boundary is not None and not self._boundary.is_under_way:
-            self._boundary.close(progress.total.ready)
+        windows = self.strategy.windows
+        if ends_epoch and windows is not None and not windows.boundary.is_under_way:
+            windows.boundary.close(progress.total.ready)
             return
         if is_forgotten and not ends_epoch:
             progress.increment_started()  # Lightning skips this for None, and would resume one batch too early
-        elif not is_forgotten and self._boundary is not None:
+        elif not is_forgotten and windows is not None:
             raise seams.broken(f"A loader batch was trained without a call of {self._runs}.")
         if self.strategy.accumulation is not None:
             self.optimization.run_loader_batch(())
@@ -260,11 +257,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             return
         # Lightning would count loader batches of the epoch: here the clock decides which schedulers are due, and Lightning steps
         # them
-        clock, configs = strategy.accumulation.clock, strategy.lr_scheduler_configs
-        if not configs:
-            return
-        due: list[pl.utilities.types.LRSchedulerConfig] = []
-        for config in configs:
+        clock, due = strategy.accumulation.clock, list[pl.utilities.types.LRSchedulerConfig]()
+        for config in strategy.lr_scheduler_configs:
             if config.interval == "step":
                 due += [replace(config, frequency=1)] * clock.times_due(config.frequency, update_plateau_schedulers)
         with replacing(strategy, lr_scheduler_configs=due), strategy.watch.ticks([] if update_plateau_schedulers else due):

@@ -13,12 +13,11 @@ from functools import partial
 from typing import Any, cast
 
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_accum.failures import reraise_first_rank_error
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop, AccumulatingFitLoop
-from lightning_accum.trainer.from_lightning import _MultiProcessingLauncher, _SubprocessScriptLauncher, is_lightnings, pl
+from lightning_accum.trainer.from_lightning import _MultiProcessingLauncher, _SubprocessScriptLauncher, is_lightnings, pl, replacing
 from lightning_accum.trainer.optimization import WindowManualOptimization, WindowOptimization
 from lightning_accum.trainer.results import BatchResults, WindowRows
 from lightning_accum.trainer.seams import specialised
@@ -35,6 +34,7 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
     fit_loop, epoch_loop, signals = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector
     plugin, kinds = trainer.precision_plugin, (pl.plugins.Precision, pl.plugins.FSDPPrecision)
     has_lightnings_clipping = any(is_lightnings(plugin, "clip_grad_by_norm", kind) for kind in kinds)
+    clip = partial(_clip_by_norm, strategy, plugin.clip_grad_by_norm)
     with (
         specialised(trainer, AccumulatingTrainer, is_users_first=True),
         specialised(trainer._data_connector, NonPaddingSampling),
@@ -45,7 +45,7 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
         specialised(epoch_loop.automatic_optimization, WindowOptimization, strategy=strategy),
         specialised(epoch_loop.manual_optimization, WindowManualOptimization, strategy=strategy),
         specialised(epoch_loop._results, BatchResults, strategy=strategy, replaced={}),
-        specialised(plugin, NotingPrecision, clips_as=strategy) if has_lightnings_clipping else nullcontext(),
+        replacing(plugin, clip_grad_by_norm=clip) if has_lightnings_clipping else nullcontext(),
         cast("AccumulatingFitLoop", fit_loop).seams,
     ):
         yield
@@ -56,19 +56,14 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
         raise SIGTERMException
 
 
-class NotingPrecision(pl.plugins.Precision):
-    """Clips through the strategy, and keeps the norm, which Lightning drops."""
-
-    clips_as: Engine  # a user's plugin may have its own `strategy`
-
-    @override
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        strategy, accumulation = self.clips_as, self.clips_as.accumulation
-        if accumulation is None:  # manual optimization does its own clipping
-            super().clip_grad_by_norm(optimizer, clip_val)
-        else:
-            norm, closed = strategy.clip_by_norm(self.main_params(optimizer), clip_val), accumulation.closed
-            accumulation.closed = None if closed is None else closed._replace(gradient_norm=norm)
+def _clip_by_norm(strategy: Engine, lightnings: Callable[..., None], optimizer: Optimizer, clip_val: int | float) -> None:
+    """Clip through the strategy, and keep the norm, which Lightning drops."""
+    accumulation = strategy.accumulation
+    if accumulation is None:  # manual optimization does its own clipping
+        lightnings(optimizer, clip_val)
+    else:
+        norm = strategy.clip_by_norm(strategy.precision_plugin.main_params(optimizer), clip_val)
+        accumulation.closed = accumulation.closed and accumulation.closed._replace(gradient_norm=norm)
 
 
 # --- the processes of a fit over ranks, from their launch on ----------------------------------------------------------

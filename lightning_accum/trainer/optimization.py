@@ -124,7 +124,7 @@ class WindowOptimization(_AutomaticOptimization):
         strategy, trainer, accumulation = self.strategy, self.trainer, self.strategy.accumulation
         assert accumulation is not None
         optimizer, watch, batch_idx = strategy._lightning_optimizers[0], strategy.watch, self.epoch_loop.batch_idx
-        watch.begin_step(optimizer._optimizer)
+        watch.begin_step(strategy.optimizers[0])
         if accumulation.closed is None or not accumulation.closed.is_empty:  # else optimizer and hooks see no step
             closure = WindowClosure(outcome, again, watch)
             call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, batch_idx, optimizer, closure)

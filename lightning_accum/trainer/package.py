@@ -69,6 +69,7 @@ class _Finder(MetaPathFinder):
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                """Register them, too."""
                 load(module)
                 _register(module)
 

@@ -81,6 +81,7 @@ def _noting(results: BatchResults, metric: Metric) -> Callable[[], Any]:
     compute = metric.compute
 
     def compute_and_note() -> Any:
+        """Note the value of a call of the metric."""
         value = compute()
         if results.batch_log is not None and not metric._should_unsync:  # only `forward` sets this
             results.batch_log.note_call(metric, value)
@@ -91,6 +92,7 @@ def _noting(results: BatchResults, metric: Metric) -> Callable[[], Any]:
 
 def _collecting(results: BatchResults, module: pl.LightningModule) -> Callable[..., None]:
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Collect a value that the module logs."""
         assert results.batch_log is not None
         if isinstance(value, Number):
             value = torch.tensor(value, device=module.device, dtype=torch.get_default_dtype())  # as Lightning does

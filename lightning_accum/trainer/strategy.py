@@ -69,7 +69,7 @@ class AccumulationMixin(Engine):
         self._from_before, self._fit, self._hiding = frozenset(vars(self)), ExitStack(), ExitStack()
         may_skip_steps = self.scaler is not None or not self.has_lightnings_precision
         self.watch = Watch(model, trainer.fit_loop.epoch_loop.batch_progress, may_skip_steps)
-        self._fit.callback(self._forget_fit)
+        self._fit.callback(lambda: [vars(self).pop(name, None) for name in self._of_this_fit()])
         self._fit.callback(lambda: self.ranks.close())
         self._fit.enter_context(installed(trainer))
         self._fit.enter_context(replacing(trainer, accumulate_grad_batches=trainer.accumulate_grad_batches))  # the policy sets it
@@ -82,10 +82,6 @@ class AccumulationMixin(Engine):
     def _of_this_fit(self) -> set[str]:
         """The names of attributes that this package has set on the strategy since the fit began."""
         return seams.own_attributes(type(self)) - self._from_before
-
-    def _forget_fit(self) -> None:
-        for name in self._of_this_fit():
-            vars(self).pop(name, None)
 
     @override
     def __getstate__(self) -> dict[str, Any]:

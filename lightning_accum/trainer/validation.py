@@ -40,6 +40,7 @@ class AccumulatingTrainer(pl.Trainer):
         scheduler = next((c for c in callbacks_of(self) if isinstance(c, pl.callbacks.GradientAccumulationScheduler)), None)
 
         def size(epoch: int, step: int) -> int:
+            """Loader batches in a window."""
             if scheduler is not None:
                 return scheduler.get_accumulate_grad_batches(epoch)
             return policy.size_at(epoch, step) or self.accumulate_grad_batches
