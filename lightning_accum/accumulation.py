@@ -107,12 +107,11 @@ class Accumulation(Windows):
         return self.verdict is not None and self.verdict.deviation is not None
 
     def take_look(self) -> bool:
-        """Whether the window that is next is checked before it begins; the second if a term has been 0 so far. On all ranks."""
+        """Whether the window that is next is checked before it begins. The same on all ranks."""
         if self.position or self.checks_left or not self.is_checked:
             return False
-        window, is_anew, self._looks_anew = self.clock.optimizer_steps + 1, self._looks_anew, False
-        known = self.weigher.known
-        return is_anew or window in WINDOWS_TO_LOOK_AT or (window == 2 and not known.words.keys() <= known.units.keys())
+        is_anew, self._looks_anew = self._looks_anew, False
+        return is_anew or self.clock.optimizer_steps + 1 in WINDOWS_TO_LOOK_AT
 
     @override
     def begin_epoch(self, epoch: int) -> None:

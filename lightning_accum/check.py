@@ -178,14 +178,15 @@ class Check:
         now = now.telling_heads(checked.module.parameters()) if own.places else now  # a wider trial has its own parameters
         accumulation.weigher.learn(now)
         is_one, before_this = not own.counts_first and len(found.terms) == 1, accumulation.window.constant
-        accumulation.window.constant = next(iter(found.constants.values()), before_this) if is_one else None  # some rows hide it
+        constants = {key: number / next(iter(now.units.get(key, {}).values()), 1.0) for key, number in found.constants.items()}
+        accumulation.window.constant = next(iter(constants.values()), before_this) if is_one else None  # some rows hide it
         if own.counts_first and not known.counts_first:
             if not self._is_later and checked.on_any(accumulation.window.has_weight):
                 accumulation.counted_next = [*own.modes]  # this window has begun with one weight
             else:
                 accumulation.count_first([*own.modes])
         if accumulation.window.counted is not None:
-            accumulation.window.counted.constants |= found.constants
+            accumulation.window.counted.constants |= constants
         counted = accumulation.window.counted_keys  # empty if only the weights show that there are several terms
         accumulation.stops_counting = not own.counts_first and bool(counted) and counted <= own.modes.keys()
         is_open = checked.on_any(found.verdict.deviation is None)

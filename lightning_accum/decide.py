@@ -28,7 +28,7 @@ from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.counts import counts_of, name_of
-from lightning_accum.weighing.known import VARIES, Known
+from lightning_accum.weighing.known import APART, VARIES, Known
 from lightning_accum.weighing.terms import COUNT, ONCE, SUM, Mode, Term
 from lightning_accum.weighing.weight import words_of
 
@@ -197,7 +197,7 @@ class Deciding:
     def _combined(self, looks: Sequence[Look], known: Known, terms: dict[int, Term]) -> tuple[Known, tuple[str, str] | None]:
         """Use one weight for all terms if their weights are proportional, else count them first. Also returns a fix if neither
         works."""
-        checked, ratio_of = self.checked, dict[int, float]()
+        checked, ratio_of, apart = self.checked, dict[int, float](), set[tuple[int, str]]()
         modes = {key: mode for key, mode in known.modes.items() if mode != ONCE}
         measured, mode_of, is_function = measured_of(looks), known.modes, checked.on_any(looks[0].whole.function is not None)
         is_free = checked.may_count_terms and not is_function and not checked.on_any(checked.accumulation.window.has_weight)
@@ -215,12 +215,14 @@ class Deciding:
             least, most = -checked.largest(-least), checked.largest(most)
             if 0 < most < math.inf:
                 ratio_of[key] = most
-            is_one &= least < math.inf and math.isfinite(most) and most - least <= 1e-9 * most
+            if not (least < math.inf and math.isfinite(most) and most - least <= 1e-9 * most):
+                apart.add((key, APART))
+            is_one &= not {(key, APART)} & (apart | self.known.seen)  # which other rows may hide
             is_few = self.rows.number < MOST_ROWS and self.checked.accumulation.policy.split is None
             is_known = not self.known.counts_first and abs(self.known.ratios.get(key, 0.0) - most) <= 1e-9 * most
             is_one &= is_known or not is_few or not is_free  # with few rows this may be chance
         is_one &= not are_unseen
-        known = known._replace(ratios=ratio_of)
+        known = known._replace(ratios=ratio_of, seen=known.seen | apart)
         if is_one:
             return known, None
         if is_function:

@@ -29,6 +29,8 @@ class Reading(NamedTuple):
 
 VARIES = "varies"
 """The constant factor of a sum is another in each part, and the parts add up."""
+APART = "apart"
+"""The weight of a term is not in proportion to the weight of the first."""
 
 
 class Known(NamedTuple):

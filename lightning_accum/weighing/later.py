@@ -15,7 +15,7 @@ from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import Contribution
 
 _IGNORED = -100
-WINDOWS_TO_LOOK_AT = frozenset(8**power for power in range(1, 12))
+WINDOWS_TO_LOOK_AT = frozenset(2 * 4**power for power in range(16))
 """What was found may be so of the first parameters, or of the first batches, only."""
 _MOST_SIZES = 4
 _COMPARED = 64

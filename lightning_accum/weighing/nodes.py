@@ -49,8 +49,9 @@ _KINDS: dict[type, str] = {}
 
 
 KINKS = {"Abs", "Clamp", "ClampMax", "ClampMin", "Hardtanh", "LeakyRelu", "Maximum", "Minimum", "Relu", "Threshold"}
-"""Piecewise linear functions of one number: all micro-batches of a window must be on the same side of the kink."""
-BENT = {*KINKS, "Amax", "Amin", "HuberLoss", "Max", "Min", "SmoothL1Loss", "Topk"}
+"""Piecewise linear functions of numbers: all micro-batches of a window must be on the same side of the kink."""
+_CHOICES, _OF_NUMBERS = {"Amax", "Amin", "Max", "Min"}, {"HuberLoss", "SmoothL1Loss"}
+BENT = {*KINKS, *_CHOICES, *_OF_NUMBERS, "Topk"}
 """Piecewise linear functions: means of rows may add up within one piece only."""
 SOMETIMES = {"ConstantPadNd", "Slice"}
 """Operations that create no node if they change nothing."""
@@ -206,7 +207,7 @@ def in_order(root: Node) -> list[Node]:
             order.append(node)
             continue
         stack.append((node, True))
-        if (kind := kind_of(node)) in LINEAR or kind in KINKS:
+        if (kind := kind_of(node)) in LINEAR or kind in BENT:
             for child, _ in node.next_functions:
                 if child is not None and child not in seen:
                     seen.add(child)
@@ -299,6 +300,18 @@ def numel_of(node: Node, index: int) -> int:
         return math.prod(map(int, node._input_metadata[index].shape))
     except AttributeError:
         return 2
+
+
+def bends_numbers(node: Node, index: int) -> bool:
+    """Whether a piecewise linear function is of numbers, such as means over the batch: it chooses among them, or has a kink."""
+    kind, inputs = kind_of(node), inputs_of(node)
+    if kind not in BENT or not inputs or not are_numbers((node, index)):
+        return False
+    child = inputs[0][0]
+    if kind in _CHOICES:
+        return kind_of(child) == "Stack" and are_numbers(*inputs_of(child))
+    is_reduced = kind_of(child) in ("Mean", "Sum", *CRITERIA)  # else it may be the output of a network for one row
+    return are_numbers(*inputs) and (kind in KINKS or (kind in _OF_NUMBERS and is_reduced and len(inputs) == 1))
 
 
 def are_numbers(*outputs: tuple[Node, int]) -> bool:

@@ -23,7 +23,6 @@ from lightning_accum.weighing.nodes import (
     BENT,
     CONTRACTIONS,
     CRITERIA,
-    KINKS,
     LINEAR,
     MEAN_REDUCTION,
     PRODUCTS_ADDED,
@@ -33,6 +32,7 @@ from lightning_accum.weighing.nodes import (
     THROUGH,
     Node,
     are_numbers,
+    bends_numbers,
     chosen_of,
     divides_each,
     factor_in_sum,
@@ -171,10 +171,10 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
         return [(*chosen, arrived)]
     elif kind == "_DDPSink":  # its inputs and outputs have the same indices
         return [(*node.next_functions[index], arrived)]
+    elif arrived.is_one and bends_numbers(node, index):
+        return _beside_a_kink(node, kind, inputs, arrived)
     elif kind in CRITERIA and arrived.is_one and node._saved_reduction != 0:
         arrived = _of_criterion(node, kind, arrived)
-    elif kind in KINKS and arrived.is_one and len(inputs) == 1 and are_numbers((node, index), inputs[0][1:]):
-        return [_beside_a_kink(node, kind, *inputs[0], arrived)]
     elif kind in LINEAR and inputs:
         sizes = [numel_of(child, at) for _, child, at in inputs] if kind in ADDITIONS or kind in STACKS else []
         is_addition = kind in ADDITIONS or (kind in STACKS and max(sizes) == min(sizes) == 1)
@@ -261,11 +261,18 @@ def _is_loss(node: Node, kind: str, of_batch: Sequence[_Input], inputs: int, arr
     )
 
 
-def _beside_a_kink(node: Node, kind: str, place: int, child: Node, at: int, arrived: Arrived) -> tuple[Node, int, Arrived]:
-    """Continue as if it were linear, and record its slope."""
+def _beside_a_kink(node: Node, kind: str, inputs: Sequence[_Input], arrived: Arrived) -> _Below:
+    """Continue as if it were linear, and record its slopes: at a choice of one of several numbers below the chosen one."""
     result = node(_spread(1.0, node, 0))
-    slope = _wide(result[place] if isinstance(result, tuple) else result)
-    return child, at, arrived.through(kind, kink=arrived.kink * (2.0 - slope))
+    slopes = [own for own in (result if isinstance(result, tuple) else (result,)) if own is not None]
+    of_all = torch.cat([slope.reshape(-1) for slope in slopes])
+    places = torch.arange(len(of_all), device=of_all.device) + 1
+    kink = arrived.kink * (2.0 - _wide((of_all * places).sum()))
+    if len(of_all) == 1:
+        return [(*inputs[0][1:], arrived.through(kind, kink=kink))]
+    shares = [arrived.share * (_wide(slope) if slope.numel() == 1 else slope) for slope in slopes]
+    below = [arrived.through(kind, kink=kink, share=share) for share in shares]
+    return [(child, at, own) for (_, child, at), own in zip(inputs, below, strict=True)]
 
 
 def _of_criterion(node: Node, kind: str, arrived: Arrived) -> Arrived:

@@ -548,8 +548,8 @@ def test_a_micro_batch_of_which_no_row_is_chosen_by_its_values_is_not_counted_as
 
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("policy", [{"window": 2}, {"window": 1, "micro_batch": 4}])
-@pytest.mark.parametrize("named", ["of the parameters", "of a counter"])
-def test_one_micro_batch_is_looked_at_again_in_window_8(named: str, policy: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("named", "steps"), [("of the parameters", 1), ("of a counter", 7)])
+def test_one_micro_batch_is_looked_at_again_in_windows_2_and_8(named: str, steps: int, policy: dict[str, Any]) -> None:
     """What begins to compare rows when the parameters have moved, or after some steps, is not trained in silence."""
 
     def loss(net: nn.Module, batch: Any) -> Tensor:
@@ -559,7 +559,7 @@ def test_one_micro_batch_is_looked_at_again_in_window_8(named: str, policy: dict
 
     module, data = Toy(loss), labelled(*[8] * 20)
     bias = module.net.bias.detach().clone()
-    assert window_that_is_told_of(module, data, **policy) == 7
+    assert window_that_is_told_of(module, data, **policy) == steps
 
 
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}])
