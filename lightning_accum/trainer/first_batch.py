@@ -27,7 +27,7 @@ from lightning_accum.manual_calls import TriedStep
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.sync.base import gradients_set_aside
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import ClosureResult, call, is_lightnings, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import ClosureResult, call, is_lightnings, pl, rank_zero_info, replacing
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import logging_nothing
 from lightning_accum.trial_mode import is_narrow
@@ -195,8 +195,12 @@ def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> No
     may_draw = not is_long or accumulation.rest_of_window is not None
     may_count = may_draw and not strategy.snapshotter.iterators() and strategy.policy.may_count_first(is_long)
     batch_idx = trainer.fit_loop.epoch_loop.batch_idx
-    far = _far_from(batch_idx, trainer.num_training_batches) - batch_idx
-    after = unlogged_step(trainer, ahead=far) if _others(trainer) else None
+    later = unlogged_step(trainer, ahead=_far_from(batch_idx, trainer.num_training_batches) - batch_idx)
+
+    def after(batch: Any) -> Any:
+        with replacing(trainer, accumulate_grad_batches=1):  # a loss may be divided by it
+            return later(batch)
+
     of_dataset = partial(DatasetRows, trainer)
     checked = Checked(strategy, step, accumulation, samples, is_long, rank_zero_info, may_count, False, after, of_dataset)
     check_loader_batch(checked, next(iter(batches), None), partial(transferred, trainer), is_again)

@@ -132,9 +132,9 @@ OF_LOGGED_LOSS = (
     "batch and is not a mean over it. Gradients are exact. Return the loss without this part."
 )
 OF_BATCH_IDX = (
-    "The loss depends on the batch_idx of training_step (the same rows have a different loss or gradient for another "
-    "batch_idx). A window has several, its full batch has one. Use global_step, which is constant within a window, or have the "
-    "loader yield the full batch: micro_batch=, and a window of 1."
+    "The loss depends on the batch_idx of training_step, or on trainer.accumulate_grad_batches: the same rows have another loss or "
+    "gradient for another batch_idx and a window of 1, as in the full batch. Divide no loss by the size of a window, and use "
+    "global_step, which is constant within a window; or have the loader yield the full batch: micro_batch=, and a window of 1."
 )
 
 
