@@ -120,6 +120,16 @@ def check_batch(checked: Checked, batches: Sequence[Any], is_later: bool = False
         raise
 
 
+def does_dataset_add_up(checked: Checked, batches: Sequence[Any]) -> bool:
+    """Whether batches that the loader makes of other samples add up, which are not rows of one batch. Called on all ranks.
+
+    Raises:
+        CannotCheckError: the loader cannot make such batches, or they give no answer.
+    """
+    rows = agree_on_rows(checked, batches, of_dataset=True)
+    return Check(checked, rows._replace(number=min(4, rows.number)), is_later=True).find().adds_up
+
+
 def _end(checked: Checked) -> None:
     """End the check after enough rows, and report results found after training began."""
     accumulation = checked.accumulation
@@ -146,10 +156,10 @@ class Check:
         checked, accumulation, rows, before = self._checked, self._accumulation, self._rows, self._before
         if accumulation.row_wise is not None and before is None and takes_rows_of_other_ranks(checked, self._trial, rows):
             return  # parts of a batch prove nothing
-        found = self._find(rows)
+        found = self.find()
         if found.adds_up and before is None and (found.are_alike or has_layers_of_zeros(checked)):
             with suppress(CannotCheckError), perturbed(checked.module):  # zeros may hide a dependence
-                again = self._find(rows)
+                again = self.find()
                 found = again if not again.adds_up or found.verdict.deviation is None else found
         if not found.adds_up and rows.are_single:
             if accumulation.verdict is None or accumulation.verdict.seen != advice.OF_ONE_ROW:
@@ -160,7 +170,7 @@ class Check:
         if not found.adds_up and is_first and checked.on_any(rows.number > rows.found.of_batch):
             # batches of different tasks may add up only separately
             alone = rows._replace(found=rows.found.alone(), number=int(checked.largest(rows.found.of_batch)))
-            joined, found = found, self._find(alone)
+            joined, found = found, self.find(alone)
             if found.adds_up:
                 accumulation.warn_once(advice.of_joined(joined.verdict))
                 self._rows = rows = alone
@@ -215,7 +225,9 @@ class Check:
 
     # --- measuring ------------------------------------------------------------------------------------------------------
 
-    def _find(self, rows: Rows) -> Found:
+    def find(self, alone: Rows | None = None) -> Found:
+        """The weights with which the rows add up, or the rows ``alone``."""
+        rows = alone or self._rows
         return self._trial.in_widest_type(
             lambda trial: self._find_in(trial, rows),
             rows.found.whole if isinstance(rows.found, SplitRows) else partial(rows.found.take, range(min(rows.number, MOST_ROWS))),

@@ -96,7 +96,7 @@ def _beside_others(checked: Checked, trial: Trial, rows: Any) -> FewRows:
     known = None if splitting is None else splitting.kinds
 
     def read(batch: Any) -> FewRows:
-        return FewRows([batch], checked.samples, known=known)
+        return FewRows([batch], checked.samples_of(batch), known=known)
 
     own, others = trial.together(lambda: (read(rows), read(accumulation.checked_rows)))
     with suppress(CannotCheckError):

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.prove import Look, Measured
 from lightning_accum.splitting.auto import is_out_of_memory
-from lightning_accum.splitting.few_rows import FewRows, SplitRows, split_lists, split_sources
+from lightning_accum.splitting.few_rows import FewRows, SplitRows, are_counted, split_lists, split_sources
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial import Trial
@@ -65,6 +65,10 @@ class Checked:
     def may_count_terms(self) -> bool:
         """Each term of a loss can have its own weight."""
         return self.may_count_first or self.is_one_micro_batch
+
+    def samples_of(self, batch: Any) -> Collection[int]:
+        """The sizes that a batch of the loader may have, in samples; empty for rows of several that were checked."""
+        return () if batch is self.accumulation.checked_rows else self.samples
 
     def trial(self) -> Trial:
         """A trial of the step, which restores everything."""
@@ -144,9 +148,9 @@ def _rows_of(
     if (cut := split_rows(checked, batches[0], size)) is not None:
         return cut
     known = None if accumulation.splitting is None else accumulation.splitting.kinds
-    kinds = {**(known or {}), **dict.fromkeys(shared, "shared")}
+    kinds, samples = {**(known or {}), **dict.fromkeys(shared, "shared")}, checked.samples_of(batches[0])
     try:
-        found = FewRows(batches, checked.samples, accumulation.checked_rows, kinds)
+        found = FewRows(batches, samples, accumulation.checked_rows, kinds)
     except CannotCheckError:
         if len(batches) > 1:  # each is checked by itself
             raise
@@ -160,7 +164,7 @@ def _rows_of(
         raise
     if accumulation.row_wise is not None and found.of_batch < 2:
         raise UnsuitableRowsError("the first batch has 1 row")
-    drawn = _drawn_if_misread(checked, found) if found.may_be_misread(checked.samples) else None
+    drawn = _drawn_if_misread(checked, found) if found.may_be_misread(samples) else None
     if drawn is not None and accumulation.splitting is not None:
         raise CannotCheckError("a loader batch is not split by its samples")
     return drawn or found
@@ -173,11 +177,13 @@ def split_rows(checked: Checked, batch: Any, size: int | None = None) -> SplitRo
 
 
 def _drawn_if_misread(checked: Checked, found: FewRows | SplitRows) -> FewRows | None:
-    """Rows of the dataset, if two samples of it show that what was read as the rows of a window's batch are none."""
+    """Rows of the dataset, if a few samples of it show that what was read as the rows of a window's batch are none, or that a batch
+    counts them: the rows of one would share its count."""
     with suppress(CannotCheckError):
         is_seen = checked.accumulation.splitting is not None and not checked.is_window_long  # with shared parts of the batch itself
         if not is_seen and checked.of_dataset is not None and isinstance(found, FewRows):
-            return drawn if found.misread((drawn := checked.of_dataset()).take([0, 1])) else None
+            two, four = (drawn := checked.of_dataset()).take([0, 1]), drawn.take([0, 1, 2, 3])
+            return drawn if found.misread(two) or are_counted(two, four) else None
     return None
 
 

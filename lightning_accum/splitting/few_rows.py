@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_accum.errors import ArgumentError, UnsplittableBatchError
 from lightning_accum.splitting.rows import IGNORE_INDEX, Layout, Part, entries_of, is_whole, made_of, parse, with_entries
@@ -70,9 +72,11 @@ class FewRows:
         return self._with(_layout=layout, of_others=of_others, number=layout.size, at_once=max(self.of_batch, others.of_batch))
 
     def may_be_misread(self, samples: Collection[int]) -> bool:
-        """Whether the rows may be in another dimension: they are not as many as samples, or there are as many columns."""
+        """Whether the rows may be in another dimension: they are not as many as samples, or there are as many columns. Or whether a
+        number in the batch may count them."""
         columns = {tensor.shape[1] for tensor in self._own.tensors.values() if tensor.dim() > 1}
-        return self.at_once in columns or bool(samples and self.at_once not in samples)
+        has_numbers = self.at_once > 1 and bool(_numbers_of(self._own.parts[0].value))
+        return has_numbers or self.at_once in columns or bool(samples and self.at_once not in samples)
 
     def misread(self, two: Any) -> set[str]:
         """The paths of what was read as rows, but has more than two entries in a batch of two samples."""
@@ -110,6 +114,19 @@ class FewRows:
         half = min(number // 2, 4)
         first, second = ([*range(half)], [*range(half, 2 * half)]) if half > 1 else ([0, 1], [1, 1])
         return partial(self.take, first), partial(self.take, second)
+
+
+def are_counted(two: Any, four: Any) -> bool:
+    """Whether a number in a batch is another for four samples than for two of them."""
+    numbers, of_four = _numbers_of(two), _numbers_of(four)
+    return any(number != of_four.get(path, number) for path, number in numbers.items())
+
+
+def _numbers_of(batch: Any) -> dict[Any, float]:
+    """The numbers that all rows of a batch share, by path."""
+    leaves: list[tuple[Any, Any]] = tree_flatten_with_path(batch)[0]
+    numbers = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Real) or (isinstance(leaf, Tensor) and leaf.numel() == 1)]
+    return {path: float(leaf) for path, leaf in numbers if not (isinstance(leaf, Tensor) and leaf.is_complex())}
 
 
 def _doubt_about(layout: Layout) -> str | None:

@@ -295,7 +295,8 @@ def _set_kinds(part: Part, root: Part, size: int, known: Mapping[str, str]) -> I
     earlier = known.get(part.path)
     if part.problem:
         raise _unsplittable(root, f"{part}, {part.problem}")
-    if part.size == size and earlier != "shared" and (part.is_tensor or (part is not root and earlier != "container")):
+    is_whole = part.is_tensor or isinstance(part.value, PackedSequence)
+    if part.size == size and earlier != "shared" and (is_whole or (part is not root and earlier != "container")):
         part.kind = "rows"
     else:
         part.kind = "container" if part.parts else "shared"

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from typing_extensions import override
 
 from lightning_accum import check
@@ -207,6 +207,19 @@ def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> No
     if accumulation.closed is None and not accumulation.position:
         with suppress(CannotCheckError):
             _try_hooks(checked, trainer, batches)
+        are_several = is_long or accumulation.world_size > 1
+        with suppress(CannotCheckError):
+            if are_several and accumulation.is_checked and _are_made(trainer) and not check.does_dataset_add_up(checked, batches):
+                accumulation.warn_once(advice.OF_MADE_BATCHES)
+
+
+def _are_made(trainer: pl.Trainer) -> bool:
+    """Whether code of the user's makes batches of samples, or changes them on their way to the device."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    owners = [(trainer.lightning_module, pl.LightningModule), *([] if data is None else [(data, pl.LightningDataModule)])]
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    collate = getattr(trainer.train_dataloader, "collate_fn", default_collate)
+    return collate is not default_collate or not all(is_lightnings(owner, hook, kind) for owner, kind in owners for hook in hooks)
 
 
 def _far_from(batch_idx: int, number: float) -> int:

@@ -90,7 +90,7 @@ class Watch:
     def gradient_of_loss(self, loss: Tensor, gradient: Tensor | None, scale: float | None) -> Iterator[None]:
         """Expect the loss to get ``gradient`` once in the backward, times the ``scale`` of a GradScaler (None: unknown)."""
         own, self._own = self._own if self._own is not None else loss, None
-        if not own.requires_grad or scale is None:
+        if not own.requires_grad or scale is None or own._backward_hooks:  # hooks of the module change it
             yield
             return
         expected = scale * (1.0 if gradient is None else float(gradient))

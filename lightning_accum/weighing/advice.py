@@ -131,6 +131,11 @@ OF_LOGGED_LOSS = (
     "window/loss, which is logged, is not the loss of the full batch: the loss has a part without a gradient that depends on the "
     "batch and is not a mean over it. Gradients are exact. Return the loss without this part."
 )
+OF_MADE_BATCHES = (
+    "Batches that the loader makes of a few samples do not add up to a batch of all of them: its collate_fn, or a hook that "
+    "transfers batches, computes something over its batch, not over the full one. Have the loader yield your effective batch: "
+    "micro_batch=, and a window of 1. verify(module, loader, window=...) compares a window with its full batch."
+)
 OF_BATCH_IDX = (
     "The loss depends on the batch_idx of training_step, or on trainer.accumulate_grad_batches: the same rows have another loss or "
     "gradient for another batch_idx and a window of 1, as in the full batch. Divide no loss by the size of a window, and use "

@@ -5,6 +5,7 @@ The number in a reason is today's relative error of what training changed in the
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, SampleCount
 from lightning_accum.fabric import Accumulator
@@ -201,8 +203,10 @@ def test_a_factor_of_0_in_a_later_micro_batch_is_looked_at() -> None:
     batches[3][1].fill_(3)
     with pytest.raises(AccumulationError, match="do not add up"):
         fit(Toy(with_factor), batches, GradientAccumulation(2))
-    with pytest.warns(AccumulationWarning, match="This window is left out"):
-        fit(Toy(with_dummy), batches, GradientAccumulation(2))
+    found, expected = Toy(with_dummy), Toy(with_dummy)
+    fit(found, batches, GradientAccumulation(2))
+    fit(expected, [joined(batches[:2]), joined(batches[2:])], GradientAccumulation(1))
+    assert relative_error(found.parameters(), expected.parameters()) < EXACT
 
 
 def of_node(own: Tensor) -> Any:  # the node that adds up the gradient, which lives as long as this
@@ -332,6 +336,78 @@ def test_a_loss_that_changes_at_a_later_batch_idx_is_warned_of() -> None:  # 0.5
     with warned() as messages:
         fit(Warm(classified), labelled(*[8] * 8), GradientAccumulation(4))
     assert any("depends on the batch_idx" in message for message in messages)
+
+
+def test_a_loss_that_is_divided_by_the_size_of_the_window_is_warned_of() -> None:  # 0.75 before
+    module = Toy(lambda net, batch: classified(net, batch) / module.trainer.accumulate_grad_batches)
+    with warned() as messages:
+        fit(module, labelled(8, 8), GradientAccumulation(2))
+    assert any("trainer.accumulate_grad_batches" in message for message in messages)
+
+
+# --- batches that are made of rows ---
+def counted(rows: list[Any], how: Callable[[int], Any] = int) -> dict[str, Any]:
+    inputs, labels = default_collate(rows)
+    return {"x": inputs, "y": labels, "n": how(len(rows))}
+
+
+def centered(rows: list[Any]) -> list[Tensor]:
+    inputs, labels = default_collate(rows)
+    return [inputs - inputs.mean(0), labels]
+
+
+def samples(number: int = 24) -> list[tuple[Tensor, Tensor]]:
+    return [*zip(*labelled(number)[0], strict=True)]
+
+
+@pytest.mark.parametrize("how", [int, torch.tensor, lambda n: torch.tensor([n]).double()])
+@pytest.mark.parametrize("size", [6, 8])
+def test_a_count_that_collate_fn_puts_into_the_batch_is_the_weight(how: Callable[[int], Any], size: int) -> None:  # 3.0 before
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(net(batch["x"]), batch["y"], reduction="sum") / batch["n"]
+
+    found, expected, collate = Toy(loss), Toy(loss), partial(counted, how=how)
+    fit(found, DataLoader(samples(), size, collate_fn=collate), GradientAccumulation(24 // size))
+    fit(expected, DataLoader(samples(), 24, collate_fn=collate), GradientAccumulation(1))
+    assert relative_error([found.net.weight], [expected.net.weight]) < EXACT
+
+
+class Centers(Toy):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] - batch[0].mean(0), batch[1]]
+
+
+@pytest.mark.parametrize(("kind", "collate"), [(Toy, centered), (Centers, None)])
+def test_a_mean_that_is_taken_where_batches_are_made_is_warned_of(kind: type[Toy], collate: Any) -> None:  # 0.6 before
+    with warned() as messages:
+        fit(kind(classified), DataLoader(samples(), 6, collate_fn=collate), GradientAccumulation(2))
+    assert any("Batches that the loader makes" in message for message in messages)
+
+
+def test_a_batch_that_is_a_packed_sequence_has_its_tokens_as_weight() -> None:  # 0.2 before
+    rows = [torch.randn(1 + 3 * n % 7, 4).double() for n in range(12)]
+    batches = [nn.utils.rnn.pack_sequence(rows[a:b], enforce_sorted=False) for a, b in ((0, 8), (8, 12), (0, 12))]
+    loss: Callable[..., Tensor] = lambda net, batch: (net(batch.data) - batch.data).square().mean()  # noqa: E731
+    found, expected = Toy(loss), Toy(loss)
+    fit(found, batches[:2], GradientAccumulation(2))
+    fit(expected, batches[2:], GradientAccumulation(1))
+    assert relative_error(found.parameters(), expected.parameters()) < EXACT
+
+
+@pytest.mark.parametrize(
+    "least", [torch.minimum, lambda *losses: torch.stack(losses).min(), lambda *losses: torch.stack(losses).amin()]
+)
+def test_the_least_of_two_means_over_a_batch_is_refused(least: Callable[..., Tensor]) -> None:  # 1.2 before
+    def loss(nets: Any, batch: Any) -> Tensor:
+        return least(*(F.mse_loss(net(batch[0]), target) for net, target in zip(nets, (batch[0], -batch[0]), strict=True)))
+
+    module, batches = Toy(loss, net=lambda: nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])), labelled(*[8] * 6)
+    for inputs, _ in batches[:2]:
+        inputs.copy_(inputs[0].abs() / 100 + 1)
+    with warned() as messages:
+        with suppress(AccumulationError):
+            fit(module, batches, GradientAccumulation(2))
+        assert messages or module.trainer.global_step < 3
 
 
 # --- 11: teachers ---
