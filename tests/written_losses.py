@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accum import SampleCount
-
 D = torch.float64
 CLASSES = torch.tensor([0.3, 1.7, 0.9], dtype=D)
 Batch = dict[str, Tensor]
@@ -76,27 +74,19 @@ def beside(constant: float) -> Callable[[Any, Batch], Tensor]:
 
 WRITTEN: dict[str, Callable[[Any, Batch], Tensor]] = {
     "cross entropy": ce,
-    "label smoothing and class weights": lambda net, b: ce(net, b, label_smoothing=0.1, weight=CLASSES),
     "sum": lambda net, b: ce(net, b, reduction="sum"),
     "masked mean, clamped": lambda net, b: (each(net, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1),
-    "selected mean": lambda net, b: each(net, b)[b["mask"]].mean(),
     "two of the same count": lambda net, b: bce(net, b) + 0.3 * F.mse_loss(net.value(b["x"])[:, 0], b["y"]),
     "learnt weighting of tasks": lambda net, b: torch.exp(-net.log_scale) * ce(net, b) + net.log_scale,
-    "zero times what is unused": lambda net, b: ce(net, b) + 0.0 * net.value(b["x"].flip(0)).exp().sum(),
     "1e-08 beside the count": beside(1e-8),
 }
 OF_A_MEAN: dict[str, Callable[[Any, Batch], Tensor]] = {
     "RMSE": of(lambda o, p: torch.sqrt(F.mse_loss(o, p))),
-    "RMSLE": of(lambda o, p: torch.sqrt(F.mse_loss(torch.log1p(o.square()), torch.log1p(p.square())))),
     "one minus RMSE": of(lambda o, p: -(1 - torch.sqrt(F.mse_loss(o, p)))),
     "masked RMSE": of(lambda o, p: torch.sqrt(masked((o - p).square(), p))),
     "logarithm with eps": of(lambda o, p: 10 * torch.log10(1e-3 + F.l1_loss(o, p)) + 7),
-    "perplexity": lambda net, b: ce(net, b).exp(),
-    "power": of(lambda o, p: F.l1_loss(o, p).pow(1.7)),
-    "at least": of(lambda o, p: F.mse_loss(o, p).clamp(min=0.01)),
     "of two means over one count": of(lambda o, p: torch.sqrt(F.mse_loss(o, p) + 0.5 * (o - p).abs().mean())),
     "norm of all errors": of(lambda o, p: (o - p).square().sum().sqrt()),
-    "relative error": of(lambda o, p: torch.sqrt((o - p).square().sum() / p.square().sum())),
 }
 REFUSED: dict[str, Callable[[Any, Batch], Tensor]] = {
     "a mean of the RMSE of columns": of(lambda o, p: (o - p).square().mean(0).sqrt().mean()),
@@ -112,7 +102,6 @@ LOSSES = [
     *(Loss(name, function) for name, function in (WRITTEN | OF_A_MEAN).items()),
     *(Loss(name, function, "refused") for name, function in REFUSED.items()),
     *(Loss(name, function, "told") for name, function in TOLD.items()),
-    Loss("explicit: samples of RMSE", OF_A_MEAN["RMSE"], weight=SampleCount()),
     Loss("explicit: labels", ce, weight=lambda batch: (batch["target"] != -100).sum()),
 ]
 BY_NAME = {loss.name: loss for loss in LOSSES}

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import (
-    DDPStrategy,
     DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
@@ -28,7 +26,6 @@ from torch.profiler import profile
 from lightning_accum import (
     AccumulationError,
     AccumulationStrategy,
-    DDPAccumulationStrategy,
     GradientAccumulation,
     SampleCount,
     TokenCount,
@@ -239,21 +236,8 @@ class OwnAccumulation(AccumulationStrategy, counting(SingleDeviceStrategy)):
     pass
 
 
-class OwnDDPAccumulation(DDPAccumulationStrategy, counting(DDPStrategy)):
-    pass
-
-
 def test_a_strategy_derived_from_lightnings_and_ours_is_called_in_exact_windows() -> None:
     module = Scalar([x(1), x(1, 2, 3), x(4), x(9, 8), x(6)])
     run = fit(module, None, GradientAccumulation(2, check=False), strategy=OwnAccumulation())
     assert module.gradients == pytest.approx([(1 + 1 + 2 + 3) / 4, (4 + 9 + 8) / 3, 6], rel=1e-14)
     assert run.strategy.calls == {name: 3 if name == "optimizer_step" else 5 for name in COUNTED}
-
-
-@pytest.mark.exhaustive
-def test_a_strategy_derived_from_both_takes_exact_windows_of_two_ranks() -> None:
-    module = Scalar(by_rank=[[x(1), x(1, 2, 3), x(4), x(9, 8), x(6)], [x(5), x(7), x(2, 2)]])
-    strategy = OwnDDPAccumulation(start_method="fork", timeout=timedelta(seconds=60))
-    fit(module, strategy=strategy, devices=2, accumulate_grad_batches=2)
-    windows = [[1, 1, 2, 3, 5, 7], [4, 9, 8, 2, 2], [6]]
-    assert module.total == pytest.approx(sum(sum(window) / len(window) for window in windows), rel=1e-14)

@@ -400,13 +400,6 @@ def train_scalar(batches: Any, window: int, fabric: Fabric | None = None, **argu
 MISSING = column(math.nan)
 
 
-def test_a_micro_batch_without_a_loss_weighs_nothing() -> None:
-    batches = [column(1), None, column(2, 3, 4), MISSING, column(8), None, MISSING, MISSING]
-    gradients, accumulator = train_scalar(batches, 2)
-    assert gradients == pytest.approx([1, 3, 8], rel=1e-14)
-    assert (accumulator.optimizer_steps, accumulator.total_weight) == (3, 5)
-
-
 def test_a_checkpoint_of_a_window_that_has_no_loss_so_far_goes_on() -> None:
     batches, model = [None, column(3), column(5)], scalar()
     before, after = accumulator_of(model, window=3), accumulator_of(model, window=3)

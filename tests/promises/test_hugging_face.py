@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_one_window_one_batch, dealt, on
 from support import Toy, joined
 from torch import Tensor
 
@@ -55,15 +54,6 @@ def texts(rows: int, seed: int, length: int = 10) -> dict[str, Tensor]:
     tokens = torch.randint(1, 31, (rows, length), generator=generator)
     mask = torch.arange(length) < torch.randint(2, length + 1, (rows, 1), generator=generator)
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "labels": tokens.masked_fill(~mask, -100)}
-
-
-@pytest.mark.some_cases(1, 1)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize(("engine", "options"), [on("accum"), on("ddp")])
-def test_a_window_of_a_causal_model_is_its_full_batch(engine: str, options: dict[str, Any], name: str) -> None:
-    by_rank = dealt([texts(2, seed) for seed in range(8)], 1, engine)
-    size, make = 4 // len(by_rank), partial(wrapped, MODELS[name])
-    assert_one_window_one_batch(make, by_rank, size, engine, options, collate=joined, limit=TOLERANCE)
 
 
 @pytest.mark.some_cases(2, 3)

@@ -6,7 +6,6 @@ more ways to write one.
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -22,8 +21,6 @@ from sharded import ShardedLanguage, needs_sharding_on_cpu
 from support import SaveAfter, StatefulLoader, Toy, ddp, fit, loader, sentences, trainer, warned
 from torch.utils.data import default_collate
 from written_losses import BY_NAME, Net, make
-from written_losses import LOSSES as WRITTEN
-from written_losses import Loss as Written
 
 from lightning_accum import DDPAccumulationStrategy, GradientAccumulation
 from lightning_accum.testing import adamw, assert_window_equals_batch
@@ -121,21 +118,6 @@ def test_on_two_ranks_a_loss_is_exact_or_is_not_trained_in_silence(
 
 
 BATCHES = [make(rows, seed) for seed, rows in enumerate((2, 5, 1, 4, 3, 6, 2, 1))]
-POLICIES = {"windows": {"window": 4}, "split": {"micro_batch": 5}}
-
-
-@pytest.mark.some_cases(9, 18)
-@pytest.mark.parametrize("way", POLICIES)
-@pytest.mark.parametrize(
-    "loss", [pytest.param(loss, id=loss.name.replace(" ", "_")) for loss in WRITTEN if loss.expected == "exact"]
-)
-def test_a_loss_that_adds_up_is_exact_and_nothing_is_warned_of(loss: Written, way: str) -> None:
-    batches = BATCHES if way == "windows" else [[*chain(*BATCHES[:4])], [*chain(*BATCHES[4:])]]
-    with warned() as messages:
-        assert_window_equals_batch(Toy(loss.of, net=Net), batches, GradientAccumulation(**POLICIES[way], weight=loss.weight))
-    assert messages == []
-
-
 UNUSED = partial(ddp, find_unused_parameters=True)
 OVER_RANKS = ["cross entropy", "masked mean, clamped", "sum", "learnt weighting of tasks", "1e-08 beside the count", "RMSE",
               "one minus RMSE", "masked RMSE", "norm of all errors"]  # fmt: skip

@@ -19,6 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_accum import AccumulationWarning, GradientAccumulation, ModelParallelAccumulationStrategy
 from lightning_accum.testing import adamw, sgd
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 FINE, NAN_LOSS, INF_LOSS, NAN_GRADIENT, INF_GRADIENT = range(5)
 FAULTS = {NAN_LOSS: "nan loss", INF_LOSS: "inf loss", NAN_GRADIENT: "nan gradient", INF_GRADIENT: "inf gradient"}
 FEATURES, WIDTH, CLASSES, IGNORED = 3, 6, 4, -100
@@ -117,7 +118,6 @@ def layout(dice: random.Random, ranks: int, micro_batch: int | None) -> tuple[li
 
 
 @pytest.mark.some_cases(4, 4)
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("micro_batch", [None, 2], ids=["whole", "split"])
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize(("engine", "options"), [on("accum"), on("ddp"), on("fsdp2")])
@@ -187,7 +187,6 @@ class Logging(Classifier):
 SHOWN = ("loss_epoch", "largest", "accuracy_epoch", "window/loss_epoch", "window/total_weight")
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_what_is_shown_and_held_is_of_the_good_batches() -> None:
     good = [labels(0, 1, 2, seed=1), labels(3, 0, seed=2), labels(2, 2, 1, 0, seed=3), labels(1, 3, seed=4)]
     bad = [labels(1, 2, fault=NAN_LOSS), labels(0, 1, fault=INF_GRADIENT)]
@@ -202,7 +201,6 @@ def test_what_is_shown_and_held_is_of_the_good_batches() -> None:
     assert run.callback_metrics["window/total_skipped_micro_batches"] == 2
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("micro_batch", [None, 2], ids=["whole", "split"])
 def test_ranks_that_skip_and_ranks_that_do_not_log_together(micro_batch: int | None) -> None:
     first = [labels(0, 1, seed=1), labels(2, 3, seed=2), labels(1, 0, fault=NAN_GRADIENT)]
@@ -216,7 +214,6 @@ def test_ranks_that_skip_and_ranks_that_do_not_log_together(micro_batch: int | N
         assert found["window/total_skipped_micro_batches"] == 2
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_parameter_that_only_a_skipped_micro_batch_used_does_not_move() -> None:
     class Branching(Classifier):
         def __init__(self, *by_rank: Sequence[Any]) -> None:
@@ -233,7 +230,6 @@ def test_a_parameter_that_only_a_skipped_micro_batch_used_does_not_move() -> Non
     assert_equal(module.net, full_batches([labels(0, 1), labels(2, 3, seed=2)]).net)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_inside_a_window_knows_what_was_skipped() -> None:
     class Resumable(Classifier):
         def train_dataloader(self) -> Any:
@@ -249,7 +245,6 @@ def test_a_checkpoint_inside_a_window_knows_what_was_skipped() -> None:
     assert run.callback_metrics["window/total_skipped_micro_batches"] == 3
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("fault", "skipped", "scale"), [(NAN_LOSS, 1, 256), (INF_GRADIENT, 0, 128)])
 def test_with_a_grad_scaler_a_loss_is_skipped_and_a_gradient_is_left_to_the_scaler(fault: int, skipped: int, scale: int) -> None:
     module, plugin = Classifier([labels(0, 1), labels(1, 2, fault=fault)], optimizer="sgd"), fp16_on_cpu()

@@ -114,18 +114,6 @@ def test_windows_of_tokens_are_their_full_batches(engine: str, options: dict[str
     assert_one_window_one_batch(make, by_rank, policy, engine, options, **arguments)
 
 
-@pytest.mark.some_cases(2, 4)
-@pytest.mark.parametrize(("engine", "options"), ENGINES[:6])
-def test_so_are_those_of_split_batches_which_end_with_a_loader_batch(engine: str, options: dict[str, Any]) -> None:
-    """Each loader batch of a rank has rows of 5, 5, 5 and 5 tokens, so that a window is full with the last of them."""
-    rows = [torch.cat([row, row, row])[:6] for row in ROWS if len(row) > 1]
-    by_rank = [[rows[i : i + 4] for i in range(4 * rank, 48, 4 * HELD[engine].ranks)] for rank in range(HELD[engine].ranks)]
-    size = 2 * 20 * len(by_rank)
-    windows, policy = windows_of_tokens(by_rank, lambda seen: size), GradientAccumulation(Tokens(size), micro_batch=2)
-    assert [tokens_of(window) for window in windows] == [size] * len(windows)
-    assert_one_window_one_batch(partial(ShardedLanguage, "adamw"), by_rank, policy, engine, options, windows=windows)
-
-
 def test_a_batch_size_in_tokens_may_grow() -> None:
     def size(seen: float) -> int:
         return 30 if seen < 100 else 90
