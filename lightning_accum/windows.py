@@ -213,13 +213,17 @@ class Windows:
             int(self.ranks.sum(left_out)) if self.policy.on_nonfinite == "skip" else 0,
         )
 
-    def restore(self, partial: PartialWindow, training: Trained) -> None:
+    def restore(self, partial: PartialWindow | None, training: Trained) -> None:
         """Restore the weights and gradients of a window from :meth:`restart`, on any number of ranks."""
+        self.resumed_state = {}
+        if partial is None:
+            return
         named, scale = training.parameters_by_name(), self._loss_scale_of(training) / partial.scale
         for window, kept in zip(self.of_losses, partial.losses, strict=True):
             restore_loss(window, kept, named, self.ranks, scale, self.warn_once)
             window.left_out = partial.left_out if self.ranks.is_first else 0
         training.sync.note_gradients()
+        self.end_loader_batch(self._done[0])
 
     def _is_reduced_inside(self, training: Trained) -> bool:
         """Whether the gradients of an unfinished window are averaged over the ranks already."""

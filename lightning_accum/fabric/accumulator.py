@@ -213,8 +213,6 @@ class Accumulator(Loop):
             self._training.zero_grad()
             if window is not None and any(loss.weighed and not loss.gradients for loss in window.losses):
                 raise ArgumentError("This state lacks the gradients of a window. Load the state of rank 0 on all ranks.")
+            accumulation.restore(window, self._training)
             if window is not None:
-                accumulation.restore(window, self._training)
-                accumulation.end_loader_batch(seen)
                 self._keep_gradients()
-        accumulation.resume({})

@@ -66,6 +66,11 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return callbacks
 
 
+def forks_or_spawns(launcher: Any) -> bool:
+    """Whether the process starts the other ranks as functions."""
+    return isinstance(launcher, _MultiProcessingLauncher)
+
+
 @contextmanager
 def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
     """Inside, an object has these attributes. ``_current_fx_name`` of a module is the hook that ``module.log`` is called in."""

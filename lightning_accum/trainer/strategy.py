@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, cast
 
 import torch
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import drops
 from lightning_accum.check import MOST_BATCHES
 from lightning_accum.exclusions import Asked, refuse
+from lightning_accum.failures import reraise_first_rank_error
 from lightning_accum.main_gradients import main_gradients
 from lightning_accum.nonfinite import Guard
 from lightning_accum.session import Session
@@ -23,10 +27,24 @@ from lightning_accum.splitting.plan import Splitting
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import MisconfiguredError, callbacks_of, misconfigured, pl, rank_zero_info, replacing
-from lightning_accum.trainer.installation import installed, naming_launcher
+from lightning_accum.trainer.epochs import AccumulatingEpochLoop, AccumulatingFitLoop
+from lightning_accum.trainer.from_lightning import (
+    MisconfiguredError,
+    _SubprocessScriptLauncher,
+    callbacks_of,
+    forks_or_spawns,
+    is_lightnings,
+    misconfigured,
+    pl,
+    rank_zero_info,
+    replacing,
+)
 from lightning_accum.trainer.manual import ManualWindows
-from lightning_accum.trainer.validation import validating_every
+from lightning_accum.trainer.optimization import WindowManualOptimization, WindowOptimization
+from lightning_accum.trainer.results import BatchResults, WindowRows
+from lightning_accum.trainer.seams import specialised
+from lightning_accum.trainer.uneven import DeferredSigterm, NonPaddingSampling
+from lightning_accum.trainer.validation import AccumulatingTrainer, validating_every
 from lightning_accum.trainer.watch import Watch, gradient_reads
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
@@ -37,6 +55,7 @@ from lightning_accum.whole.offload import Offload, offload_in_words
 from lightning_accum.whole.row_proof import unproven
 from lightning_accum.whole.row_wise import row_wise_of
 
+SIGTERMException = pl.utilities.exceptions.SIGTERMException
 _log = logging.getLogger(f"{pl.__name__}.accumulation")
 
 
@@ -57,10 +76,10 @@ class AccumulationMixin(Engine):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
+        self._end_fit()  # of a fit whose teardown failed
         trainer = model._trainer
         if trainer is None or trainer.state.fn != "fit":
             return
-        self._end_fit()  # of a fit whose teardown failed
         callbacks = callbacks_of(trainer)
         if classes := [callback for callback in callbacks if isinstance(callback, type)]:
             callbacks[:] = [callback for callback in callbacks if callback not in classes]  # a class has no hooks for the error
@@ -71,7 +90,7 @@ class AccumulationMixin(Engine):
         self.watch = Watch(model, trainer.fit_loop.epoch_loop.batch_progress, may_skip_steps)
         self._fit.callback(lambda: [vars(self).pop(name, None) for name in self._of_this_fit()])
         self._fit.callback(lambda: self.ranks.close())
-        self._fit.enter_context(installed(trainer))
+        self._fit.enter_context(self._installed(trainer))
         self._fit.enter_context(replacing(trainer, accumulate_grad_batches=trainer.accumulate_grad_batches))  # the policy sets it
         if not model.automatic_optimization:
             # Lightning refuses manual optimization with it, and looks only once, before the environment is set up
@@ -94,11 +113,54 @@ class AccumulationMixin(Engine):
         if "_fit" in vars(self):
             self._fit.close()
 
+    @contextmanager
+    def _installed(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Inside, this strategy decides; afterwards all objects have their own types. It may end with a late SIGTERM."""
+        # checkpoints, tuners and callbacks refer to the loops, so each gets a subclass of its class, and is not replaced
+        fit_loop, epoch_loop, signals = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector
+        plugin, kinds = self.precision_plugin, (pl.plugins.Precision, pl.plugins.FSDPPrecision)
+        has_lightnings_clipping = any(is_lightnings(plugin, "clip_grad_by_norm", kind) for kind in kinds)
+        clip = partial(self._clip_by_norm, plugin.clip_grad_by_norm)
+        with (
+            specialised(trainer, AccumulatingTrainer, is_users_first=True),
+            specialised(trainer._data_connector, NonPaddingSampling),
+            specialised(signals, DeferredSigterm),
+            specialised(trainer._logger_connector, WindowRows, pending={}, in_bar={}),
+            specialised(fit_loop, AccumulatingFitLoop, seams=ExitStack()),
+            specialised(epoch_loop, AccumulatingEpochLoop, strategy=self),
+            specialised(epoch_loop.automatic_optimization, WindowOptimization, strategy=self),
+            specialised(epoch_loop.manual_optimization, WindowManualOptimization, strategy=self),
+            specialised(epoch_loop._results, BatchResults, strategy=self, replaced={}),
+            replacing(plugin, clip_grad_by_norm=clip) if has_lightnings_clipping else nullcontext(),
+            cast("AccumulatingFitLoop", fit_loop).seams,
+        ):
+            yield
+            epoch_loop.manual_optimization.on_run_end()  # a step that raised leaves the optimizers' hooks in place
+            is_over = trainer.state.status == "running"
+            is_unanswered = cast("DeferredSigterm", signals).is_waiting and not signals.received_sigterm
+        if is_unanswered and is_over:
+            raise SIGTERMException
+
+    def _clip_by_norm(self, lightnings: Callable[..., None], optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the engine, and keep the norm, which Lightning drops."""
+        if self.accumulation is None:  # manual optimization does its own clipping
+            lightnings(optimizer, clip_val)
+        else:
+            norm, closed = self.clip_by_norm(self.precision_plugin.main_params(optimizer), clip_val), self.accumulation.closed
+            self.accumulation.closed = closed and closed._replace(gradient_norm=norm)
+
     @property
     @override
     def launcher(self) -> Any:
-        """Lightning's launcher, extended so that all ranks raise the first rank's error."""
-        return naming_launcher(self)
+        """Lightning's launcher. With it, all ranks of a fit raise the first rank's error, also before training."""
+        launcher, environment = self._launcher, getattr(self, "cluster_environment", None)
+        if launcher is None and environment is not None and environment.creates_processes_externally:
+            # sharding strategies may have no launcher, for example under torchrun, where DDP's launcher starts no process either
+            launcher = self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)  # type: ignore[attr-defined]
+        if launcher is not None and "launch" not in vars(launcher):
+            # an attribute and not a class, since a launcher is pickled to spawn processes
+            launcher.launch = partial(_launch, type(launcher).launch, launcher)  # type: ignore[method-assign]
+        return launcher
 
     @override
     def setup_environment(self) -> None:
@@ -117,7 +179,6 @@ class AccumulationMixin(Engine):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self.accumulation = None
         if trainer.state.fn != "fit":
             super().setup(trainer)
             return
@@ -237,11 +298,8 @@ class AccumulationMixin(Engine):
         is_inside_epoch = epoch_loop.restarting and ready < trainer.num_training_batches
         into_window = ready % trainer.accumulate_grad_batches if is_inside_epoch else 0  # as Lightning counts
         steps = trainer.global_step if self.manual is None else 0  # global_step counts the steps of all optimizers
-        partial = windows.restart(seen, into_window, steps, seen - into_window, trainer.accumulate_grad_batches)
-        if partial is not None:
-            windows.restore(partial, self)
-            windows.end_loader_batch(seen)
-        windows.resumed_state = {}
+        unfinished = windows.restart(seen, into_window, steps, seen - into_window, trainer.accumulate_grad_batches)
+        windows.restore(unfinished, self)
         self.set_size()
 
     @override
@@ -262,3 +320,26 @@ def _inserted(callback: GradientAccumulation, trainer: pl.Trainer) -> Iterator[N
 
 def _policies(trainer: pl.Trainer) -> list[GradientAccumulation]:
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
+
+
+# --- the processes of a fit over ranks, from their launch on ----------------------------------------------------------
+
+
+def _launch(launch: Callable[..., Any], launcher: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    trainer: pl.Trainer | None = kwargs.get("trainer")
+    if trainer is not None and trainer.state.fn == "fit":
+        function = partial(_fit_on_rank, forks_or_spawns(launcher), function)
+    try:
+        return launch(launcher, function, *args, **kwargs)
+    finally:
+        vars(launcher).pop("launch", None)
+
+
+def _fit_on_rank(is_forked: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        with reraise_first_rank_error(passing=(SIGTERMException,)):
+            return function(*args, **kwargs)
+    except SIGTERMException as error:
+        if is_forked:
+            error.code = 128 + signal.SIGTERM  # else the parent process waits for its result
+        raise

@@ -25,8 +25,7 @@ from lightning_accum.step import named_parameters_of
 from lightning_accum.testing import QUIET
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import MisconfiguredError, fabric, pl
-from lightning_accum.trainer.installation import forks_or_spawns
+from lightning_accum.trainer.from_lightning import MisconfiguredError, fabric, forks_or_spawns, pl
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.weighing.nodes import nodes_below
