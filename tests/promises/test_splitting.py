@@ -378,6 +378,18 @@ def test_an_encoder_and_a_decoder_are_trimmed_each_to_its_own_longest(size: Any)
         assert piece["labels"].shape == (len(own), max(target[row][1] for row in own))
 
 
+@pytest.mark.parametrize(("key", "sides"), [("lengths", "encoder decoder"), ("decoder_lengths", "decoder")])
+def test_lengths_trim_every_tensor_that_they_are_of(key: str, sides: str) -> None:
+    """As those of a temporal fusion transformer, which takes the longest of its rows for the number of columns."""
+    lengths = {"encoder": torch.tensor([9, 4, 7, 5, 9, 6]), "decoder": torch.tensor([3, 6, 1, 2, 6, 4])}
+    known = {f"{side}_cont": torch.rand(6, int(own.max()), 2) for side, own in lengths.items()}
+    batch = {**known, **{f"{side}_lengths": own for side, own in lengths.items()}}, (torch.rand(6, 6), None)
+    for inputs, (target, nothing) in pieces(batch, 2, 3, trim_padding=key):
+        longest = {side: int(inputs[f"{side}_lengths"].max()) if side in sides else int(lengths[side].max()) for side in lengths}
+        assert {side: inputs[f"{side}_cont"].shape[1] for side in lengths} == longest
+        assert (target.shape[1], nothing) == (longest["decoder"], None)
+
+
 def test_classes_that_are_as_many_as_columns_by_chance_are_not_trimmed() -> None:
     class OfClasses(Gets):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

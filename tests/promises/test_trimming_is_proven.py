@@ -189,49 +189,6 @@ def test_ranks_reduce_the_gradients_of_a_module_that_was_tried_in_single_precisi
     assert error_of_updates(module, alone, Reader(mean_of_tokens).bfloat16()) < 0.2  # with the gradients of one rank it is 0.7
 
 
-class Forecaster(pl.LightningModule):
-    """Encoder and decoder have the columns that the longest of their rows needs, as in a temporal fusion transformer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.encode, self.decode = nn.Linear(2, 3, dtype=torch.float64), nn.Linear(5, 1, dtype=torch.float64)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, (target, _) = batch
-        past, future = ((torch.arange(int(n.max())) < n[:, None])[..., None] for n in (x["encoder_lengths"], x["decoder_lengths"]))
-        context = (self.encode(x["encoder_cont"]) * past).sum(1) / past.sum(1)  # of other sizes: an error of torch
-        joined = torch.cat((x["decoder_cont"], context[:, None].expand(-1, future.shape[1], -1)), 2)
-        return ((self.decode(joined)[..., 0] - target).abs() * future[..., 0]).sum() / future.sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def forecasts(encoder: list[int], decoder: list[int], seed: int) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"encoder": (len(encoder), max(encoder), 2), "decoder": (len(decoder), max(decoder), 2)}
-    x = {f"{side}_cont": torch.rand(shape, generator=generator, dtype=torch.float64) for side, shape in shapes.items()}
-    x |= {"encoder_lengths": torch.tensor(encoder), "decoder_lengths": torch.tensor(decoder)}
-    return x, (torch.rand(shapes["decoder"][:2], generator=generator, dtype=torch.float64), None)
-
-
-@pytest.mark.parametrize(
-    ("key", "batches"),
-    [
-        ("lengths", [forecasts([9, 4, 7, 5, 9, 6], [3, 6, 1, 2, 6, 4], 0), forecasts([5, 8, 5, 7, 4, 4], [3, 3, 5, 1, 2, 2], 1)]),
-        ("decoder_lengths", [forecasts([9] * 6, [3, 6, 1, 2, 6, 4], 0), forecasts([8] * 4, [2, 2, 3, 1], 1)]),
-    ],
-)
-def test_lengths_trim_every_tensor_that_they_are_of(key: str, batches: list[Any]) -> None:
-    whole, split = Forecaster(), Forecaster()
-    fit(whole, batches, strategy="auto")
-    with warned() as messages:
-        fit(split, batches, GradientAccumulation(micro_batch=2, trim_padding=key))
-    assert all("could not be checked" in message for message in messages)  # a few rows, not trimmed, are an error of its own
-    assert error_of_updates(split, whole, Forecaster()) < 1e-12
-
-
 @pytest.mark.parametrize("size", [2, "auto"])
 def test_containers_that_a_micro_batch_takes_apart_are_its_own_and_any_name_is_one(size: Any) -> None:
     class Pops(Scalar):
