@@ -1,43 +1,34 @@
-"""The loops over epochs and batches: they end windows, run what is due then, and end epochs on all ranks together."""
+"""The loop over batches: it begins and ends loader batches and windows, and runs what is due then."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
-from contextlib import ExitStack
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.boundary import TAILS, Boundary
+from lightning_accum.boundary import TAILS, Boundary, ValidationClock
 from lightning_accum.policy import Tokens
-from lightning_accum.ranks import Ranks
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import check_manual_batch
-from lightning_accum.trainer.from_lightning import (
-    _DataFetcher,
-    _FitLoop,
-    _PrefetchDataFetcher,
-    callbacks_of,
-    pl,
-    rank_zero_info,
-    replacing,
-)
+from lightning_accum.trainer.from_lightning import _DataFetcher, _TrainingEpochLoop, callbacks_of, pl, rank_zero_info, replacing
 from lightning_accum.trainer.optimization import WindowOptimization
-from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import WindowFetcher, is_agreeing
-from lightning_accum.trainer.validation import ValidatingEpochLoop
 from lightning_accum.user_warnings import rank_zero_warn
 
 
-class AccumulatingEpochLoop(ValidatingEpochLoop):
-    """Ends windows at the boundary, and steps schedulers by their clock."""
+class AccumulatingEpochLoop(_TrainingEpochLoop):
+    """Ends windows at the boundary, steps schedulers by their clock, and validates by optimizer steps with ``validate_every``."""
 
     strategy: Engine
-    begins_anew: bool = False  # the epoch of the checkpoint is over
+    validation: ValidationClock | None = None  # None if Lightning decides, or there is no validation
+    _validated: Sequence[int] | None = None
+    """The steps and loader batch of the clock in the checkpoint that training resumes from."""
     begun: int = 0  # the loader batch that began last, counted from 1 over all epochs
     _advanced: int = 0  # the loader batch that :meth:`advance` was last called for
     _is_running: bool = False  # a loader batch has begun, and not ended
@@ -46,17 +37,15 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
-        if self.begins_anew:
-            fit_loop = self.trainer.fit_loop
-            fit_loop._restarting = self.restarting = self.begins_anew = False
-            # without a length a batch has been drawn ahead, which is the new epoch's first
-            fit_loop._resuming_from_checkpoint = data_fetcher.length is None and not data_fetcher.done
-            self.reset_restart_stage()
-            self.reset()
         if self.begun > self.batch_progress.total.ready:  # the batch size finder sets the progress back
             self.begun = 0
         self._is_running = False
         super().on_run_start(data_fetcher)
+        trainer: Any = self.trainer
+        every = self.strategy.policy.validate_every
+        if self.validation is None and every is not None and trainer.enable_validation and not trainer.fast_dev_run:
+            self.validation = ValidationClock(every, *(self._validated or (self.global_step,)))
+        self.validate_if_due()  # in a checkpoint that was taken between a step and the end of its validation
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -265,72 +254,45 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             super()._update_learning_rates(interval, update_plateau_schedulers)
         clock.hold(update_plateau_schedulers)
 
-
-# --- the loop over epochs -------------------------------------------------------------------------------------------------
-
-
-class AccumulatingFitLoop(_FitLoop):
-    """Ends the last window with the training, and gives an epoch the length of the longest loader over the ranks."""
-
-    seams: ExitStack  # ends with the fit
+    # --- validation every n optimizer steps ---------------------------------------------------------------------------
 
     @override
-    def reset(self) -> None:
-        super().reset()
-        epoch_loop, epoch = cast("AccumulatingEpochLoop", self.epoch_loop), self.epoch_progress.current
-        is_processed = epoch.processed == epoch.ready  # type: ignore[attr-defined]  # the tracker of epochs has it
-        if not self.restarting or not is_processed or not epoch_loop.batch_progress.is_last_batch:
-            return
-        # The checkpoint is from after the last batch of an epoch. Lightning has ended that epoch, or ends it again if max_steps is
-        # set. But it resumes the next epoch as if it had begun: without its start hooks, and on the rest of its loader
-        if self.restarted_on_epoch_end:
-            self.epoch_progress.increment_completed()
-        self.reset_restart_stage()
-        epoch_loop.begins_anew = True
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        """Whether validation runs after the last loader batch, also on a resume from its end, for which Lightning skips it."""
+        if self.validation is None:
+            return super()._should_check_val_fx(data_fetcher)
+        return self.validation.after == self.batch_progress.total.ready
 
-    @override
-    def setup_data(self) -> None:
-        """Have all ranks end an epoch together, and draw the batches of a window before it runs if weights are counted ahead."""
-        before, strategy = self._data_fetcher, cast("Engine", self.trainer.strategy)
-        strategy.watch.called.add("_FitLoop.setup_data")
-        super().setup_data()
-        if (fetcher := self._data_fetcher) is before:
+    def validate_if_due(self) -> None:
+        """Validate after an optimizer step, if no loader batch ends after it."""
+        validation, seen = self.validation, self.batch_progress.total.ready
+        if validation is None or not (validation.is_due(self.global_step) or self._is_validation_broken_off(validation)):
             return
-        self.seams.close()  # the changes to the fetcher of reloaded loaders
-        if not strategy.module.automatic_optimization:
-            return
-        lengths, policy = self._lengths(strategy.ranks), strategy.policy
-        draws_ahead = policy.may_count_terms and policy.may_be_longer_than_one(self.trainer.accumulate_grad_batches)
-        if type(fetcher) is _PrefetchDataFetcher and (strategy.ranks.world_size > 1 or draws_ahead):  # else training_step draws
-            is_done = not strategy.ranks.largest(not fetcher.done)[0]
-            own: dict[str, Any] = {"strategy": strategy, "states": deque(), "done": is_done}
-            self.seams.enter_context(specialised(fetcher, WindowFetcher, **own, **lengths))
+        trainer, connector = self.trainer, self.trainer._logger_connector
+        validation.begin(self.global_step, seen)
+        is_first = connector._first_loop_iter
+        self.val_loop.restarting, trainer.validating = False, True
+        self.val_loop.reset_restart_stage()
+        self.val_loop.run()
+        trainer.training, connector._first_loop_iter = True, is_first
+        if not self.restarted_on_last:
+            validation.after = 0  # else Lightning would count its batches again
 
-    def _lengths(self, ranks: Ranks) -> dict[str, Any]:
-        """Give the epoch the length of the longest loader on all ranks. Returns the known lengths."""
-        trainer: Any = self.trainer
-        own, inf = float(self.max_batches), float("inf")
-        longest, negated_shortest = ranks.largest(own, -own)
-        if longest != own:  # numbers that Lightning derives from this rank's length now use the longest
-            self.max_batches = longest if longest == inf else int(longest)
-            self._last_train_dl_reload_epoch = trainer.current_epoch
-            interval: Any = None if trainer._val_check_time_interval is not None else trainer.val_check_interval
-            is_count = interval is None or isinstance(interval, int)
-            trainer.val_check_batch = interval if is_count else longest if longest == inf else max(1, int(longest * interval))
-        # with tensor parallelism, neither the weights of a window nor a SIGTERM reach all ranks
-        known = int(longest) if longest != inf and ranks.size == ranks.world_size else None
-        return {"longest": known, "is_one_empty": not negated_shortest}
+    def _is_validation_broken_off(self, validation: ValidationClock) -> bool:
+        """Whether the checkpoint was taken in a validation, before all of its batches had run."""
+        if not self.restarting or not 0 < validation.after == self.batch_progress.total.ready:
+            return False
+        batches, current = self.val_loop.batch_progress, self.val_loop.batch_progress.current
+        return not (batches.is_last_batch and current.completed == current.ready)
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
-        state, fetcher = super().on_save_checkpoint(), self._data_fetcher
-        if isinstance(fetcher, WindowFetcher) and fetcher.is_ahead and "combined_loader" in state:
-            state["combined_loader"] = fetcher.states[0]
+        state = super().on_save_checkpoint()
+        if self.validation is not None:
+            state["validated"] = [self.validation.steps, self.validation.after]
         return state
 
     @override
-    def on_run_end(self) -> None:
-        epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
-        epoch_loop.finish_window()
-        epoch_loop.validate_if_due()
-        super().on_run_end()
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        self._validated = state_dict.get("validated")

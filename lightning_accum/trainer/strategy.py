@@ -27,7 +27,8 @@ from lightning_accum.splitting.plan import Splitting
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.epochs import AccumulatingEpochLoop, AccumulatingFitLoop
+from lightning_accum.trainer.epochs import AccumulatingEpochLoop
+from lightning_accum.trainer.fit import AccumulatingFitLoop, AccumulatingTrainer, validating_every
 from lightning_accum.trainer.from_lightning import (
     MisconfiguredError,
     _SubprocessScriptLauncher,
@@ -44,7 +45,6 @@ from lightning_accum.trainer.optimization import WindowManualOptimization, Windo
 from lightning_accum.trainer.results import BatchResults, WindowRows
 from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import DeferredSigterm, NonPaddingSampling
-from lightning_accum.trainer.validation import AccumulatingTrainer, validating_every
 from lightning_accum.trainer.watch import Watch, gradient_reads
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
