@@ -45,8 +45,9 @@ class Logged(NamedTuple):
 
     value: Tensor | None  # the value of the step; None for a metric that was only updated
     arguments: Arguments
-    weighed: Weighed | None
+    weighed: Weighed | None = None
     """Its weight among micro-batches; None to use the weight of the loss, which is not known yet."""
+    may_be_loss: Tensor | None = None  # the value itself, kept until the loss is known: no other tensor reuses its memory
     metric: Metric | None = None  # the metric, if the metric object was logged
     call: Call | None = None  # the call of a metric that returned the value
     leaf: int = 0  # the index of the value in the results of the call
@@ -61,7 +62,6 @@ class BatchLog:
 
     def __init__(self) -> None:
         self._logged: dict[Key, Logged] = {}
-        self._may_be_loss: dict[Key, Tensor] = {}
         self._calls: dict[int, Call] = {}  # the last call of each metric
         self._returned: dict[int, tuple[Call, int]] = {}
         """The results of metrics, by their memory: the call and the index of the leaf."""
@@ -75,40 +75,40 @@ class BatchLog:
             call = self._calls.get(id(value))
             leaves = [None] if call is None else call.leaves
             of_step = leaves[0] if len(leaves) == 1 and isinstance(leaves[0], Tensor) else None
-            self._logged[key] = Logged(of_step, arguments, None, value, call)
+            self._logged[key] = Logged(of_step, arguments, metric=value, call=call)
             return
-        size = arguments.get("batch_size")
-        weighed = None if size is None else Weighed(size)
-        logged = value.detach().clone()
-        logged = logged.squeeze() if logged.numel() == 1 else logged
+        size, logged = arguments.get("batch_size"), value.detach().clone()
+        own = Logged(logged.squeeze() if logged.numel() == 1 else logged, arguments, None if size is None else Weighed(size))
         if self._returned and (found := self._returned.get(value.untyped_storage().data_ptr())) is not None:
             call, leaf = found
-            offset = value.storage_offset() - call.leaves[leaf].storage_offset()
-            self._logged[key] = Logged(logged, arguments, weighed, None, call, leaf, offset)
-            return
-        if value.grad_fn is None:
-            self._may_be_loss[key] = value  # kept alive until the loss is known, so that no other tensor reuses its memory
+            own = own._replace(call=call, leaf=leaf, offset=value.storage_offset() - call.leaves[leaf].storage_offset())
+        elif value.grad_fn is None:
+            own = own._replace(may_be_loss=value)
         else:
             with suppress(UnreadableLossError):
-                weighed = Weighed(*weight_alone(value))
-        self._logged[key] = Logged(logged, arguments, weighed)
+                own = own._replace(weighed=Weighed(*weight_alone(value)))
+        self._logged[key] = own
 
     def note_call(self, metric: Metric, value: Any) -> None:
         """Note that a metric was called, and computed ``value`` for this micro-batch alone."""
         state = apply_to_collection(metric.metric_state, Tensor, Tensor.detach)
         leaves = tree_leaves(apply_to_collection(value, Tensor, Tensor.detach))
         self._calls[id(metric)] = call = Call(metric, state, leaves)
-        places = {leaf.untyped_storage().data_ptr(): i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        self._returned.update((place, (call, i)) for place, i in places.items())
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self._returned[leaf.untyped_storage().data_ptr()] = call, index
 
     def take(self, loss: Tensor | None, weighed: Weighed, rows: int) -> Mapping[Key, Logged]:
         """The logs of the micro-batch that has run. A value logged without its graph, ``loss.detach()``, gets the loss's weight."""
         logged, without_size = self._logged, Weighed(rows if weighed.weight is None else weighed.weight)
-        for key, value in self._may_be_loss.items():
-            if loss is not None and value.numel() == 1 and value.data_ptr() == loss.data_ptr():
-                logged[key] = logged[key]._replace(weighed=weighed)
-        self._logged, self._may_be_loss, self._calls, self._returned = {}, {}, {}, {}
-        return {key: own if own.weighed is not None else own._replace(weighed=without_size) for key, own in logged.items()}
+        for key, own in logged.items():
+            value = own.may_be_loss
+            if value is not None and loss is not None and value.numel() == 1 and value.data_ptr() == loss.data_ptr():
+                logged[key] = own._replace(weighed=weighed, may_be_loss=None)
+            elif own.weighed is None or value is not None:
+                logged[key] = own._replace(weighed=own.weighed or without_size, may_be_loss=None)
+        self._logged, self._calls, self._returned = {}, {}, {}
+        return logged
 
 
 # --- of several micro-batches -----------------------------------------------------------------------------------------
@@ -121,11 +121,7 @@ class Joined(NamedTuple):
     name: str
     value: Tensor | Metric
     arguments: Arguments
-
-    @property
-    def key(self) -> str:
-        """The key that Lightning stores it under."""
-        return f"{self.hook}.{self.name}"
+    key: str  # Lightning stores it under this key
 
 
 def joined_logs(outputs: Sequence[Output], warn: Callable[[str], None]) -> Iterator[Joined]:
@@ -153,7 +149,7 @@ def joined_logs(outputs: Sequence[Output], warn: Callable[[str], None]) -> Itera
             last.metric._forward_cache = value  # type: ignore[assignment]  # its type is None there
         shown = value if last.metric is None else last.metric
         assert shown is not None
-        yield Joined(hook, name, shown, arguments)
+        yield Joined(hook, name, shown, arguments, f"{hook}.{name}")
 
 
 def _joined(logged: Sequence[Logged], computed: dict[tuple[int, ...], Sequence[Any]]) -> Tensor:
