@@ -44,7 +44,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_demo)
 
 
-VERIFY = """Take one optimizer step of a LightningModule as a full batch and one accumulated, compare them, and name the cause
+VERIFY = """Take one optimizer step of a module as a full batch and one accumulated, compare them, and name the cause
 of a difference. MODULE and DATA are written package.module:name; a class or a function is called without arguments. The exit
 status is 0 only if the steps are equal; 1 if not, or if they cannot be compared; 2 if the arguments are wrong. One of --window,
 --micro-batch and --devices is needed, or several. The function lightning_accum.verify takes more."""
@@ -54,6 +54,9 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("module", metavar="MODULE", help="a LightningModule, its class or a function: package.module:name")
     add = parser.add_argument
     add("--data", metavar="DATA", help="a LightningDataModule, a loader or a batch (default: the module's own train_dataloader)")
+    add(
+        "--loss-of", metavar="FUNCTION", help="loss_of(module, batch), for a module that is no LightningModule: package.module:name"
+    )
     add("--window", type=_natural, metavar="N", help="loader batches in a window")
     add("--micro-batch", type=_natural, metavar="N", help="samples in the micro-batches that each loader batch is split into")
     add("--devices", type=_natural, default=1, metavar="N", help="ranks that share the window")
@@ -67,13 +70,14 @@ def _verify(arguments: argparse.Namespace) -> int:
         sys.path.insert(0, str(Path.cwd()))
     module = _made(arguments.module)  # before Lightning is imported here: the module decides which package
     data = None if arguments.data is None else _made(arguments.data)
+    loss_of = None if arguments.loss_of is None else _named(arguments.loss_of)
 
     from lightning_accum import AccumulationError, verify
     from lightning_accum.trainer.from_lightning import MisconfigurationException
 
     how = {name: getattr(arguments, name) for name in ("window", "micro_batch", "devices", "strategy", "precision")}
     try:
-        report = verify(module, data, **how)
+        report = verify(module, data, loss_of=loss_of, **how)
     except (MisconfigurationException, AccumulationError) as error:
         print(f"{error}\n(micro_batch= is --micro-batch here, and so on.)", file=sys.stderr)
         return 1
@@ -83,13 +87,17 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _made(name: str) -> Any:
     """The object named by ``package.module:name``; a class or a function is called."""
+    thing = _named(name)
+    return thing() if isinstance(thing, (type, partial)) or inspect.isroutine(thing) else thing
+
+
+def _named(name: str) -> Any:
     if not all(name.partition(":")):
         raise ArgumentError(f"{name!r}: expected package.module:name")
     try:
-        thing = pkgutil.resolve_name(name)
+        return pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
         raise ArgumentError(f"{name!r} cannot be imported here: {error}") from error
-    return thing() if isinstance(thing, (type, partial)) or inspect.isroutine(thing) else thing
 
 
 def _natural(text: str) -> int:

@@ -13,8 +13,9 @@ from textwrap import fill
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_accum.errors import AccumulationError
 from lightning_accum.exact import rounding_of_gradients
@@ -32,6 +33,7 @@ from lightning_accum.verification.over_ranks import OverRanks
 from lightning_accum.verification.step import ModuleState, StepRunner, uncompiled
 
 Join = Callable[[Sequence[Any]], Any]  # joins several batches to one
+LossOf = Callable[[Any, Any], Tensor]  # the loss of a module on a batch
 
 SHOWN = 10  # parameters in the table of a report
 
@@ -100,8 +102,24 @@ def _wrapped(text: str) -> str:
     return fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
+class OfLoss(pl.LightningModule):
+    """Any module, and a function that returns its loss on a batch."""
+
+    def __init__(self, module: nn.Module, loss_of: LossOf) -> None:
+        super().__init__()
+        self.module, self.loss_of = module, loss_of
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss_of(self.module, batch)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
 def verify(
-    module: pl.LightningModule,
+    module: Any,
     data: Any = None,
     window: int | None = None,
     micro_batch: int | Tokens | Literal["offload"] | None = None,
@@ -111,6 +129,7 @@ def verify(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
     join: Join | None = None,
+    loss_of: LossOf | None = None,
     devices: int = 1,
     strategy: str | Strategy = "accum_ddp",
     **policy: Any,
@@ -122,8 +141,12 @@ def verify(
     but not files and experiment trackers. The full batch also runs with its rows in reverse order, which measures rounding. If the
     two steps differ, possible causes are removed one by one. The full batch and some copies of the parameters must fit into memory.
 
+    With ``loss_of`` it answers for any training loop or library, whether micro-batches change the step of a model:
+    ``verify(model, batches, window=4, loss_of=lambda model, batch: model(**batch).loss)`` for an exact window, and the same with
+    ``weight="equal"`` for the mean of the micro-batches' means, which most loops take.
+
     Args:
-        module: a LightningModule with automatic optimization, before a fit or after it.
+        module: a LightningModule with automatic optimization, before a fit or after it; or any module, with ``loss_of``.
         data: a batch (a tensor, mapping, tuple or dataclass; a list that holds tensors); an iterable of batches (a loader, an
             iterator, a list); a LightningDataModule, which is prepared and set up; None for the module's own ``train_dataloader``.
         window: loader batches in a window. The first batches of the data are its micro-batches, and the full batch joins them,
@@ -135,6 +158,7 @@ def verify(
         gradient_clip_val: the Trainer's.
         gradient_clip_algorithm: the Trainer's.
         join: a function ``join(batches)`` that returns one batch, for batches that are not nested containers of tensors.
+        loss_of: a function ``loss_of(module, batch)`` that returns the loss, for a module that is no LightningModule.
         devices: ranks of a window: fresh processes on the CPU, which get the batches in turn, ``window`` each. Module and batches
             must be picklable, and a script must call ``verify`` below ``if __name__ == "__main__":``. The report names the rank
             and the parameters.
@@ -155,6 +179,7 @@ def verify(
         >>> bool(report), report.gradient < 1e-12
         (True, True)
     """
+    module = module if loss_of is None else OfLoss(module, loss_of)
     given, module = module, uncompiled(module)
     for value in (module, data):
         check_package(value)
@@ -247,7 +272,7 @@ def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
 
 def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, accelerator: str, strategy: Any) -> str | None:
     if not isinstance(module, pl.LightningModule):
-        return f"verify takes a LightningModule, but got {type(module).__name__}."
+        return f"verify takes a LightningModule, or any module with loss_of=, but got {type(module).__name__}."
     if not module.automatic_optimization:
         return f"{type(module).__name__} has automatic_optimization=False; verify supports automatic optimization only."
     if window is not None and not is_natural(window):
@@ -276,14 +301,15 @@ def _report(
         parts = f"{batches} loader batches" + (", split into micro-batches," if window.parts > 1 else "")
     by_size = sorted(result.gradient.by_name.items(), key=lambda row: -math.inf if math.isnan(row[1]) else -row[1])
     size = "" if comparison.rows is None else f" of {comparison.rows} rows"
+    of_module = isinstance(module, OfLoss)
     return Report(
-        module=type(module).__name__,
+        module=type(module.module if of_module else module).__name__,
         compared=f"One optimizer step on a full batch{size}, and one on the same rows as {parts}, in precision {precision}.",
         gradient=result.gradient.overall,
         losses=(full.loss, result.loss),
         tolerance=seen.tolerance,
         tolerance_reason=f"the loss computes in {str(full.dtype).removeprefix('torch.')}",
-        parameters=dict(by_size),
+        parameters={name.removeprefix("module." * of_module): error for name, error in by_size},
         weight=window.weight or "none: the window was one micro-batch",
         breaks=result.breaks,
         ranks=1 if over_ranks is None else over_ranks.ranks,

@@ -119,6 +119,23 @@ def test_modules_are_equal_in_any_precision(precision: str, limit: float) -> Non
     assert report.gradient < limit
 
 
+@pytest.mark.parametrize("weight", ["auto", "equal"])
+def test_the_step_of_any_module_is_compared_by_its_loss(weight: str) -> None:
+    """The mean of the means of micro-batches, which most loops take, is told from the full batch's."""
+
+    def loss_of(own: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(own(batch["input_ids"]).transpose(1, 2), batch["labels"])
+
+    module, rows = nn.Embedding(17, 17), sentences(8)
+    before = module.weight.detach().clone()
+    report = verify(module, [pad(rows[:3]), pad(rows[3:4]), pad(rows[4:])], window=3, loss_of=loss_of, weight=weight)
+    assert bool(report) == (weight == "auto")
+    assert "Embedding" in str(report)
+    assert [*report.parameters] == ["weight"]
+    assert (report.gradient < EXACT) == (weight == "auto")
+    assert torch.equal(module.weight, before)
+
+
 # --- what is measured ----------------------------------------------------------------------------------------------------
 
 
@@ -475,11 +492,19 @@ def made():
     return Good()
 
 batch = torch.randn(8, 32)
+
+def plain():
+    return torch.nn.Linear(32, 2)
+
+def loss_of(module, batch):
+    return module(batch).square().mean()
 """
 COMMANDS: list[tuple[str, int, str]] = [
     ("verify project:Good --data project:batch --micro-batch 4", 0, "Equal"),
     ("verify project:Good --window 4", 0, "Equal"),
     ("verify project:made --data project:batch --micro-batch 4 --precision 32-true", 0, "float32"),
+    ("verify project:plain --data project:batch --window 2 --loss-of project:loss_of", 0, "Equal: Linear"),
+    ("verify project:plain --data project:batch --window 2 --loss-of project:gone", 2, "gone"),
     ("verify project:Bad --data project:batch --window 2", 1, "batch_idx"),
     ("verify project:Good --data project:batch", 1, "micro_batch"),
     ("verify project:Good --micro-batch 0", 2, "--micro-batch"),
