@@ -49,15 +49,35 @@ def in_lines(parts: list[str]) -> str:
 
 
 def start_line(
-    accumulation: Accumulation, micro_batch: MicroBatch, weighed: Weighed, samples: int | None, loader_batches: int
+    accumulation: Accumulation,
+    micro_batch: MicroBatch,
+    weighed: Weighed,
+    samples: Collection[int],
+    loader_batches: int,
+    of_epoch: float,
 ) -> str:
-    """The start line: ``accumulating 4 loader batches a step; loss: mean cross entropy (exact, checked to 7e-8)``."""
-    policy = accumulation.policy
+    """The start line: ``accumulating 4 loader batches a step; loss: mean cross entropy (exact, checked to 7e-8)``.
+
+    Called at the first micro-batch, with the batch sizes of the loader and the loader batches of a window and of an epoch. Warns of
+    windows that are never full.
+    """
+    policy, batch = accumulation.policy, micro_batch.batch if accumulation.plan is None else accumulation.plan.batch
     if isinstance(policy.window, Tokens):
         tokens, unit = policy.window.at(float(accumulation.total_weight)), _unit(accumulation, micro_batch, weighed)
         window = f"accumulating {tokens} {unit} a step"
+        if weighed.weight and not TAILS[policy.tail].goes_on:
+            part, whole = count_samples(micro_batch.batch), count_samples(batch)
+            in_batch = float(weighed.weight) * (whole / part if part and whole else 1)
+            in_epoch = in_batch * of_epoch * accumulation.world_size
+            if in_epoch < tokens:
+                accumulation.warn_once(
+                    f"A window of {tokens} {unit} is never full: an epoch has about {in_epoch:.0f} of them (estimated from its "
+                    f'first loader batch), and with tail="{policy.tail}" {TAILS[policy.tail].outcome}. Use a smaller window, or '
+                    'tail="carry".'
+                )
     else:
-        window = window_in_words(loader_batches, accumulation.world_size // accumulation.ranks.same_rows, samples)
+        ranks = accumulation.world_size // accumulation.ranks.same_rows
+        window = window_in_words(loader_batches, ranks, samples_of(batch, samples))
     if accumulation.splitting is not None:
         window += f" {accumulation.splitting.describe()}"
     parts = [window + _how_it_runs(accumulation)]
@@ -95,22 +115,3 @@ def _unit(accumulation: Accumulation, micro_batch: MicroBatch, weighed: Weighed)
     if isinstance(weight, (TokenCount, SampleCount)):
         return "tokens" if isinstance(weight, TokenCount) else "samples"
     return "micro-batches" if weight == "equal" else f"units of weight={accumulation.weigher.criterion}"
-
-
-def warn_of_windows_never_full(
-    accumulation: Accumulation, micro_batch: MicroBatch, weighed: Weighed, batch: Any, loader_batches: float
-) -> None:
-    """Called at the first micro-batch."""
-    policy = accumulation.policy
-    if not isinstance(policy.window, Tokens) or TAILS[policy.tail].goes_on or not weighed.weight:
-        return
-    part, whole = count_samples(micro_batch.batch), count_samples(batch)
-    in_batch = float(weighed.weight) * (whole / part if part and whole else 1)
-    unit = _unit(accumulation, micro_batch, weighed)
-    in_epoch = in_batch * loader_batches * accumulation.world_size
-    tokens = policy.window.at(float(accumulation.total_weight))
-    if in_epoch < tokens:
-        accumulation.warn_once(
-            f"A window of {tokens} {unit} is never full: an epoch has about {in_epoch:.0f} of them (estimated from its first "
-            f'loader batch), and with tail="{policy.tail}" {TAILS[policy.tail].outcome}. Use a smaller window, or tail="carry".'
-        )

@@ -23,7 +23,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.ranks import LoaderBatches, of_all_ranks
 from lightning_accum.session import Session
 from lightning_accum.splitting.plan import Splitting
-from lightning_accum.start_line import samples_of, start_line, warn_of_windows_never_full
+from lightning_accum.start_line import start_line
 from lightning_accum.user_warnings import rank_zero_warn, warn
 from lightning_accum.whole.row_proof import prove_row_wise
 
@@ -132,10 +132,7 @@ class Passes:
         return self.policy.size_at(self._accumulation.epoch, self._accumulation.clock.optimizer_steps) or of_tokens
 
     def _announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
-        accumulation = self._accumulation
-        batch = micro_batch.batch if accumulation.plan is None else accumulation.plan.batch
-        self._say(start_line(accumulation, micro_batch, weighed, samples_of(batch, self._samples), int(self._size(1))))
-        warn_of_windows_never_full(accumulation, micro_batch, weighed, batch, self._length)
+        self._say(start_line(self._accumulation, micro_batch, weighed, self._samples, int(self._size(1)), self._length))
 
     def _say(self, line: str) -> None:
         if self.policy.log and self._training.ranks.rank == 0:

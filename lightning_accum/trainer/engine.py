@@ -21,7 +21,7 @@ from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.session import Session
-from lightning_accum.start_line import samples_of, start_line, warn_of_windows_never_full
+from lightning_accum.start_line import start_line
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.trainer.from_lightning import Strategy, move_data_to_device, pl, rank_zero_info
@@ -124,7 +124,7 @@ class Engine(Strategy, Trained):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self.manual is not None:
             return self.manual.backward(super().backward, closure_loss, optimizer, *args, **kwargs)
-        with nullcontext() if self.gradient_reads is None else self.gradient_reads:
+        with self.gradient_reads or nullcontext():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @property
@@ -143,13 +143,10 @@ class Engine(Strategy, Trained):
 
     def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
         """Print the start line."""
-        accumulation, trainer = self.accumulation, self.trainer()
+        accumulation, trainer, samples = self.accumulation, self.trainer(), self.samples_of_loader()
         assert accumulation is not None
-        batch = micro_batch.batch if accumulation.plan is None else accumulation.plan.batch
-        samples = samples_of(batch, self.samples_of_loader())
-        beside_a_bar = "\n" if trainer.progress_bar_callback is not None else ""
-        rank_zero_info(beside_a_bar + start_line(accumulation, micro_batch, weighed, samples, trainer.accumulate_grad_batches))
-        warn_of_windows_never_full(accumulation, micro_batch, weighed, batch, trainer.num_training_batches)
+        beside_a_bar, size = "\n" if trainer.progress_bar_callback is not None else "", trainer.accumulate_grad_batches
+        rank_zero_info(beside_a_bar + start_line(accumulation, micro_batch, weighed, samples, size, trainer.num_training_batches))
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from typing_extensions import override
@@ -15,14 +15,11 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop
 from lightning_accum.trainer.from_lightning import MisconfiguredError, _FitLoop, _PrefetchDataFetcher, callbacks_of, pl, replacing
-from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import WindowFetcher
 
 
 class AccumulatingFitLoop(_FitLoop):
     """Ends the last window with the training, and gives an epoch the length of the longest loader over the ranks."""
-
-    seams: ExitStack  # ends with the fit
 
     @override
     def reset(self) -> None:
@@ -50,15 +47,14 @@ class AccumulatingFitLoop(_FitLoop):
         super().setup_data()
         if (fetcher := self._data_fetcher) is before:
             return
-        self.seams.close()  # the changes to the fetcher of reloaded loaders
         if not strategy.module.automatic_optimization:
             return
         lengths, policy = self._lengths(strategy.ranks), strategy.policy
         draws_ahead = policy.may_count_terms and policy.may_be_longer_than_one(self.trainer.accumulate_grad_batches)
         if type(fetcher) is _PrefetchDataFetcher and (strategy.ranks.world_size > 1 or draws_ahead):  # else training_step draws
             is_done = not strategy.ranks.largest(not fetcher.done)[0]
-            own: dict[str, Any] = {"strategy": strategy, "states": deque(), "done": is_done}
-            self.seams.enter_context(specialised(fetcher, WindowFetcher, **own, **lengths))
+            vars(fetcher).update(lengths, strategy=strategy, states=deque(), done=is_done)
+            fetcher.__class__ = WindowFetcher  # it is dropped with the fit, or with its loaders
 
     def _lengths(self, ranks: Ranks) -> dict[str, Any]:
         """Give the epoch the length of the longest loader on all ranks. Returns the known lengths."""

@@ -117,7 +117,7 @@ class AccumulationMixin(Engine):
     def _installed(self, trainer: pl.Trainer) -> Iterator[None]:
         """Inside, this strategy decides; afterwards all objects have their own types. It may end with a late SIGTERM."""
         # checkpoints, tuners and callbacks refer to the loops, so each gets a subclass of its class, and is not replaced
-        fit_loop, epoch_loop, signals = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector
+        epoch_loop, signals = trainer.fit_loop.epoch_loop, trainer._signal_connector
         plugin, kinds = self.precision_plugin, (pl.plugins.Precision, pl.plugins.FSDPPrecision)
         has_lightnings_clipping = any(is_lightnings(plugin, "clip_grad_by_norm", kind) for kind in kinds)
         clip = partial(self._clip_by_norm, plugin.clip_grad_by_norm)
@@ -126,13 +126,12 @@ class AccumulationMixin(Engine):
             specialised(trainer._data_connector, NonPaddingSampling),
             specialised(signals, DeferredSigterm),
             specialised(trainer._logger_connector, WindowRows, pending={}, in_bar={}),
-            specialised(fit_loop, AccumulatingFitLoop, seams=ExitStack()),
+            specialised(trainer.fit_loop, AccumulatingFitLoop),
             specialised(epoch_loop, AccumulatingEpochLoop, strategy=self),
             specialised(epoch_loop.automatic_optimization, WindowOptimization, strategy=self),
             specialised(epoch_loop.manual_optimization, WindowManualOptimization, strategy=self),
             specialised(epoch_loop._results, BatchResults, strategy=self, replaced={}),
             replacing(plugin, clip_grad_by_norm=clip) if has_lightnings_clipping else nullcontext(),
-            cast("AccumulatingFitLoop", fit_loop).seams,
         ):
             yield
             epoch_loop.manual_optimization.on_run_end()  # a step that raised leaves the optimizers' hooks in place
