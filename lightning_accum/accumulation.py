@@ -23,7 +23,7 @@ from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
 from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.known import Reading
-from lightning_accum.weighing.later import WINDOWS_TO_LOOK_AT, LaterLooks
+from lightning_accum.weighing.later import WINDOWS_BETWEEN_LOOKS, WINDOWS_TO_LOOK_AT, LaterLooks
 from lightning_accum.weighing.terms import Denominator, Term, keep_weight, scale_terms
 from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.whole.row_wise import RowWise
@@ -80,6 +80,7 @@ class Accumulation(Windows):
         self.later = LaterLooks()
         self._looks_anew = False
         """The next window is checked again: a loss may change with the epoch, for example by a factor in a buffer."""
+        self._looked_at = 0  # optimizer steps before the last check
         self.may_count_first = False  # the terms of a window can be counted before it runs
         self.counted_next: Sequence[int] | None = None
         """Terms found in this window to have different weights: the window is left out, and later windows are counted first."""
@@ -110,13 +111,15 @@ class Accumulation(Windows):
         """Whether the window that is next is checked before it begins. The same on all ranks."""
         if self.position or self.checks_left or not self.is_checked:
             return False
-        is_anew, self._looks_anew = self._looks_anew, False
-        return is_anew or self.clock.optimizer_steps + 1 in WINDOWS_TO_LOOK_AT
+        is_due, self._looks_anew = self._looks_anew or self.clock.optimizer_steps + 1 in WINDOWS_TO_LOOK_AT, False
+        self._looked_at = self.clock.optimizer_steps if is_due else self._looked_at
+        return is_due
 
     @override
     def begin_epoch(self, epoch: int) -> None:
         super().begin_epoch(epoch)
-        self._looks_anew = epoch.bit_count() == 1  # epochs 1, 2, 4, 8, ...
+        # in epochs 1, 2, 4, 8, ..., and in others where it takes little time beside the windows since the last
+        self._looks_anew = epoch.bit_count() == 1 or self.clock.optimizer_steps - self._looked_at >= WINDOWS_BETWEEN_LOOKS
         if self.splitting is not None:
             self.splitting.begin_epoch()
 

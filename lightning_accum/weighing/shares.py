@@ -18,41 +18,13 @@ from torch import Tensor
 
 from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import exact, on_host, tensor_of
-from lightning_accum.weighing.nodes import (
-    ADDITIONS,
-    BENT,
-    CONTRACTIONS,
-    CRITERIA,
-    LINEAR,
-    MEAN_REDUCTION,
-    PRODUCTS_ADDED,
-    SOMETIMES,
-    STACKS,
-    SUMS,
-    THROUGH,
-    Node,
-    are_numbers,
-    bends_numbers,
-    chosen_of,
-    divides_each,
-    factor_in_sum,
-    head_of,
-    ignored_of,
-    in_order,
-    is_first_layer,
-    is_multiplied_by_parameters,
-    is_of_numbers,
-    is_of_parameters_only,
-    kind_of,
-    kinds_below,
-    number_of,
-    numel_of,
-)
+from lightning_accum.weighing import nodes
+from lightning_accum.weighing.nodes import Node, kind_of, numel_of
 from lightning_accum.weighing.terms import PENALTY, Denominator, Edge, Term, joined, one_of, quotient, same
 
 NOWHERE: Mapping[int, int] = MappingProxyType({})
 _CROSS_ENTROPIES = {"NllLoss", "NllLoss2D"}
-_PRODUCTS, _LAYERS = {"Div", "Dot", "Lerp", "Mul", *CONTRACTIONS}, {*CONTRACTIONS, *PRODUCTS_ADDED}
+_PRODUCTS, _LAYERS = {"Div", "Dot", "Lerp", "Mul", *nodes.CONTRACTIONS}, {*nodes.CONTRACTIONS, *nodes.PRODUCTS_ADDED}
 _NOT_LINEAR_IN = {"Addcdiv": 2, "Div": 1, "Lerp": 2}
 _CHANGES_SOME = {"MaskedFill", "NanToNum", "Where"}
 
@@ -86,7 +58,7 @@ class Arrived(NamedTuple):
 
     def through(self, kind: str, **changes: Any) -> Arrived:
         """The arrival below a node of this kind."""
-        if kind not in THROUGH and kind not in SOMETIMES and self.path[-1:] != (kind,):
+        if kind not in nodes.THROUGH and kind not in nodes.SOMETIMES and self.path[-1:] != (kind,):
             changes["path"] = (*self.path, kind)
         return self._replace(**changes)
 
@@ -136,7 +108,7 @@ def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mappin
 def _walk(root: Node, place: int, arrived: Arrived, found: _Found) -> None:
     """Visit nodes in topological order. Arrivals on several paths are added up, separately for each summand."""
     given: dict[Node, dict[Any, tuple[int, Arrived]]] = {root: {(place, None): (place, arrived)}}
-    for node in in_order(root):
+    for node in nodes.in_order(root):
         for index, one in given.pop(node, {}).values():
             for child, at, below in _below(node, index, one, found):
                 of_child, key = given.setdefault(child, {}), (at, below.edge)
@@ -167,20 +139,20 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
         return numbers
     elif kind == "Dot" and arrived.is_one and arrived.total is None and (of_numbers := _of_dot(node, inputs, arrived)):
         return [of_numbers]
-    elif kind == "Where" and len(inputs) == 2 and arrived.is_one and (chosen := chosen_of(node, own)):
+    elif kind == "Where" and len(inputs) == 2 and arrived.is_one and (chosen := nodes.chosen_of(node, own)):
         return [(*chosen, arrived)]
     elif kind == "_DDPSink":  # its inputs and outputs have the same indices
         return [(*node.next_functions[index], arrived)]
-    elif arrived.is_one and bends_numbers(node, index):
+    elif arrived.is_one and nodes.bends_numbers(node, index):
         return _beside_a_kink(node, kind, inputs, arrived)
-    elif kind in CRITERIA and arrived.is_one and node._saved_reduction != 0:
+    elif kind in nodes.CRITERIA and arrived.is_one and node._saved_reduction != 0:
         arrived = _of_criterion(node, kind, arrived)
-    elif kind in LINEAR and inputs:
-        sizes = [numel_of(child, at) for _, child, at in inputs] if kind in ADDITIONS or kind in STACKS else []
-        is_addition = kind in ADDITIONS or (kind in STACKS and max(sizes) == min(sizes) == 1)
+    elif kind in nodes.LINEAR and inputs:
+        sizes = [numel_of(child, at) for _, child, at in inputs] if kind in nodes.ADDITIONS or kind in nodes.STACKS else []
+        is_addition = kind in nodes.ADDITIONS or (kind in nodes.STACKS and max(sizes) == min(sizes) == 1)
         if is_addition and arrived.is_one and own <= max(sizes) * len(inputs):
             return _summands(node, kind, inputs, sizes, own, arrived)
-        of_batch = [one for one in inputs if not is_of_parameters_only(one[1])] if len(inputs) > 1 else inputs
+        of_batch = [one for one in inputs if not nodes.is_of_parameters_only(one[1])] if len(inputs) > 1 else inputs
         if not _is_loss(node, kind, of_batch, len(inputs), arrived):
             if len(of_batch) == 1 and arrived.is_one and (below := _of_all_alike(node, kind, own, *of_batch[0], arrived)):
                 return [(*of_batch[0][1:], below)]
@@ -195,20 +167,20 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
 
 def _of_vector(node: Node, kind: str, index: int, inputs: Sequence[_Input], own: int, arrived: Arrived) -> _Below:
     """The next visits for a vector of summands; empty if the node is a product of two."""
-    if kind in STACKS:
+    if kind in nodes.STACKS:
         return [(child, at, _element(arrived.through(kind), place)) for place, child, at in inputs]
-    if arrived.places and divides_each(node, index):
+    if arrived.places and nodes.divides_each(node, index):
         return [(*inputs[0][1:], _column(node, index, arrived, place)) for place in range(own)]
-    if kind in ADDITIONS:
+    if kind in nodes.ADDITIONS:
         return _summands(node, kind, inputs, [own] * len(inputs), own, arrived)
-    of_batch = [one for one in inputs if not is_of_parameters_only(one[1])]
+    of_batch = [one for one in inputs if not nodes.is_of_parameters_only(one[1])]
     return [] if _is_loss(node, kind, of_batch, len(inputs), arrived) else _run(node, kind, index, of_batch, arrived, True)
 
 
 def _of_dot(node: Node, inputs: Sequence[_Input], arrived: Arrived) -> tuple[Node, int, Arrived] | None:
     """A vector of summands times a vector of numbers or parameters."""
-    of_batch = [one for one in inputs if not is_of_parameters_only(one[1])]
-    if len(of_batch) != 1 or not is_of_numbers(*of_batch[0][1:], arrived.places, len(inputs) > 1):
+    of_batch = [one for one in inputs if not nodes.is_of_parameters_only(one[1])]
+    if len(of_batch) != 1 or not nodes.is_of_numbers(*of_batch[0][1:], arrived.places, len(inputs) > 1):
         return None
     ((place, child, at),) = of_batch
     return child, at, arrived.summed(node, place, node(_spread(arrived.share, node, 0))[place], is_vector=True)
@@ -235,14 +207,14 @@ def _column(node: Node, index: int, arrived: Arrived, element: int) -> Arrived:
 def _summands(node: Node, kind: str, inputs: Sequence[_Input], sizes: Sequence[int], own: int, arrived: Arrived) -> _Below:
     """The arrivals at the operands of an addition with ``own`` elements; ``sizes`` are the operands' numbers of elements."""
     result = []
-    is_own = arrived.is_vector or ((own == 1 or kind in STACKS) and len(inputs) > 1 and arrived.total is None)
+    is_own = arrived.is_vector or ((own == 1 or kind in nodes.STACKS) and len(inputs) > 1 and arrived.total is None)
     for (place, child, at), numel in zip(inputs, sizes, strict=True):
         share = arrived.share
-        if kind in ADDITIONS:
+        if kind in nodes.ADDITIONS:
             times = own // numel if numel else 1  # a smaller operand is broadcast
-            factor = factor_in_sum(node, kind, place) * max(1, times)
+            factor = nodes.factor_in_sum(node, kind, place) * max(1, times)
             share = share if factor == 1.0 else factor * share
-        is_vector = arrived.is_vector and not is_of_parameters_only(child)
+        is_vector = arrived.is_vector and not nodes.is_of_parameters_only(child)
         result.append((child, at, arrived.summed(node, place, share, is_vector) if is_own else arrived._replace(share=share)))
     return result
 
@@ -250,10 +222,10 @@ def _summands(node: Node, kind: str, inputs: Sequence[_Input], sizes: Sequence[i
 def _is_loss(node: Node, kind: str, of_batch: Sequence[_Input], inputs: int, arrived: Arrived) -> bool:
     """Whether a node of a linear kind is not linear in these operands, or is a layer of the network."""
     places = [place for place, *_ in of_batch]
-    is_product = kind in _PRODUCTS or (kind in PRODUCTS_ADDED and all(places))
+    is_product = kind in _PRODUCTS or (kind in nodes.PRODUCTS_ADDED and all(places))
     return (
         not places
-        or (arrived.total is not None and (kind == "Mul" or kind in _LAYERS) and is_first_layer(node))
+        or (arrived.total is not None and (kind == "Mul" or kind in _LAYERS) and nodes.is_first_layer(node))
         or (len(places) > 1 and is_product)
         or (len(places) < inputs and kind in _LAYERS)
         or _NOT_LINEAR_IN.get(kind) in places
@@ -270,15 +242,14 @@ def _beside_a_kink(node: Node, kind: str, inputs: Sequence[_Input], arrived: Arr
     kink = arrived.kink * (2.0 - _wide((of_all * places).sum()))
     if len(of_all) == 1:
         return [(*inputs[0][1:], arrived.through(kind, kink=kink))]
-    shares = [arrived.share * (_wide(slope) if slope.numel() == 1 else slope) for slope in slopes]
-    below = [arrived.through(kind, kink=kink, share=share) for share in shares]
+    below = [arrived.through(kind, kink=kink, share=arrived.share * (own if own.dim() else _wide(own))) for own in slopes]
     return [(child, at, own) for (_, child, at), own in zip(inputs, below, strict=True)]
 
 
 def _of_criterion(node: Node, kind: str, arrived: Arrived) -> Arrived:
     """Record the losses that a fused criterion has reduced."""
-    if node._saved_reduction == MEAN_REDUCTION:
-        count = CRITERIA[kind][1](node)
+    if node._saved_reduction == nodes.MEAN_REDUCTION:
+        count = nodes.CRITERIA[kind][1](node)
         share = quotient(arrived.share, _wide(count) if isinstance(count, Tensor) else count)
         return arrived.through(kind, share=share, total=share if arrived.total is None else arrived.total, is_mean=True)
     share = arrived.share if node._saved_self.numel() else 0.0
@@ -296,12 +267,12 @@ def _of_all_alike(node: Node, kind: str, own: int, place: int, child: Node, at: 
     numel, share = numel_of(child, at), arrived.share
     total = share if arrived.total is None else arrived.total
     if kind in ("Mean", "Sum"):
-        if are_numbers((child, at)):
+        if nodes.are_numbers((child, at)):
             return arrived
-        if kind_of(child) in STACKS and all(below is None or numel_of(below, n) == 1 for below, n in child.next_functions):
+        if kind_of(child) in nodes.STACKS and all(below is None or numel_of(below, n) == 1 for below, n in child.next_functions):
             number = 1 / numel if kind == "Mean" else 1.0  # a sum or a mean of summands
             return arrived._replace(share=share * number, number=arrived.number * number)
-        if own == 1 and arrived.total is None and is_of_numbers(child, at, arrived.places):
+        if own == 1 and arrived.total is None and nodes.is_of_numbers(child, at, arrived.places):
             return arrived.summed(node, place, share / numel if kind == "Mean" else share, is_vector=True)
         if kind == "Sum":
             return arrived.through(kind, total=total)
@@ -312,7 +283,7 @@ def _of_all_alike(node: Node, kind: str, own: int, place: int, child: Node, at: 
         return arrived.through(kind, share=-share)
     if kind == "Expand" and own >= numel > 0:
         return arrived.through(kind, share=share * (own // numel))
-    if kind in THROUGH and kind not in _CHANGES_SOME and numel == own:
+    if kind in nodes.THROUGH and kind not in _CHANGES_SOME and numel == own:
         return arrived.through(kind)
     if kind not in ("Mul", "Div") or numel not in (own, 1):
         return None
@@ -320,7 +291,7 @@ def _of_all_alike(node: Node, kind: str, own: int, place: int, child: Node, at: 
     if operand is None or (isinstance(operand, Tensor) and operand.numel() != 1):
         return None
     times, share = operator.mul if kind == "Mul" else quotient, share * (own // numel)
-    factor = number_of(operand)
+    factor = nodes.number_of(operand)
     by: Denominator = _wide(operand) if factor is None else factor
     is_scalar = factor is not None or not operand.dim()
     is_number = factor is not None or (is_scalar and kind == "Mul")
@@ -333,7 +304,7 @@ def _of_all_alike(node: Node, kind: str, own: int, place: int, child: Node, at: 
 def _run(node: Node, kind: str, index: int, inputs: Sequence[_Input], arrived: Arrived, is_scalar: bool) -> _Below:
     """Run the backward of ``node`` itself."""
     total = arrived.total
-    if total is None and arrived.is_one and (kind in SUMS or kind in CONTRACTIONS or kind == "Trace"):
+    if total is None and arrived.is_one and (kind in nodes.SUMS or kind in nodes.CONTRACTIONS or kind == "Trace"):
         total = arrived.share
     result = node(*(_spread(arrived.share, node, at) if at == index else None for at in range(len(node._input_metadata))))
     gradients = result if isinstance(result, tuple) else (result,)
@@ -377,11 +348,11 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
     node, first = losses[0]
     addition, place, element = first.edge
     top = addition if place is None else addition.next_functions[place][0]
-    is_penalty = place is not None and element is None and is_of_parameters_only(top)
-    path = (*first.path, *kinds_below(node), *("penalty",) * is_penalty)
-    key, head = zlib.crc32("/".join(path).encode()), head_of(node, places) if places else ()
+    is_penalty = place is not None and element is None and nodes.is_of_parameters_only(top)
+    path = (*first.path, *nodes.kinds_below(node), *("penalty",) * is_penalty)
+    key, head = zlib.crc32("/".join(path).encode()), nodes.head_of(node, places) if places else ()
     term = joined((zlib.crc32(repr(head).encode(), key) if head else key) << 8, [_of_loss(*loss) for loss in losses])
-    is_learned = element is None and is_multiplied_by_parameters(top)
+    is_learned = element is None and nodes.is_multiplied_by_parameters(top)
     return term._replace(words=PENALTY if is_penalty else term.words, is_penalty=is_penalty, is_learned=is_learned)
 
 
@@ -389,17 +360,18 @@ def _of_loss(node: Node, arrived: Arrived) -> Term:
     """A term with a single loss, without the fields that tell it apart."""
     kind, share = kind_of(node), arrived.share
     if kind in _CROSS_ENTROPIES and isinstance(share, Tensor) and share.dim():
-        share = torch.where(node._saved_target == ignored_of(node), torch.zeros_like(share), share)
+        share = torch.where(node._saved_target == nodes.ignored_of(node), torch.zeros_like(share), share)
+    of_sum = "mean" if arrived.is_mean else "sum" if arrived.total is not None else ""
     return Term(
         0,
-        CRITERIA[kind][0] if kind in CRITERIA else "mean" if arrived.is_mean else "sum" if arrived.total is not None else "",
+        nodes.CRITERIA[kind][0] if kind in nodes.CRITERIA else of_sum,
         one_of([share]),
         float("nan") if arrived.total is None else one_of([arrived.total]),
         number=on_host(arrived.number),
         kink=arrived.kink,
         is_mean=arrived.is_mean,
         divisor=arrived.divisor,
-        is_bent=kind in BENT and not {"Mean", "Sum"}.isdisjoint(kinds_below(node)),
+        is_bent=kind in nodes.BENT and not {"Mean", "Sum"}.isdisjoint(nodes.kinds_below(node)),
         edges={arrived.edge: arrived.above},
         divisions=arrived.divisions,
         shares=(share,),

@@ -562,6 +562,16 @@ def test_one_micro_batch_is_looked_at_again_in_windows_2_and_8(named: str, steps
     assert window_that_is_told_of(module, data, **policy) == steps
 
 
+def test_a_loss_that_compares_rows_from_an_epoch_on_is_refused_before_its_first_step() -> None:  # until epoch 4 before
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        return classified(net, [batch[0] - batch[0].mean(0) * (module.current_epoch > 2), batch[1]])
+
+    module = Toy(loss)
+    with pytest.raises(AccumulationError, match="do not add up"):
+        fit(module, labelled(*[8] * 66), GradientAccumulation(1, micro_batch=4), max_epochs=6)
+    assert (module.trainer.global_step, module.current_epoch) == (3 * 66, 3)
+
+
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}])
 def test_weights_and_masks_that_begin_later_are_no_false_alarm(policy: dict[str, Any]) -> None:
     module = Toy(lambda n, b: (_squares(n, b) * b[2]).sum() / b[2].sum())
