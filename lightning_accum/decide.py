@@ -7,23 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from lightning_accum import prove
 from lightning_accum.exact import rounding_of_gradients
 from lightning_accum.looks import Checked, Rows
-from lightning_accum.prove import (
-    ALL,
-    Fit,
-    Look,
-    aliases,
-    fit_of,
-    goes_by_rows,
-    has_factors,
-    keys_of,
-    looped,
-    measured_of,
-    merged,
-    modes_to_try,
-    ratios,
-)
+from lightning_accum.prove import ALL, Fit, Look
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
@@ -66,11 +53,11 @@ class Deciding:
 
     def _named(self, looks: Sequence[Look], names: Known) -> Known:
         """Give terms that are the same in all losses the same keys, on all ranks."""
-        measured = measured_of(looks)
-        joined = names.looped.union(*self.checked.of_all(looped(measured)))
+        measured = prove.measured_of(looks)
+        joined = names.looped.union(*self.checked.of_all(prove.looped(measured)))
         for one in measured:
             one.join(joined)
-        renamed = merged(names.aliases, self.checked.of_all(aliases(measured)))
+        renamed = prove.merged(names.aliases, self.checked.of_all(prove.aliases(measured)))
         for one in measured:
             one.rename(renamed)
         return names._replace(looped=joined, aliases=renamed)
@@ -80,11 +67,11 @@ class Deciding:
         eps, checked, weight = trial.mode.eps, self.checked, self.weight
         known = self._named(looks, names)
         terms: dict[int, Term] = {}
-        for of_rank in checked.of_all(keys_of(looks)):
+        for of_rank in checked.of_all(prove.keys_of(looks)):
             for key, term in of_rank.items():
                 terms.setdefault(key, term)
         if weight == "auto":
-            chosen = {key: self._fit(looks, key, modes_to_try(term), eps) for key, term in terms.items()}
+            chosen = {key: self._fit(looks, key, prove.modes_to_try(term), eps) for key, term in terms.items()}
             failed = {key >> 8 for key, fit in chosen.items() if fit.mode is None and not fit.is_open}
             if failed & {key >> 8 for key in terms if key & 255} - known.looped:  # treat them as one term
                 return self.decide(looks, known._replace(looped=known.looped | failed), trial)
@@ -121,14 +108,16 @@ class Deciding:
             known = known._replace(words={key: term.words for key, term in terms.items()}, units=units)
             odd = [
                 (key, name)
-                for one in measured_of(looks)
+                for one in prove.measured_of(looks)
                 for key, term in one.terms.items()
                 for name, is_so in term.oddities(next(iter(known.units_of(term)))).items()
                 if is_so
             ]
-            odd += [(key, VARIES) for key, mode in known.modes.items() if mode == SUM and checked.on_any(has_factors(looks, key))]
+            odd += [
+                (key, VARIES) for key, mode in known.modes.items() if mode == SUM and checked.on_any(prove.has_factors(looks, key))
+            ]
             is_one_row: dict[Mode, bool] = {ONCE: self.rows.number < 2}  # which has equal parts
-            of_samples = {key for key, mode in known.modes.items() if is_one_row.get(mode, goes_by_rows(looks, key, mode))}
+            of_samples = {key for key, mode in known.modes.items() if is_one_row.get(mode, prove.goes_by_rows(looks, key, mode))}
             known, refused = self._combined(looks, known._replace(seen=frozenset(odd), of_samples=frozenset(of_samples)), terms)
             if refused is not None:
                 return Found(replace(verdict, deviation=math.inf, seen=refused[1]), False, known, {}, terms, refused[0])
@@ -156,7 +145,7 @@ class Deciding:
         """The first mode in which a term adds up on all ranks."""
         checked, found = self.checked, list[tuple[Mode, Fit, float]]()
         for mode in modes:
-            own = fit_of(looks, key, mode, eps)
+            own = prove.fit_of(looks, key, mode, eps)
             code = 2.0 if own.mode is None else float(own.deviation.has_evidence)
             found.append((mode, own, checked.largest(code)))
             if checked.sync.is_waited_for_in_forward and found[-1][2] == 1:
@@ -187,7 +176,7 @@ class Deciding:
         clear = _CLEARLY * checked.largest(max(min(fit.deviation.size for fit in right), min(_ROUNDINGS * eps, _OF_HALF)))
         first, *others = [fit for fit in right if checked.largest(fit.deviation.size) <= clear]
         for fit in others:  # if all rows have the same gradient, counts fit that are not proportional
-            least, most = ratios(looks, (key, first.mode), (key, fit.mode))  # type: ignore[arg-type]
+            least, most = prove.ratios(looks, (key, first.mode), (key, fit.mode))  # type: ignore[arg-type]
             if checked.on_any(not most - least <= 1e-9 * most):
                 return None
         of_whole = {fit.mode: looks[0].whole.weight(key, fit.mode) for fit in (first, *others) if fit.mode}
@@ -199,7 +188,7 @@ class Deciding:
         works."""
         checked, ratio_of, apart = self.checked, dict[int, float](), set[tuple[int, str]]()
         modes = {key: mode for key, mode in known.modes.items() if mode != ONCE}
-        measured, mode_of, is_function = measured_of(looks), known.modes, checked.on_any(looks[0].whole.function is not None)
+        measured, mode_of, is_function = prove.measured_of(looks), known.modes, checked.on_any(looks[0].whole.function is not None)
         is_free = checked.may_count_terms and not is_function and not checked.on_any(checked.accumulation.window.has_weight)
         unseen = [key for key in terms if all(one.weight(key, mode_of.get(key, COUNT)) == 0 for one in measured)]
         # a term with weight 0, but not by a factor of 0, may have any weight later
@@ -211,7 +200,7 @@ class Deciding:
         is_one = main is not None and not (has_sum and (len(set(modes.values())) > 1 or len(known.modes) > len(modes)))
         for key, mode in modes.items() if is_one and not has_sum else ():
             assert main is not None
-            least, most = ratios(looks, (main, modes[main]), (key, mode))
+            least, most = prove.ratios(looks, (main, modes[main]), (key, mode))
             least, most = -checked.largest(-least), checked.largest(most)
             if 0 < most < math.inf:
                 ratio_of[key] = most
@@ -242,7 +231,7 @@ class Deciding:
         """
         if self.weight == "auto":
             return None
-        chosen = [self._fit(looks, key, modes_to_try(term), trial.mode.eps) for key, term in terms.items()]
+        chosen = [self._fit(looks, key, prove.modes_to_try(term), trial.mode.eps) for key, term in terms.items()]
         adds_up = all(fit.mode is not None and not fit.is_open for fit in chosen)
         whole, parts = looks[0].whole, looks[0].parts
         weights = [weight for weight in (self.weight if isinstance(self.weight, tuple) else [self.weight]) if callable(weight)]

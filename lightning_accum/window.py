@@ -71,6 +71,7 @@ class Window:
         weight."""
         self._totals: Tensor | list[float] | None = None
         self._reduction: dist.Work | None = None
+        self._copy: torch.cuda.Event | None = None  # of the totals to the host
         if self.counted is not None:
             self.counted.discard()
 
@@ -181,6 +182,9 @@ class Window:
         if self._world_size > 1:
             self._totals = self._totals if isinstance(self._totals, Tensor) else self._tensor_of(self._totals)
             self._reduction = dist.all_reduce(self._totals, group=self._group, async_op=True)
+        elif isinstance(self._totals, Tensor) and self._totals.is_cuda:  # the end of the window does not wait for the backward
+            stream = torch.cuda.current_stream(self._totals.device)
+            self._totals, self._copy = self._totals.to("cpu", non_blocking=True), stream.record_event()
 
     def close(self, gradients: Callable[[], Sequence[Tensor]]) -> ClosedWindow:
         """End the window: scale its gradients in place to those of the full batch.
@@ -197,6 +201,8 @@ class Window:
         assert self._totals is not None
         if self._reduction is not None:
             self._reduction.wait()
+        if self._copy is not None:
+            self._copy.synchronize()
         totals, counted = read(self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals)  # one copy to the host
         missed = counted[0] if counted else 0.0
         do_factors_differ = any(

@@ -19,16 +19,8 @@ from torch import Tensor
 
 from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import exact, on_host
-from lightning_accum.weighing.nodes import (
-    CRITERIA,
-    SUMS,
-    THROUGH,
-    Node,
-    factor_in_sum,
-    inputs_of,
-    kind_of,
-    number_of,
-)
+from lightning_accum.weighing import nodes
+from lightning_accum.weighing.nodes import Node, kind_of
 from lightning_accum.weighing.terms import Denominator
 
 _Number: TypeAlias = "float | None"
@@ -52,7 +44,7 @@ _INVERSES: dict[str, Callable[[Tensor], Tensor]] = {
     "Exp": torch.log,
     "Expm1": torch.log1p,
 }
-_UNCHANGED = {*THROUGH, "_DDPSink"} - {"Expand", "MaskedFill", "NanToNum", "Neg", "Where"}
+_UNCHANGED = {*nodes.THROUGH, "_DDPSink"} - {"Expand", "MaskedFill", "NanToNum", "Neg", "Where"}
 
 
 class FunctionOfMean(NamedTuple):
@@ -150,14 +142,14 @@ def function_of_mean(loss: Tensor) -> OfMean | None:
     index, found = loss.output_nr, None
     steps: list[tuple[str, tuple[_Number, ...]]] = []
     adds_inside = False
-    while (kind := kind_of(node)) not in CRITERIA:
-        inputs = [node.next_functions[index]] if kind == "_DDPSink" else inputs_of(node)
+    while (kind := kind_of(node)) not in nodes.CRITERIA:
+        inputs = [node.next_functions[index]] if kind == "_DDPSink" else nodes.inputs_of(node)
         if len(inputs) != 1:
             break
         is_second = node.next_functions[0][0] is None
         if kind in ("Mul", "Div"):
             try:
-                number = number_of(node._saved_self if is_second else node._saved_other)
+                number = nodes.number_of(node._saved_self if is_second else node._saved_other)
             except RuntimeError:  # after a backward the graph has freed its saved tensors
                 return None
             if number is None or (kind == "Div" and is_second):
@@ -170,11 +162,11 @@ def function_of_mean(loss: Tensor) -> OfMean | None:
             steps.append((kind, numbers))
             found = (len(steps), inputs[0], node)
         elif kind in ("Add", "Sub", "Rsub"):
-            steps.append(("Mul", (factor_in_sum(node, kind, int(is_second)),)))
+            steps.append(("Mul", (nodes.factor_in_sum(node, kind, int(is_second)),)))
             adds_inside = found is not None
         elif kind == "Neg":
             steps.append(("Mul", (-1.0,)))
-        elif kind not in _UNCHANGED and not (kind in ("Mean", *SUMS) and getattr(node, "_saved_self_sym_sizes", None) == ()):
+        elif kind not in _UNCHANGED and not (kind in ("Mean", *nodes.SUMS) and getattr(node, "_saved_self_sym_sizes", None) == ()):
             break
         node, index = inputs[0]
     if found is None:
