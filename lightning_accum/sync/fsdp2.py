@@ -8,17 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from lightning_accum.errors import SeamError, UsageError
+from lightning_accum.errors import ArgumentError, SeamError, UsageError
 from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import SyncPolicy
 from lightning_accum.sync.sharded import CANNOT_FORGET_FORWARD, ShardedSync
+from lightning_accum.user_warnings import listed
 
 
 class FSDP2Sync(ShardedSync):
@@ -28,12 +30,16 @@ class FSDP2Sync(ShardedSync):
     for different parameters, they are mixed up, or the ranks hang. So all parameters of a group get a gradient, of zeros if needed.
     Parameters that no rank has reached get None again after a window. With the policy ``"shard"``, replicas of shards are reduced
     within the shards at every micro-batch, and over the replicas once a window.
+
+    Raises:
+        ArgumentError: it does not average the gradients of all parameters over ``ranks``.
     """
 
     def __init__(self, module: nn.Module, policy: SyncPolicy, engine: Trained, ranks: Ranks, *of_ranks: Any) -> None:
         super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine, *of_ranks)
         self._groups = [group for unit in self.units for group in groups_of(unit)]
         self._trained, self._ranks = [sharded for group in self._groups for sharded in _trained_of(group)], ranks
+        self._refuse_other_averages(module)
         self._reached: set[Any] = set()  # parameters with a gradient from this window, or from before it
         self._is_begun = False  # this window has run a backward
         self._is_of_window = False  # the current backward belongs to a micro-batch of the window
@@ -41,6 +47,21 @@ class FSDP2Sync(ShardedSync):
         for group in self._groups:
             group.post_backward = partial(self._reduce, group, group.post_backward)
         self.can_forget_forward = hasattr(FSDPModule, "reset_iter_state")  # not in torch 2.9
+
+    def _refuse_other_averages(self, module: nn.Module) -> None:
+        sharded, expected = self.parameters(), set(dist.get_process_group_ranks(self._ranks.group))
+        left = [name for name, own in module.named_parameters() if own.requires_grad and own not in sharded]
+        if left and self._ranks.size > 1:
+            raise ArgumentError(f"Nothing averages the gradients of {listed(left)}: apply fully_shard to their modules.")
+        meshes = (set(group.mesh_info.mesh.mesh.flatten().tolist()) for group in self._groups)
+        if other := next((ranks for ranks in meshes if ranks != expected), None):
+            raise ArgumentError(
+                f"fully_shard averages over the ranks {sorted(other)}: pass it a mesh of the data-parallel {sorted(expected)}."
+            )
+        factors = (getattr(group, "gradient_divide_factor", None) for group in self._groups)
+        if factor := next((factor for factor in factors if factor not in (None, self._ranks.size)), None):
+            found = f"set_gradient_divide_factor({factor:g}) does not average over {self._ranks.size} data-parallel ranks"
+            raise ArgumentError(f"{found}. Leave it out.")
 
     @override
     @contextmanager
@@ -200,15 +221,6 @@ class FSDP2Sync(ShardedSync):
         """A narrower type in which unreduced gradients are summed; None if there is none."""
         types = (_type_of_sum(group, sharded) for group in self._groups for sharded in _trained_of(group))
         return next((summed for summed in types if is_narrower(summed, dtype)), None)
-
-    def averaged_ranks(self) -> list[set[int]]:
-        """For each group of parameters, the ranks over which its gradients are averaged."""
-        return [set(group.mesh_info.mesh.mesh.flatten().tolist()) for group in self._groups]
-
-    def divide_factors(self) -> set[float]:
-        """The divisors of gradients that were set explicitly."""
-        factors = {getattr(group, "gradient_divide_factor", None) for group in self._groups}
-        return {factor for factor in factors if factor is not None}
 
 
 # --- what fully_shard keeps to itself: see the table of seams ----------------------------------------------------------------

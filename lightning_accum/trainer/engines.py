@@ -161,7 +161,8 @@ class ShardedMixin(ReducingMixin):
 
     @override
     def _make_sync(self) -> ShardedSync:
-        sync = self._sync_of_units()
+        with misconfigured():
+            sync = self._sync_of_units()
         self._fit.callback(sync.close)
         return sync
 

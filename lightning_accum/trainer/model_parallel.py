@@ -181,20 +181,6 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
             self._refuse_without_replicas(self.module)
         same_rows = (self.ranks, self.distributed_sampler_kwargs["rank"]) if self.same_rows() > 1 else None
         sync = FSDP2Sync(self.module, self._sync_policy, self, self.ranks, self.row_wise is None, same_rows)
-        size = self.gradient_mesh["data_parallel"].size()
-        sharded = sync.parameters()
-        left = [n for n, p in self.module.named_parameters() if p.requires_grad and p not in sharded]
-        if left and size > 1:
-            raise MisconfiguredError(f"Nothing averages the gradients of {listed(left)}: apply fully_shard to their modules.")
-        expected = set(dist.get_process_group_ranks(self.ranks.group))
-        if others := [ranks for ranks in sync.averaged_ranks() if ranks != expected]:
-            raise MisconfiguredError(
-                f"fully_shard averages over the ranks {sorted(others[0])}: pass it a mesh of the data-parallel {sorted(expected)}."
-            )
-        if factors := sync.divide_factors() - {float(size)}:
-            raise MisconfiguredError(
-                f"set_gradient_divide_factor({factors.pop():g}) does not average over {size} data-parallel ranks. Leave it out."
-            )
         if self.policy.accumulate_dtype is not None:
             self._check_accumulate_dtype(sync, self.policy.accumulate_dtype)
         return sync

@@ -216,6 +216,20 @@ def test_a_loop_that_still_switches_the_reduction_off_is_an_error_before_a_step(
     assert found.endswith(" 0 steps")
 
 
+def dividing_by_another_number(fabric: Fabric) -> str:
+    model = fabric.setup(LANGUAGE.make())
+    model.module.set_gradient_divide_factor(3.0)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(AccumulationError) as raised:
+        Accumulator(fabric, model, optimizer, log=False)
+    return str(raised.value)
+
+
+@needs_sharding_on_cpu
+def test_shards_that_are_not_averaged_over_the_ranks_are_refused() -> None:
+    assert "set_gradient_divide_factor(3)" in on_two(dividing_by_another_number, "fsdp2")
+
+
 @needs_sharding_on_cpu
 def test_a_loop_that_still_switches_the_reduction_of_shards_off_takes_the_steps_of_full_batches() -> None:
     assert_steps_of(on_two(switching, "fsdp2"), "adamw", [sentences(24)[:16], sentences(24)[16:]])
