@@ -1,6 +1,8 @@
-"""The errors of the package, with one base class. Each is constructed from a message alone, so it can be pickled."""
+"""The errors of the package, with one base class, each constructed from a message alone, so it can be pickled; and lack of memory."""
 
 from __future__ import annotations
+
+import torch
 
 
 class AccumulationError(Exception):
@@ -65,3 +67,35 @@ class NotFiniteError(AccumulationError, FloatingPointError):
 
 class MissingEntryError(AccumulationError, KeyError):
     """A batch has no entry of that name."""
+
+
+class NothingSmallerError(AccumulationError, torch.OutOfMemoryError):
+    """One sample does not fit into memory."""
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------
+
+_OF_MEMORY = (
+    # the allocators of torch: c10/cuda/CUDACachingAllocator.cpp and those like it, c10/core/impl/alloc_cpu.cpp
+    *(f"{device} out of memory" for device in ("CUDA", "HIP", "XPU", "MPS backend")),
+    *("CUDA error: out of memory", "HIP error: out of memory"),  # from the driver, past the allocator
+    *(f"DefaultCPUAllocator: {found}" for found in ("can't allocate memory", "not enough memory")),
+    # cuBLAS and cuDNN allocate past torch: pytorch#128601; the second is cuBLAS's error for its handle
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_ALLOC_FAILED"),
+    *("CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    # a tensor too large for cuDNN, or no memory left for it: pytorch#4107; Lightning and Accelerate treat it as such, too
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input",
+    # every algorithm ran out of memory, which was caught: aten/src/ATen/native/cudnn/Conv_v8.cpp and Conv_v7.cpp
+    *("unable to find an engine to execute this computation", "Unable to find a valid cuDNN algorithm to run convolution"),
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from, says that memory ran out."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and any(message in str(error) for message in _OF_MEMORY):
+            return True
+        error = error.__cause__
+    return False

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_accum.errors import DoesNotAddUpError
+from lightning_accum.errors import DoesNotAddUpError, is_out_of_memory
 from lightning_accum.prove import Look, Measured
-from lightning_accum.splitting.auto import is_out_of_memory
 from lightning_accum.splitting.few_rows import FewRows, SplitRows, are_counted, split_lists, split_sources
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync

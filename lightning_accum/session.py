@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
+import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.counting import count_window
-from lightning_accum.errors import UsageError
+from lightning_accum.errors import UsageError, is_out_of_memory
 from lightning_accum.exact import tensor_of
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Output, Weighed, joined_extra, joined_loss
 from lightning_accum.nonfinite import Guard
-from lightning_accum.splitting.auto import free, is_out_of_memory
 from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.step import Backward, Outcome, Step, Trained
 from lightning_accum.weighing.counts import count_samples
@@ -122,7 +123,7 @@ class Session:
                 for parameter in parameters:
                     parameter.grad = None
             snapshot.restore()
-            free(accumulation.ranks.device)
+            _free(accumulation.ranks.device)
 
         return undo
 
@@ -292,3 +293,15 @@ class Session:
         if closed is None or closed.is_empty:
             return None
         return tensor_of(closed.loss, accumulation.ranks.device, accumulation.window.dtype)
+
+
+def _free(device: torch.device) -> None:
+    """Free the memory of a failed attempt. Called when the error, whose traceback refers to it, is out of scope."""
+    gc.collect()
+    if device.type not in ("cuda", "mps", "xpu"):
+        return
+    try:
+        getattr(torch, device.type).empty_cache()
+    except RuntimeError as error:  # even this can run out of memory
+        if not is_out_of_memory(error):
+            raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,9 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_accum.errors import UnsplittableBatchError
+from lightning_accum.errors import NothingSmallerError, UnsplittableBatchError
 from lightning_accum.policy import Policy, Split, Tokens
-from lightning_accum.splitting.auto import MicroBatchSizes
+from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.rows import Layout
 from lightning_accum.splitting.trimming import Lengths, Trimming, cut_where_lengths_fall, kept_columns, read_lengths
 from lightning_accum.step import Trained
@@ -220,6 +221,71 @@ class Splitting:
             self.warn(message)
 
 
+class MicroBatchSizes:
+    """The size of micro-batches that fits into memory, found by trying. A failed attempt leaves no trace.
+
+    A batch is one micro-batch until one fails. The limit is then half of its elements, rounded up to a power of two, so that rows
+    of similar length have one size. In each later epoch the first loader batch that the limit splits is tried at twice the limit;
+    if it fits, this is the new limit. ``say`` prints a size that was found.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.has_changed = False  # whether the limit has changed since ranks last agreed
+        self._limit: int | None = None  # the elements that a micro-batch may have; None before any failure
+        self._tries_more = self._is_bound = False
+        """Whether to try twice the limit; whether the limit has split the current loader batch."""
+
+    def begin_epoch(self) -> None:
+        """Try twice the limit once more."""
+        self._tries_more = True
+
+    def size_for(self, cost: int, rows: int) -> int:
+        """How many of the remaining ``rows`` a micro-batch may have, with ``cost`` elements or tokens in each."""
+        if self._limit is None or self._limit >= rows * _rounded(cost):
+            return rows
+        self._is_bound = True
+        return min(rows, max(1, self._limit * (1 + self._tries_more) // _rounded(cost)))
+
+    def halve(self, cost: int, rows: int, seen: str) -> None:
+        """Halve the limit after a micro-batch ran out of memory; ``seen`` is the error. Raises it if there was one row."""
+        if rows <= 1:
+            raise NothingSmallerError(
+                f"One sample (of cost {cost}) does not fit into memory. Try activation checkpointing, or loader batches of one "
+                'sample with micro_batch="offload".'
+            )
+        if self._limit is None or rows * _rounded(cost) <= self._limit:
+            self._limit = math.ceil(rows / 2) * _rounded(cost)
+        self._tries_more, self.has_changed = False, True
+        number = max(1, self._limit // _rounded(cost))
+        self._say(f"{rows} samples of {cost} elements do not fit into memory ({seen}): again in micro-batches of {number}")
+
+    def end_batch(self) -> None:
+        """End a loader batch that has fit into memory."""
+        if self._is_bound and self._tries_more and self._limit is not None:
+            self._limit, self._tries_more, self.has_changed = 2 * self._limit, False, True
+        self._is_bound = False
+
+    def agree(self, ranks: Ranks) -> None:
+        """Agree on one limit. Called on all ranks.
+
+        A limit that fell on any rank falls on all; one that only grew grows on all.
+        """
+        limit = self._limit if self.has_changed and self._limit is not None else math.inf
+        limit = -ranks.largest(-limit)[0]
+        if limit != math.inf:
+            self._limit, self._tries_more = int(limit), False
+        self.has_changed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The limit, as plain numbers."""
+        return {"limit": self._limit}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a :meth:`state_dict`. Ranks then agree again, since they may have loaded different states."""
+        self._limit, self.has_changed = state["limit"], True
+
+
 def columns_of(tensors: Mapping[str, Tensor]) -> list[int]:
     """Columns of all whole numbers in two dimensions, labels of a few classes among them; else of all features over time."""
     tensors = {path: tensor for path, tensor in tensors.items() if tensor.dim() > 1}
@@ -241,3 +307,7 @@ def _cut(split: Split, batch: Any, size: int) -> Sequence[Any]:
 
 def _shapes(layout: Layout) -> list[tuple[str, Any]]:
     return [(path, tensor.shape) for path, tensor in layout.tensors.items()]
+
+
+def _rounded(cost: int) -> int:
+    return 1 << max(cost - 1, 0).bit_length()

@@ -22,8 +22,7 @@ from lightning_accum.failures import reraise_first_rank_error
 from lightning_accum.main_gradients import main_gradients
 from lightning_accum.nonfinite import Guard
 from lightning_accum.session import Session
-from lightning_accum.splitting.auto import MicroBatchSizes
-from lightning_accum.splitting.plan import Splitting
+from lightning_accum.splitting.plan import MicroBatchSizes, Splitting
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
