@@ -1,4 +1,4 @@
-"""The errors of the package, with one base class, each constructed from a message alone, so it can be pickled; and lack of memory."""
+"""The errors of the package, with one base class, and lack of memory. Each is constructed from a message, so it can be pickled."""
 
 from __future__ import annotations
 

@@ -107,10 +107,11 @@ class Session:
         parameters = self.trained.parameters()
         kept = {} if sums is None else {own: total.clone() for own, total in sums.accumulated(parameters).items()}
         snapshot = self.trained.snapshotter.take(None if is_zero_grad_due else parameters)
-        versions = [tensor._version for tensor in plan.tensors]
+        tensors = [] if plan.layout is None else [*plan.layout.tensors.values(), *plan.layout.shared_tensors.values()]
+        versions = [tensor._version for tensor in tensors]
 
         def undo() -> None:
-            if [tensor._version for tensor in plan.tensors] != versions:
+            if [tensor._version for tensor in tensors] != versions:
                 raise UsageError('training_step changed its batch in place: for micro_batch="auto" have it change a copy.')
             window.rewind(begun)
             window.left_out = left_out

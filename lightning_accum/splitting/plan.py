@@ -52,11 +52,6 @@ class Plan:
         """The number of samples in the current micro-batch, if known."""
         return self.pieces[self.current].size if self.is_read else None
 
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The known tensors of the batch."""
-        return [] if self.layout is None else [*self.layout.tensors.values(), *self.layout.shared_tensors.values()]
-
     def note(self, error: Exception) -> None:
         """Add to an error which micro-batch raised it (Python 3.10 shows no notes)."""
         piece = self.pieces[self.current]
@@ -124,7 +119,15 @@ class Splitting:
     def begin(self, batch: Any, step: Step) -> None:
         """Plan a loader batch, or None; ``step`` is tried before padding is trimmed."""
         self._step, self.plan = step, None  # an error leaves no plan of another batch
-        self.plan = None if batch is None else self._planned(batch)
+        seen, self._seen = self._seen, None
+        if batch is None:
+            return
+        if self._split is not None:
+            self.plan = self._plan_by_function(batch, self._split)
+            return
+        layout = self._layout_of(batch)
+        lengths = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_lengths(layout)
+        self.plan = self._pack(batch, layout, self._trimming.trimmable(layout, lengths, step) if lengths else lengths)
 
     def begin_again(self) -> None:
         """Plan the current loader batch again, with other sizes or kinds."""
@@ -141,14 +144,6 @@ class Splitting:
         if self.sizes is not None and self.plan is not None:
             self.sizes.end_batch()
             self.largest = max(piece.size for piece in self.plan.pieces)
-
-    def _planned(self, batch: Any) -> Plan:
-        seen, self._seen = self._seen, None
-        if self._split is not None:
-            return self._plan_by_function(batch, self._split)
-        layout = self._layout_of(batch)
-        lengths = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_lengths(layout)
-        return self._pack(batch, layout, self._trimming.trimmable(layout, lengths, self._step) if lengths else lengths)
 
     def _layout_of(self, batch: Any) -> Layout:
         layout = Layout(batch, self.kinds, self.samples())
