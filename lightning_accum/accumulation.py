@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,10 +124,10 @@ class Accumulation(Windows):
             self.splitting.begin_epoch()
 
     @override
-    def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
-        if (keys := self.resumed_state.get("counted")) is not None and not self.policy.counts_ahead:
+    def restart(self, state: Mapping[str, Any], seen: int, into_window: int, steps: int, size: int) -> PartialWindow | None:
+        if (keys := state.get("counted")) is not None and not self.policy.counts_ahead:
             self.count_first(keys)
-        partial, state = super().restart(seen, into_window, steps, loader_batches, size), self.resumed_state
+        partial = super().restart(state, seen, into_window, steps, size)
         self.is_zero_grad_due = partial is None
         if self._sizes is not None and "micro_batch_sizes" in state:
             self._sizes.load_state_dict(state["micro_batch_sizes"])

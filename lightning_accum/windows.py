@@ -66,8 +66,6 @@ class Windows:
         self.of_losses: list[Window] = []
         """The window under way of each loss of ``training_step``, in the order of their backward calls."""
         self.epoch_loss = EpochLoss()
-        self.resumed_state: Mapping[str, Any] = {}
-        """The :meth:`state_dict` in the checkpoint that training resumes from."""
         self._warn = warn
         self._warned: set[str] = set()
 
@@ -133,29 +131,24 @@ class Windows:
             "is_at_boundary": self.position == 0,
         }
 
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Load a :meth:`state_dict` for :meth:`restart`; empty if training begins."""
-        if state:
-            check_format(state)
-        self.resumed_state = state
-
-    def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
+    def restart(self, state: Mapping[str, Any], seen: int, into_window: int, steps: int, size: int) -> PartialWindow | None:
         """Begin training, or resume from a checkpoint.
 
         Args:
+            state: the :meth:`state_dict` in the checkpoint; empty if training begins.
             seen: loader batches so far.
             into_window: how many of them belong to an unfinished window, according to Lightning.
             steps: optimizer steps so far.
-            loader_batches: the loader batches of these steps; a checkpoint of this package overrides it.
             size: loader batches in a window now.
 
         Returns:
             The unfinished window of the checkpoint, for :meth:`restore`.
         """
         self.discard(seen)
-        state = self.resumed_state
+        if state:
+            check_format(state)
         self.clock.optimizer_steps = int(state.get("optimizer_steps", steps))
-        time = steps if self.policy.scheduler_counts == "optimizer_steps" else loader_batches
+        time = steps if self.policy.scheduler_counts == "optimizer_steps" else seen - into_window
         self.clock.time = int(state.get("scheduler_time", time))
         self.clock.hold(False, True)
         self.total_weight = float(state.get("total_weight", 0.0))
@@ -215,7 +208,6 @@ class Windows:
 
     def restore(self, partial: PartialWindow | None, training: Trained) -> None:
         """Restore the weights and gradients of a window from :meth:`restart`, on any number of ranks."""
-        self.resumed_state = {}
         if partial is None:
             return
         named, scale = training.parameters_by_name(), self._loss_scale_of(training) / partial.scale

@@ -208,8 +208,7 @@ class Accumulator(Loop):
         self.passes, self.loader_batches = state_dict["passes"], state_dict["loader_batches"]
         accumulation.begin_epoch(self.passes)
         with self._messages:
-            accumulation.resume(state_dict["accumulation"])
-            window = accumulation.restart(seen, 0, 0, 0, int(self._size(1)))
+            window = accumulation.restart(state_dict["accumulation"], seen, 0, 0, int(self._size(1)))
             self._training.zero_grad()
             if window is not None and any(loss.weighed and not loss.gradients for loss in window.losses):
                 raise ArgumentError("This state lacks the gradients of a window. Load the state of rank 0 on all ranks.")

@@ -10,6 +10,7 @@ import torch
 from typing_extensions import override
 
 from lightning_accum.boundary import SchedulerCounts, Tail
+from lightning_accum.checkpoint import check_format
 from lightning_accum.exclusions import Asked, refuse
 from lightning_accum.policy import MicroBatchSize, OnNonfinite, Policy, Split, Tokens, WindowSize, checked_policy, row_wise_fields
 from lightning_accum.trainer import seams
@@ -138,7 +139,7 @@ class GradientAccumulation(pl.Callback):
             )
             refuse(Asked(self.policy))
         self._strategy: Engine | None = None  # during a fit with windows
-        self._state: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}  # of a checkpoint, until its windows begin; and after a fit
         self._may_gather = False
 
     @override
@@ -162,10 +163,15 @@ class GradientAccumulation(pl.Callback):
         trainer.accumulate_grad_batches = size  # for tuners, monitors and Lightning itself, until the fit ends
 
     def connect(self, strategy: Engine) -> None:
-        """Connect to the strategy's windows, and restore them from a checkpoint. Called by the strategy."""
+        """Connect to the strategy's windows. Called by the strategy."""
         self._strategy, self._may_gather = strategy, True
-        self.load_state_dict(self._state)
-        self._state = {}
+        if self._state:
+            check_format(self._state)
+
+    def take_state(self) -> dict[str, Any]:
+        """Hand the state of a checkpoint to the windows, which begin with it; empty without one. Called by the strategy."""
+        state, self._state = self._state, {}
+        return state
 
     @property
     def _windows(self) -> Windows | None:
@@ -200,14 +206,11 @@ class GradientAccumulation(pl.Callback):
 
     def _counts(self) -> dict[str, Any]:
         """The state for a checkpoint, without the gradients of an unfinished window."""
-        return self._state if self._windows is None else self._windows.state_dict()
+        return self._state if self._state or self._windows is None else self._windows.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._windows is None:
-            self._state = state_dict
-        else:  # sharded modules are restored after the strategy has been set up
-            self._windows.resume(state_dict)
+        self._state = state_dict
 
 
 def _what_to_use_instead_of(strategy: Strategy) -> str:

@@ -8,7 +8,7 @@ boundary, steps of optimizers and schedulers are deferred, but not ``zero_grad``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, cast
@@ -295,8 +295,8 @@ class ManualWindows(Windows):
         return f"{super().in_words(size)}, with manual optimization"
 
     @override
-    def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
-        partial = super().restart(seen, into_window, steps, loader_batches, size)
+    def restart(self, state: Mapping[str, Any], seen: int, into_window: int, steps: int, size: int) -> PartialWindow | None:
+        partial = super().restart(state, seen, into_window, steps, size)
         if partial is not None:
             self.micro_batches_begun = partial.position
             for index in range(len(partial.losses)):

@@ -62,6 +62,7 @@ class AccumulationMixin(Engine):
     """A mixin in front of a strategy of Lightning."""
 
     _hiding: ExitStack
+    _callback: GradientAccumulation
     _fit: ExitStack  # undoes the changes of a fit to the Trainer, its optimizers and callbacks, and this strategy; not there before
     _from_before: frozenset[str] = frozenset()  # the attributes that the strategy had before the fit
 
@@ -184,15 +185,15 @@ class AccumulationMixin(Engine):
             if made not in vars(self):
                 raise seams.broken(f"Strategy.{hook} was not called before Strategy.setup.")
         self.watch.called.add("Strategy.setup")
-        (callback,) = _policies(trainer)
-        self.policy = callback.policy
+        (self._callback,) = _policies(trainer)
+        self.policy = self._callback.policy
         super().setup(trainer)
         if differing := seams.changed():
             rank_zero_info(f"GradientAccumulation: {seams.in_words(differing)} Each step is watched.")
         self._begin(trainer)
         if self.windows is not None:
-            callback.connect(self)
-            self._fit.callback(callback.disconnect)
+            self._callback.connect(self)
+            self._fit.callback(self._callback.disconnect)
 
     def _begin(self, trainer: pl.Trainer) -> None:
         module, policy, size = self.module, self.policy, trainer.accumulate_grad_batches
@@ -296,7 +297,8 @@ class AccumulationMixin(Engine):
         is_inside_epoch = epoch_loop.restarting and ready < trainer.num_training_batches
         into_window = ready % trainer.accumulate_grad_batches if is_inside_epoch else 0  # as Lightning counts
         steps = trainer.global_step if self.manual is None else 0  # global_step counts the steps of all optimizers
-        unfinished = windows.restart(seen, into_window, steps, seen - into_window, trainer.accumulate_grad_batches)
+        state, size = self._callback.take_state(), trainer.accumulate_grad_batches
+        unfinished = windows.restart(state, seen, into_window, steps, size)
         windows.restore(unfinished, self)
         self.set_size()
 
