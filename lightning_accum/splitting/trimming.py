@@ -248,10 +248,8 @@ def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, batches: Sequence
     for one in measured:
         one.rename(names)
     look = Look(measured[0], measured[1:])
-    modes: dict[int, Mode] = {ALL: weigh} if weigh is not None else {}
-    if weigh is None:
-        modes = {key: term.default_mode if term.words else ONCE for key, term in keys_of([look]).items()}
-    fits = [fit_of([look], key, mode, trial.mode.eps) for key, mode in modes.items()]
+    modes: dict[int, Mode] = {key: term.default_mode if term.words else ONCE for key, term in keys_of([look]).items()}
+    fits = [fit_of([look], key, mode, trial.mode.eps) for key, mode in (modes if weigh is None else {ALL: weigh}).items()]
     if any(fit.mode is None for fit in fits):
         worst = max(fits, key=lambda fit: fit.deviation.size).deviation
         seen = f"{worst.seen} differs by {worst.size:.2g} of its size"
