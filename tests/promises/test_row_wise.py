@@ -446,9 +446,9 @@ def zeros() -> nn.Module:
     return nn.Linear(6, 6, bias=False).apply(lambda layer: layer.weight.data.zero_())
 
 
-def normalised(hidden: Tensor) -> Tensor:
+def with_gradient(hidden: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     if hidden.requires_grad:
-        hidden.register_hook(lambda gradient: gradient / gradient.norm())
+        hidden.register_hook(change)
     return hidden
 
 
@@ -493,13 +493,17 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module
         lambda net, x: encoded(net, x) * KEPT[-1].square().mean(),
         by_hook(lambda m: m[1].register_forward_hook(lambda module, args, output: KEPT.append(output.detach()))),
     ),
-    "rows that depend on each other below a layer of zeros": (
-        lambda net, x: F.cross_entropy(net.a(x), torch.arange(len(x)) % 6),  # outputs and gradients are 0 == 0
-        lambda: nn.Sequential(of(lambda self, x: self.net(x) - self.net(x).mean(0))(), zeros()),
+    "gradients that depend on each other below a layer of zeros": (  # where they are 0 == 0
+        lambda net, x: F.cross_entropy(net.a(x), torch.arange(len(x)) % 6),
+        lambda: nn.Sequential(of(lambda self, x: with_gradient(self.net(x), lambda g: g - g.mean(0)))(), zeros()),
     ),
     "gradients that are normalised in a reentrant checkpoint": (
         encoded,
-        of(lambda self, x: checkpoint(lambda x: self.net[2](normalised(self.net[0](x))), x.requires_grad_(), use_reentrant=True)),
+        of(
+            lambda self, x: checkpoint(
+                lambda x: self.net[2](with_gradient(self.net[0](x), lambda g: g / g.norm())), x.requires_grad_(), use_reentrant=True
+            )
+        ),
     ),
     "gradients by frequency": (lambda net, x: spread(net.a(texts(x)[0])), lambda: embedding(scale_grad_by_freq=True)),
     "gradients that a hook of a module normalises": (
