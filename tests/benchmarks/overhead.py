@@ -23,7 +23,7 @@ from side_by_side import Module, TimedBatches, fit, labelled
 from torch import Tensor, nn
 
 FEATURES, CLASSES, ROWS = 64, 10, 4
-SPLIT, SPLIT_ROWS, SPLIT_WARM_UP = 16, 16, 9  # the look of window 8 is before
+SPLIT, SPLIT_ROWS, WARM_UP = 16, 16, 33  # the looks of windows 2, 8 and 32 are before
 
 
 class Logging(Module):
@@ -62,7 +62,7 @@ def side(train: Callable[..., None], batches: TimedBatches, features: int, kind:
 def in_windows(rounds: int, micro_batches: int, window: int, read: Callable[[], float]) -> None:
     """Print the table of micro-batches that a loader yields."""
     counted = max(1, micro_batches // window) * window
-    batches = TimedBatches(labelled(ROWS, FEATURES, CLASSES, 32), 8 * window, counted, read)
+    batches = TimedBatches(labelled(ROWS, FEATURES, CLASSES, 32), WARM_UP * window, counted, read)
     sides = {
         "hand-written loop": side(shared.by_hand, batches, FEATURES, window=window),
         "Lightning": side(fit, batches, FEATURES, n=window),
@@ -79,8 +79,8 @@ def in_windows(rounds: int, micro_batches: int, window: int, read: Callable[[], 
 def in_split_batches(rounds: int, windows: int, features: int, read: Callable[[], float]) -> None:
     """Print the table of batches that are split, or come as so many micro-batches."""
     whole = labelled(SPLIT * SPLIT_ROWS, features, CLASSES, 8)
-    large = TimedBatches(whole, SPLIT_WARM_UP, windows, read)
-    small = TimedBatches([part for batch in whole for part in parts(batch)], SPLIT_WARM_UP * SPLIT, windows * SPLIT, read)
+    large = TimedBatches(whole, WARM_UP, windows, read)
+    small = TimedBatches([part for batch in whole for part in parts(batch)], WARM_UP * SPLIT, windows * SPLIT, read)
     sides = {
         "hand-written split": side(shared.split_by_hand, large, features, cut=parts),
         "micro_batch=, log=False": side(fit, large, features, micro_batch=SPLIT_ROWS, log=False),
