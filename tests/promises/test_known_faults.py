@@ -338,13 +338,6 @@ def test_a_loss_that_changes_at_a_later_batch_idx_is_warned_of() -> None:  # 0.5
     assert any("depends on the batch_idx" in message for message in messages)
 
 
-def test_a_loss_that_is_divided_by_the_size_of_the_window_is_warned_of() -> None:  # 0.75 before
-    module = Toy(lambda net, batch: classified(net, batch) / module.trainer.accumulate_grad_batches)
-    with warned() as messages:
-        fit(module, labelled(8, 8), GradientAccumulation(2))
-    assert any("trainer.accumulate_grad_batches" in message for message in messages)
-
-
 # --- batches that are made of rows ---
 def counted(rows: list[Any], how: Callable[[int], Any] = int) -> dict[str, Any]:
     inputs, labels = default_collate(rows)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from known import case, classified, open_until, rows_of, scheduled
+from known import case, classified, rows_of, scheduled
 from support import SaveAfter, Toy, fit, labelled, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -195,10 +195,15 @@ def test_a_class_among_the_callbacks_and_two_of_them_are_named(configured: list[
         fit(module, labelled(6, 4), *given)
 
 
-@open_until(22, "a division by the number of micro-batches is left in training_step, and nothing is said")
-@pytest.mark.parametrize("divisor", [lambda module: module.trainer.accumulate_grad_batches, lambda module: 4])
-def test_a_leftover_division_by_the_size_of_the_window_is_warned_of(divisor: Any) -> None:
+@pytest.mark.parametrize(
+    ("divisor", "named"),
+    [
+        (lambda module: module.trainer.accumulate_grad_batches, "trainer.accumulate_grad_batches"),  # 0.75 before
+        case(22, "a division by the number of micro-batches is left in training_step, and nothing is said", lambda module: 4, "4"),
+    ],
+)
+def test_a_leftover_division_by_the_size_of_the_window_is_warned_of(divisor: Any, named: str) -> None:
     module = Toy(lambda *given: classified(*given) / divisor(module))  # as a loop divided that accumulated by hand
     with warned() as messages:
         fit(module, labelled(6, 4, 2, 8), GradientAccumulation(4))
-    assert messages
+    assert any(named in message for message in messages)
