@@ -12,24 +12,19 @@ Tail: TypeAlias = Literal["step", "drop", "carry"]
 
 
 class TailRule(NamedTuple):
-    """The effect of the end of an epoch on a window that is not full."""
+    """The effect of the end of an epoch on a window that is not full: by default it takes its step."""
 
-    steps: Callable[[float, float], bool]  # whether it steps with this many of its loader batches; else its gradients are dropped
     outcome: str  # what happens to windows that are longer than an epoch, in words
+    is_dropped: bool = False
     goes_on: bool = False  # the window continues in the next epoch; at the end of training it takes its step
 
 
 TAILS: dict[Tail, TailRule] = {
-    "step": TailRule(lambda there, size: True, "there is one optimizer step an epoch, on all of its data"),
-    "drop": TailRule(lambda there, size: False, "nothing is trained"),
-    "carry": TailRule(lambda there, size: True, "it goes on in the next epoch", goes_on=True),
+    "step": TailRule("there is one optimizer step an epoch, on all of its data"),
+    "drop": TailRule("nothing is trained", is_dropped=True),
+    "carry": TailRule("it goes on in the next epoch", goes_on=True),
 }
 """All values of ``tail=``."""
-
-
-def drops(tail: Tail, there: float, size: float) -> bool:
-    """Whether the end of an epoch drops an unfinished window that has ``there`` of its ``size`` loader batches."""
-    return not (TAILS[tail].goes_on or TAILS[tail].steps(there, size))
 
 
 class Boundary:
@@ -59,23 +54,22 @@ class Boundary:
         is_known = self.is_under_way or seen == self.ends_at
         return seen >= (self.ends_at if is_known else self.closed_at + size())
 
-    def is_cut_by_the_end(self, seen: int, size: Callable[[], float], is_end_of_training: bool) -> bool:
-        """Whether the window takes its step with loader batch number ``seen``, the last of the data."""
+    def is_cut_by_the_end(self, is_end_of_training: bool) -> bool:
+        """Whether the window takes its step with the last loader batch of the data."""
         rule = TAILS[self.tail]
-        steps = rule.steps(self.position(seen), self.size if self.is_under_way else size())
-        return steps and (is_end_of_training or not rule.goes_on)
+        return not rule.is_dropped and (is_end_of_training or not rule.goes_on)
 
     def is_dropped_by_the_end(self, seen: int) -> bool:
         """Whether the end of an epoch drops the window, which has begun."""
-        return self.position(seen) > 0 and drops(self.tail, self.position(seen), self.size)
+        return self.position(seen) > 0 and TAILS[self.tail].is_dropped
 
     def position(self, seen: int) -> int:
         """Loader batches in the window so far."""
         return seen - self.closed_at
 
-    def left(self, seen: int, size: Callable[[], float]) -> float:
-        """Loader batches of the window after number ``seen``, if the data do not end before."""
-        return (self.size if self.is_under_way else size()) - self.position(seen)
+    def left(self, seen: int) -> float:
+        """Loader batches of the window under way after number ``seen``, if the data do not end before."""
+        return self.size - self.position(seen)
 
     def cut_short(self, seen: int) -> None:
         """End the window with loader batch ``seen``, which is the last of the data."""
@@ -100,7 +94,7 @@ def count_windows(batches: int, epochs: int, size: Callable[[int, int], int], ta
         epoch = begun // batches
         end = begun + size(epoch, windows)
         if not TAILS[tail].goes_on and (left := (epoch + 1) * batches - begun) < end - begun:
-            windows -= drops(tail, left, end - begun)
+            windows -= TAILS[tail].is_dropped
             end = begun + left
         begun, windows = end, windows + 1
     return windows

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_accum.boundary import Boundary, StepClock, drops
+from lightning_accum.boundary import TAILS, Boundary, StepClock
 from lightning_accum.checkpoint import FORMAT, PartialWindow, check_format, gather_loss, restore_loss
 from lightning_accum.parameter_changes import IN_OPTIMIZER_STEP, ParameterChanges
 from lightning_accum.policy import Policy
@@ -154,7 +154,7 @@ class Windows:
         self.total_weight = float(state.get("total_weight", 0.0))
         self.total_left_out = int(state.get("skipped_micro_batches", 0))
         self.epoch_loss = EpochLoss(*(state.get("epoch_loss", ()) if state.get("epoch") == self.epoch else ()))
-        if state.get("epoch", self.epoch) != self.epoch and drops(self.policy.tail, into_window, size):
+        if state.get("epoch", self.epoch) != self.epoch and TAILS[self.policy.tail].is_dropped:
             return None
         if "window" not in state:
             if not state.get("is_at_boundary", False):

@@ -69,19 +69,19 @@ class Passes:
         longest, negated_shortest = ranks.largest(self._length, -self._length)
         known = int(longest) if longest < math.inf else None
         batches = LoaderBatches(of_all_ranks(loader, known, ranks, not negated_shortest))
-        accumulation.rest_of_window = lambda: batches.draw_ahead(boundary.left(self._seen + 1, self._size))
+        accumulation.rest_of_window = lambda: batches.draw_ahead(boundary.left(self._seen + 1))
         for number, (batch, ends_data, is_shadow, _) in enumerate(batches, 1):
             if number <= skip:
                 continue
             accumulation.is_shadow_batch = is_shadow
             boundary.begin(self._size())
-            is_cut = ends_data and boundary.is_cut_by_the_end(self._seen + 1, self._size, is_last)
+            is_cut = ends_data and boundary.is_cut_by_the_end(is_last)
             ends_window = is_cut or self._seen + 1 >= boundary.ends_at
             self._begin_loader_batch(batch)
             yield from self._parts(batch, ends_window, is_shadow)
         self.passes, self.loader_batches = self.passes + 1, 0
         lost = boundary.position(self._seen)
-        if lost > 0 and not ends_data and boundary.is_cut_by_the_end(self._seen, self._size, is_last):
+        if lost > 0 and not ends_data and boundary.is_cut_by_the_end(is_last):
             found = f"The loader gave fewer batches than its length of {self._length}: {lost} are in a window that never ended"
             raise UsageError(f"{found}. Correct its __len__, or pass iter(loader), which has no length.")
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.boundary import drops
+from lightning_accum.boundary import TAILS
 from lightning_accum.check import MOST_BATCHES
 from lightning_accum.exclusions import Asked, refuse
 from lightning_accum.failures import reraise_first_rank_error
@@ -280,7 +280,7 @@ class AccumulationMixin(Engine):
         if self.accumulation is not None:
             smallest = self.policy.smallest_from(trainer.current_epoch, trainer.max_epochs, trainer.global_step)
             size = smallest or trainer.accumulate_grad_batches
-            if drops(self.policy.tail, (batches := trainer.num_training_batches), size) and batches < size:
+            if TAILS[self.policy.tail].is_dropped and (batches := trainer.num_training_batches) < size:
                 found = f'With tail="drop" nothing is trained: an epoch has {batches} loader batches, and a window {size}'
                 raise MisconfiguredError(f'{found}. Use a smaller window, or tail="step" or "carry".')
         if windows is None:

@@ -73,7 +73,7 @@ class WindowFetcher(_PrefetchDataFetcher):
         accumulation, epoch_loop = self.strategy.accumulation, self.strategy.trainer().fit_loop.epoch_loop
         assert accumulation is not None
         assert self._batches is not None
-        left = accumulation.boundary.left(epoch_loop.batch_progress.total.ready, cast("Any", epoch_loop).window_size)
+        left = accumulation.boundary.left(epoch_loop.batch_progress.total.ready)
         if not self.is_ahead:
             self.states = deque([self._states_of_loaders()])
         for batch, is_shadow_batch in self._batches.draw_ahead(left):
