@@ -209,7 +209,8 @@ def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> No
             _try_hooks(checked, trainer, batches)
         are_several = is_long or accumulation.world_size > 1
         with suppress(CannotCheckError):
-            if are_several and accumulation.is_checked and _are_made(trainer) and not check.does_dataset_add_up(checked, batches):
+            is_due = are_several and accumulation.is_checked and checked.on_any(_are_made(trainer))
+            if is_due and not check.does_dataset_add_up(checked, batches):
                 accumulation.warn_once(advice.OF_MADE_BATCHES)
 
 
