@@ -30,6 +30,8 @@ class Trained:
     """Saves the state that a shadow batch, or a batch that may run again, can change."""
     sync: GradientSync = GradientSync()
     """When gradients are reduced over the ranks."""
+    can_save_window = True
+    """Whether a checkpoint can have the gradients of an unfinished window."""
 
     @property
     def module(self) -> nn.Module:

@@ -192,6 +192,12 @@ class Windows:
                 "checkpoint lacks these gradients: after a resume the first step uses the rest of the window."
             )
             return None
+        if not training.can_save_window:
+            self._warn(
+                "With FSDP1 a checkpoint inside a window lacks its gradients: the first step after a resume uses the rest. "
+                'strategy="accum_model_parallel" (FSDP2) saves them.'
+            )
+            return None
         training.sync.reduce_for_checkpoint()
         named, is_reduced = training.parameters_by_name(), self._is_reduced_inside(training)
         left_out = sum(window.left_out for window in self.of_losses)

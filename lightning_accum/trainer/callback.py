@@ -201,8 +201,11 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        partial = None if self._strategy is None or not self._may_gather else self._strategy.partial_window()
-        return self._counts() if partial is None else {**self._counts(), "window": partial.state_dict()}
+        state, strategy, windows = self._counts(), self._strategy, self._windows
+        if strategy is None or windows is None or not self._may_gather:
+            return state
+        partial = windows.partial_window(strategy, strategy.trainer().accumulate_grad_batches)
+        return state if partial is None else {**state, "window": partial.state_dict()}
 
     def _counts(self) -> dict[str, Any]:
         """The state for a checkpoint, without the gradients of an unfinished window."""

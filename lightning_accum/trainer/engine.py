@@ -16,7 +16,6 @@ from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
@@ -61,10 +60,6 @@ class Engine(Strategy, Trained):
     def windows(self) -> Windows | None:
         """The windows of the running ``fit``; None outside of one, and if a window is one micro-batch of manual optimization."""
         return self.accumulation if self.manual is None else self.manual
-
-    def partial_window(self) -> PartialWindow | None:
-        """The unfinished window, for a checkpoint; None at a boundary. Called on all ranks."""
-        return None if self.windows is None else self.windows.partial_window(self, self.trainer().accumulate_grad_batches)
 
     @property
     def rows(self) -> WindowRows:

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.errors import UsageError
 from lightning_accum.policy import check_is_one_of
 from lightning_accum.sync.base import GradientSync, SyncPolicy, forward_replaced
@@ -24,7 +23,6 @@ from lightning_accum.sync.sharded import FSDP1Sync, ShardedSync
 from lightning_accum.trainer.first_batch import loss_unlogged
 from lightning_accum.trainer.from_lightning import MisconfiguredError, misconfigured, pl
 from lightning_accum.trainer.strategy import AccumulationMixin
-from lightning_accum.user_warnings import rank_zero_warn
 
 __all__ = ["AccumulationStrategy", "DDPAccumulationStrategy", "FSDPAccumulationStrategy"]
 
@@ -203,6 +201,7 @@ class FSDPAccumulationStrategy(ShardedMixin, pl.strategies.FSDPStrategy):
     """
 
     strategy_name, _engine_name = "accum_fsdp", "fsdp1"
+    can_save_window = False
 
     @override
     def _sync_of_units(self) -> FSDP1Sync:
@@ -216,13 +215,6 @@ class FSDPAccumulationStrategy(ShardedMixin, pl.strategies.FSDPStrategy):
         assert self.model is not None
         with forward_replaced(self.module, step):
             return self.model(*args, **kwargs)
-
-    @override
-    def partial_window(self) -> PartialWindow | None:
-        if self.accumulation is not None and self.accumulation.position:
-            found = "With FSDP1 a checkpoint inside a window lacks its gradients: the first step after a resume uses the rest"
-            rank_zero_warn(f'{found}. strategy="accum_model_parallel" (FSDP2) saves them.')
-        return None
 
     @override
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:

@@ -59,8 +59,7 @@ class WindowFetcher(_PrefetchDataFetcher):
                 longest = min(longest, self.length)  # an epoch may be shorter than the first
             left = None if longest is None else longest - self.fetched  # Lightning adds the batches before a checkpoint
             of_all = of_all_ranks(self._own_batches(), left, ranks, self.is_one_empty, lambda: window.is_last)
-            self._batches, loop = LoaderBatches(of_all), cast("Any", self.strategy.trainer().fit_loop)
-            accumulation.rest_of_window = lambda: loop._data_fetcher.rest_of_window()  # a reload may replace it
+            self._batches, accumulation.rest_of_window = LoaderBatches(of_all), self.rest_of_window
         if self.is_ahead:
             self.states.popleft()
         drawn = next(self._batches)
