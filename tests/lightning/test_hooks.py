@@ -198,8 +198,7 @@ class Taking(Toy):
         super().__init__(squares, net=lambda: nn.Linear(2, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        target = batch.pop("y") if isinstance(batch, dict) else batch.pop() if isinstance(batch, list) else batch[1]
-        loss = F.mse_loss(self.net(batch["x"] if isinstance(batch, dict) else batch[0])[:, 0], target)
+        loss = F.mse_loss(self.net(batch["x"])[:, 0], batch.pop("y"))
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
@@ -218,14 +217,6 @@ class Own(list[Any]):
 def rows(number: int = 4) -> dict[str, Tensor]:
     x = torch.arange(2.0 * number, dtype=torch.float64)
     return {"x": x.reshape(number, 2), "y": x[:number]}
-
-
-@SPLIT_OR_NOT
-@pytest.mark.parametrize("kind", [dict, list, tuple])
-def test_what_a_module_takes_out_of_its_batch_is_still_in_the_loaders(kind: type, policy: dict[str, Any]) -> None:
-    batches = [rows() if kind is dict else kind(rows().values()) for _ in range(2)]
-    fit(Taking(), Own(batches), GradientAccumulation(**policy), max_epochs=2)
-    assert [len(batch) for batch in batches] == [2, 2]
 
 
 @SPLIT_OR_NOT

@@ -214,22 +214,6 @@ def test_ranks_that_skip_and_ranks_that_do_not_log_together(micro_batch: int | N
         assert found["window/total_skipped_micro_batches"] == 2
 
 
-def test_a_parameter_that_only_a_skipped_micro_batch_used_does_not_move() -> None:
-    class Branching(Classifier):
-        def __init__(self, *by_rank: Sequence[Any]) -> None:
-            super().__init__(*by_rank)
-            self.rare = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-            x = batch["x"] * self.rare if batch["fault"].any() else batch["x"]
-            return super().training_step({**batch, "x": x}, batch_idx)
-
-    module = Branching([labels(0, 1), labels(1, 2, fault=NAN_GRADIENT), labels(2, 3, seed=2)])
-    skipping(module, 3)
-    assert module.rare == 1
-    assert_equal(module.net, full_batches([labels(0, 1), labels(2, 3, seed=2)]).net)
-
-
 def test_a_checkpoint_inside_a_window_knows_what_was_skipped() -> None:
     class Resumable(Classifier):
         def train_dataloader(self) -> Any:
