@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -42,8 +42,9 @@ class Engine(Strategy, Trained):
     accumulation: Accumulation | None = None  # the state of the running ``fit``; None outside of one, and in manual optimization
     policy: Policy = Policy()
     gradient_reads: AbstractContextManager[Any] | None = None  # notices hooks that look at gradients inside of a window
-    world_size: int
-    global_rank: int
+    if TYPE_CHECKING:  # Lightning's
+        world_size: int
+        global_rank: int
     ranks: Ranks = Ranks(torch.device("cpu"))  # the ranks of the training; a single rank before a fit
     reduces_every_backward_by_itself = False
     """Whether, in manual optimization, the engine averages gradients over the ranks in every backward."""

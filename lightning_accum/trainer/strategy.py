@@ -64,7 +64,6 @@ class AccumulationMixin(Engine):
     _hiding: ExitStack
     _callback: GradientAccumulation
     _fit: ExitStack  # undoes the changes of a fit to the Trainer, its optimizers and callbacks, and this strategy; not there before
-    _from_before: frozenset[str] = frozenset()  # the attributes that the strategy had before the fit
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         seams.check_nothing_is_missing()
@@ -85,10 +84,10 @@ class AccumulationMixin(Engine):
             callbacks[:] = [callback for callback in callbacks if callback not in classes]  # a class has no hooks for the error
             name = classes[0].__name__
             raise MisconfiguredError(f"callbacks=[{name}] is a class: pass an instance of it, {name}(...)")
-        self._from_before, self._fit, self._hiding = frozenset(vars(self)), ExitStack(), ExitStack()
+        self._fit, self._hiding = ExitStack(), ExitStack()
         may_skip_steps = self.scaler is not None or not self.has_lightnings_precision
         self.watch = Watch(model, trainer.fit_loop.epoch_loop.batch_progress, may_skip_steps)
-        self._fit.callback(lambda: [vars(self).pop(name, None) for name in self._of_this_fit()])
+        self._fit.callback(lambda: [vars(self).pop(name, None) for name in seams.own_attributes(type(self))])
         self._fit.callback(lambda: self.ranks.close())
         self._fit.enter_context(self._installed(trainer))
         self._fit.enter_context(replacing(trainer, accumulate_grad_batches=trainer.accumulate_grad_batches))  # the policy sets it
@@ -98,16 +97,12 @@ class AccumulationMixin(Engine):
         if not _policies(trainer):
             self._fit.enter_context(_inserted(GradientAccumulation(), trainer))  # the strategy alone: default policy
 
-    def _of_this_fit(self) -> set[str]:
-        """The names of attributes that this package has set on the strategy since the fit began."""
-        return seams.own_attributes(type(self)) - self._from_before
-
     @override
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, which is in no fit. Spawned loader processes get one with the data module, which holds its
         Trainer."""
-        state, left_out = super().__getstate__(), self._of_this_fit() if "_fit" in vars(self) else set()
-        return {name: value for name, value in state.items() if name not in left_out}
+        own = seams.own_attributes(type(self))
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def _end_fit(self) -> None:
         if "_fit" in vars(self):
