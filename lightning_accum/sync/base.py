@@ -117,7 +117,8 @@ class WrappedSync(GradientSync):
     def _loss_without_batch(self) -> Tensor | None:
         """The replacement of a missing loss; None if no rank waits for its backward."""
 
-    def _forward_or_stand_in(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @override
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def or_stand_in(*args: Any, **kwargs: Any) -> Any:
             output = step(*args, **kwargs)
             if output is None:

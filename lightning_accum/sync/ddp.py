@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,8 +60,7 @@ class DDPSync(WrappedSync):
 
     @override
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run = step if self._finishes_after_backward else partial(self._forward_or_stand_in, step)
-        return run(*args, **kwargs)
+        return step(*args, **kwargs) if self._finishes_after_backward else super().forward(step, *args, **kwargs)
 
     @override
     def _run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +119,7 @@ class DDPSync(WrappedSync):
         If no rank has a gradient for a parameter, it leaves zeros; this restores None, since weight decay would move the parameter.
         """
         self._forget_used()  # including those of a skipped micro-batch
-        self._forward_or_stand_in(lambda: None)
+        super().forward(lambda: None)
         if self._stand_in is None:
             return
         has_gradient = [parameter.grad is not None for parameter in self._trainable]

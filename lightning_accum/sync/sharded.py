@@ -72,7 +72,7 @@ class ShardedSync(WrappedSync):
     @override
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._outputs.clear()
-        return self._forward_or_stand_in(step, *args, **kwargs)
+        return super().forward(step, *args, **kwargs)
 
     @override
     def forward_without_batch(self) -> None:
