@@ -120,11 +120,11 @@ class Layout:
         0 of tensors with rows, and to all dimensions of shared tensors. If a floating-point tensor with rows has size ``L`` in
         dimension 1, only that dimension is trimmed; the others are features.
         """
-        indices = dict[torch.device, Tensor]()
+        columns, indices = columns or {}, dict[torch.device, Tensor]()
 
         def trimmed(value: Tensor, first: int) -> Tensor:
             sizes = value.shape[first:]
-            if not columns or columns.keys().isdisjoint(sizes):
+            if columns.keys().isdisjoint(sizes):
                 return value
             sizes = sizes[:1] if first and value.is_floating_point() and sizes[0] in columns else sizes
             return value[(*[slice(None)] * first, *(columns.get(size, slice(None)) for size in sizes))]
@@ -136,7 +136,7 @@ class Layout:
             if not part.is_tensor:
                 entries = entries_of(value)
                 return with_entries(value, entries[rows] if isinstance(rows, slice) else [entries[row] for row in rows])
-            value = trimmed(value, 1)  # first, so that there is less to copy
+            value = trimmed(value, 1) if columns else value  # first, so that there is less to copy
             if isinstance(rows, slice):
                 return value[rows]
             if value.device not in indices:
