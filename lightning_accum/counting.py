@@ -31,11 +31,13 @@ def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync
     if counted.is_agreed or accumulation.is_passthrough() or (splitting is None and boundary.size == 1):
         return
     plan, weights = accumulation.plan, accumulation.policy.weight
+    rest = iter(()) if accumulation.rest_of_window is None or boundary.size == 1 else accumulation.rest_of_window()
+    # drawn before the snapshot, so that no random number of the data is drawn again
+    rest = rest if boundary.size == math.inf else iter([*rest])
     snapshot = None if isinstance(weights, tuple) else undo.take(watches_parameters=False)
     counted.loader_batches_left = 0
     named = {} if snapshot is None or not accumulation.written else dict(undo.module.named_parameters())
     written = [(own, own.detach().clone()) for own in map(named.get, accumulation.written) if own is not None]
-    rest = iter(()) if accumulation.rest_of_window is None or boundary.size == 1 else accumulation.rest_of_window()
     try:
         with torch.compiler.set_stance("force_eager"):  # compiled code hides the additions
             for number, (own, is_shadow_batch) in enumerate(chain([(batch, accumulation.is_shadow_batch)], rest)):

@@ -74,7 +74,13 @@ class Measured:
     def _count(self, mode: Callable[[Any], Any]) -> float:
         try:
             return float(mode(self.batch()))
-        except (KeyError, IndexError, TypeError, AttributeError, UnreadableLossError):  # a candidate count may not fit this batch
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            UnreadableLossError,
+        ):  # a candidate count may not fit this batch
             return math.nan
 
     def gradient(self, key: int, factor: float | None = None) -> Mapping[int, Tensor]:
@@ -296,13 +302,13 @@ def looped(measured: Sequence[Measured]) -> frozenset[int]:
 
 def merged(known: Mapping[int, int], of_ranks: Sequence[Mapping[int, int]]) -> dict[int, int]:
     """The :func:`aliases` of all ranks together with the known ones; one key for all if each loss has one term."""
-    found = dict(known)
+    found, before = dict(known), {*known.values()}
     names = {name for of_rank in of_ranks for name in of_rank.values()}
     is_one = bool(of_ranks) and all(len(set(of_rank.values())) == 1 for of_rank in of_ranks)
-    first = next(iter(known.values()), None) or (min(names) if is_one else None)
+    first = min(names & before or (before if len(before) == 1 else names)) if is_one else None
     for of_rank in of_ranks:
         for key, name in of_rank.items():
-            found[key] = first if is_one and first is not None else found.get(name, name)
+            found[key] = found.get(name, name) if first is None else first
     return found
 
 

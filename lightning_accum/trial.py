@@ -182,8 +182,8 @@ class Trial:
         with _users_code(), self.mode:
             output = (instead or self.training_step)(batch)
         loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
-        if loss is None:
-            raise UnsuitableRowsError("training_step returns None for some of the first rows")
+        if not isinstance(loss, Tensor):
+            raise UnsuitableRowsError(f"training_step returns {loss} for some of the first rows")
         return loss
 
     # --- one run ----------------------------------------------------------------------------------------------------

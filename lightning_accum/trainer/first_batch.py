@@ -198,7 +198,8 @@ def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> No
     later = unlogged_step(trainer, ahead=_far_from(batch_idx, trainer.num_training_batches) - batch_idx)
 
     def after(batch: Any) -> Any:
-        with replacing(trainer, accumulate_grad_batches=1):  # a loss may be divided by it
+        number = trainer.num_training_batches / trainer.accumulate_grad_batches  # a loss may be divided by either
+        with replacing(trainer, accumulate_grad_batches=1), replacing(trainer.fit_loop, max_batches=number):
             return later(batch)
 
     of_dataset = partial(DatasetRows, trainer)

@@ -137,9 +137,9 @@ OF_MADE_BATCHES = (
     "micro_batch=, and a window of 1. verify(module, loader, window=...) compares a window with its full batch."
 )
 OF_BATCH_IDX = (
-    "The loss depends on the batch_idx of training_step, or on trainer.accumulate_grad_batches: the same rows have another loss or "
-    "gradient for another batch_idx and a window of 1, as in the full batch. Divide no loss by the size of a window, and use "
-    "global_step, which is constant within a window; or have the loader yield the full batch: micro_batch=, and a window of 1."
+    "The loss depends on the batch_idx of training_step, or on the Trainer's accumulate_grad_batches or num_training_batches: the "
+    "same rows have another loss or gradient for other ones, as in the full batch. Count in optimizer steps instead (global_step, "
+    "trainer.estimated_stepping_batches); or have the loader yield the full batch: micro_batch=, and a window of 1."
 )
 
 
