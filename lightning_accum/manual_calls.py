@@ -37,6 +37,7 @@ class TriedStep:
     losses: list[Tensor] = field(default_factory=list)
     gradients: list[Gradients] = field(default_factory=list)  # of each loss
     stepped: list[dict[int, Tensor]] = field(default_factory=list)  # .grad in each call of an optimizer's step, and its numbers
+    moves: bool = False  # a step changes parameters a little
 
     def backward(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         """Add the gradients of a loss to ``.grad``."""
@@ -57,6 +58,10 @@ class TriedStep:
         self.stepped.append({at: sample(own.grad.clone(), _SAMPLED) for at, own in enumerate(parameters) if own.grad is not None})
         numbers = [float(value) for group in optimizer.param_groups for value in group.values() if isinstance(value, (int, float))]
         self.stepped.append({0: torch.tensor(numbers)})
+        if self.moves:
+            with torch.no_grad():
+                for own in parameters:
+                    own.mul_(1.01).add_(0.01)
 
     def difference(self, other: TriedStep) -> float:
         """The relative difference of the gradients of both in the calls of step."""
@@ -71,7 +76,6 @@ class ManualMicroBatch:
 
     batch: Any = None
     defers_steps: bool = False  # steps of optimizers and schedulers are deferred, since it does not end its window
-    moves: bool = False  # a deferred step changes parameters a little
     is_running: bool = False  # training_step is running
     next_call: int = 0  # the number of its next backward call
     stepped: list[str] = field(default_factory=list)  # the optimizers whose step it has called

@@ -78,8 +78,8 @@ class Engine(Strategy, Trained):
     def end_window(self) -> None:
         """Log a window after its step, and publish the size of the next."""
         self.set_size()
-        if self.windows is not None and self.policy.log:
-            self.rows.show_window(self.windows)
+        if self.policy.log and (windows := self.windows) is not None:
+            self.rows.show_window(windows)
 
     def _ranks(self) -> Ranks:
         """The ranks whose gradients are averaged."""

@@ -211,7 +211,7 @@ class ManualWindows(Windows):
 
         Optimizers have the parameters that the module has now: a trial in a wider type replaces those.
         """
-        before, self.current, self.tried = self.current, ManualMicroBatch(defers_steps=True, moves=moves), TriedStep(given)
+        before, self.current, self.tried = self.current, ManualMicroBatch(defers_steps=True), TriedStep(given, moves=moves)
         trained = [(parameter, parameter.requires_grad) for parameter in self._parameters()]
         now = dict(self._module.named_parameters())
         of_trial = {parameter: now.get(name, parameter) for name, parameter in self._named.items()}
@@ -329,10 +329,6 @@ class ManualWindows(Windows):
         self.current.stepped.append(name)
         if self.tried is not None:
             self.tried.step(optimizer)
-        if self.current.moves:
-            with torch.no_grad():
-                for parameter in [own for group in optimizer.param_groups for own in group["params"]]:
-                    parameter.mul_(1.01).add_(0.01)
         if self.current.defers_steps:
             return False
         if self.current.is_running and (names := self._of_other_backwards(optimizer)):
