@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import InitVar, dataclass
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -17,30 +16,18 @@ from lightning_accum.step import Trained
 from lightning_accum.trainer.from_lightning import pl, replacing
 
 
-@dataclass(eq=False)
 class DeferredSteps:
     """Until :meth:`end`, each step of a fit's optimizers asks ``may_step`` first, and each of its schedulers ``are_deferred``."""
 
-    trained: Trained
-    schedulers: InitVar[Iterable[Any]]
-    may_step: Callable[[str, Optimizer], bool]
-    are_deferred: Callable[[], bool]
-
-    def __post_init__(self, schedulers: Iterable[Any]) -> None:
-        self._is_stepping = False
-        self._undo, self._known, self.optimizers = ExitStack(), set[int](), list[Optimizer]()
+    def __init__(self, trained: Trained, may_step: Callable[[str, Optimizer], bool], are_deferred: Callable[[], bool]) -> None:
+        self.trained, self.may_step, self.are_deferred = trained, may_step, are_deferred
+        self.optimizers: list[Optimizer] = []
         self.others: list[Optimizer] = []  # of the module, which step at once
-        self._defer(self.trained.optimizers, schedulers)
+        self._undo, self._is_stepping = ExitStack(), False
 
-    def _defer(self, optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> None:
-        for one in (*optimizers, *schedulers):
-            if id(one) not in self._known:
-                self._known.add(id(one))
-                self.optimizers += [one] * isinstance(one, Optimizer)
-                self._undo.enter_context(self._intercepted(one) if isinstance(one, Optimizer) else self._scheduler_deferred(one))
-
-    def find_held(self) -> None:
-        """Also defer the module's own schedulers of these optimizers; and its own optimizers, if the Trainer has none.
+    def begin(self, schedulers: Iterable[Any]) -> None:
+        """Defer the Trainer's optimizers and ``schedulers``, and the module's own schedulers of these optimizers; and its own
+        optimizers, if the Trainer has none.
 
         Other optimizers, such as of an inner loop, are not changed.
         """
@@ -50,10 +37,13 @@ class DeferredSteps:
         held += [one for value in held if isinstance(value, dict) for one in value.values()]
         wrapper = pl.core.optimizer.LightningOptimizer
         own = [one for one in held if isinstance(one, Optimizer) and not isinstance(one, wrapper)]
-        optimizers = optimizers or own
-        schedulers = [one for one in held if isinstance(one, (LRScheduler, ReduceLROnPlateau))]
-        self._defer(optimizers, [one for one in schedulers if any(one.optimizer is optimizer for optimizer in optimizers)])
-        self.others = [one for one in own if id(one) not in self._known]
+        self.optimizers = [*dict.fromkeys(optimizers or own)]
+        self.others = [one for one in own if one not in self.optimizers]
+        their = [one for one in held if isinstance(one, (LRScheduler, ReduceLROnPlateau)) and one.optimizer in self.optimizers]
+        for optimizer in self.optimizers:
+            self._undo.enter_context(self._intercepted(optimizer))
+        for scheduler in {id(one): one for one in (*schedulers, *their)}.values():
+            self._undo.enter_context(self._scheduler_deferred(scheduler))
 
     def end(self) -> None:
         """Restore the optimizers and schedulers."""

@@ -8,7 +8,7 @@ boundary, steps of optimizers and schedulers are deferred, but not ``zero_grad``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, cast
@@ -59,7 +59,6 @@ class ManualWindows(Windows):
         self,
         policy: Policy,
         trained: Trained,
-        schedulers: Iterable[Any],
         warn: Callable[[str], None],
         reduces_by_itself: bool = False,
         row_wise: RowWise | None = None,
@@ -85,7 +84,7 @@ class ManualWindows(Windows):
         counts_steps = policy.scheduler_counts == "optimizer_steps"
         # in a trial no scheduler steps, whatever it counts
         are_deferred = lambda: self.tried is not None or (counts_steps and self.current.defers_steps)  # noqa: E731
-        self.steps = DeferredSteps(trained, schedulers, self.may_step, are_deferred)
+        self.steps = DeferredSteps(trained, self.may_step, are_deferred)
 
     def begin_loader_batch(self) -> None:
         """Begin the hooks before training_step. In a window, only those of its first loader batch may step."""

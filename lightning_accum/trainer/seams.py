@@ -235,7 +235,7 @@ loops.fit_loop._FitLoop
 loops.training_epoch_loop._TrainingEpochLoop
     done | does not stop inside a window that is counted first | 20215631
     run | ends an unfinished window with its epoch | ad885a6e
-    on_run_start | begins the next epoch after a checkpoint of an epoch's end | 085e5587
+    on_run_start | starts the clock of validations by optimizer steps | 085e5587
     advance | trains on a loader batch | 9b9b8410
     on_advance_end | validates, steps plateau schedulers, stops at SIGTERM | e66f9489
     _broadcast_sigterm_tensor | sends SIGTERM to all ranks with the weights | f63f4808

@@ -208,12 +208,12 @@ class AccumulationMixin(Engine):
         warn_of_batch_norm(module, is_split, is_long, rank_zero_warn)
         self.snapshotter = Undo(module, self.root_device)
         if is_manual:
-            reduces, schedulers = self.reduces_every_backward_by_itself, [config.scheduler for config in self.lr_scheduler_configs]
+            reduces = self.reduces_every_backward_by_itself
             checks = MOST_BATCHES if policy.check and self._why_unchecked() is None else 0
             if checks and reduces:
                 checks = 0
                 rank_zero_warn(advice.of_unchecked(Verdict(None, seen="the module is sharded, and uses manual optimization"), True))
-            self.manual = ManualWindows(policy, self, schedulers, rank_zero_warn, reduces, self.row_wise, checks)
+            self.manual = ManualWindows(policy, self, rank_zero_warn, reduces, self.row_wise, checks)
             self._fit.callback(self.manual.steps.end)
             return
         sums, dtype = None, policy.accumulate_dtype
@@ -270,7 +270,7 @@ class AccumulationMixin(Engine):
         super().on_train_start()
         self.watch.begin()
         if self.manual is not None:
-            self.manual.steps.find_held()
+            self.manual.steps.begin(config.scheduler for config in self.lr_scheduler_configs)
         trainer, windows = self.trainer(), self.windows
         if self.accumulation is not None:
             smallest = self.policy.smallest_from(trainer.current_epoch, trainer.max_epochs, trainer.global_step)
