@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_accum.boundary import SchedulerCounts, Tail
 from lightning_accum.checkpoint import check_format
+from lightning_accum.exact import exact_dtype, tensor_of
 from lightning_accum.exclusions import Asked, refuse
 from lightning_accum.policy import MicroBatchSize, OnNonfinite, Policy, Split, Tokens, WindowSize, checked_policy, row_wise_fields
 from lightning_accum.trainer import seams
@@ -179,8 +180,11 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._strategy is not None and self._windows is not None and self.policy.log:
-            self._strategy.rows.show_epoch(self._windows)
+        windows = self._windows
+        if windows is not None and self.policy.log and (mean := windows.epoch_loss.take_mean()) is not None:
+            value = tensor_of(mean, device := windows.ranks.device, exact_dtype(device))
+            if not trainer.barebones:
+                pl_module.log("window/loss_epoch", value, batch_size=1, sync_dist=True)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -18,7 +18,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.exact import exact, exact_dtype, tensor_of
+from lightning_accum.exact import exact
 from lightning_accum.micro_batch import Output
 from lightning_accum.splitting.logs import BatchLog, Joined, joined_logs
 from lightning_accum.trainer.from_lightning import _LoggerConnector, _ResultCollection, _ResultMetric, pl, replacing
@@ -239,9 +239,3 @@ class WindowRows(_LoggerConnector):
         }
         self.show({**shown, **others})
         return windows.epoch_loss.add(closed.loss, closed.weight)
-
-    def show_epoch(self, windows: Windows) -> None:
-        """Log the epoch's loss, the weighted mean of its windows."""
-        if (mean := windows.epoch_loss.take_mean()) is not None and not self.trainer.barebones:
-            value = tensor_of(mean, device := windows.ranks.device, exact_dtype(device))
-            self.trainer.lightning_module.log("window/loss_epoch", value, batch_size=1, sync_dist=True)
