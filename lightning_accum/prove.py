@@ -171,6 +171,8 @@ def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) ->
     if not is_read:
         return Deviation(math.inf, True, "the weight", rows)
     assert own is not None
+    if not found.has_evidence and max(abs(number - own) for number in numbers) <= 1e3 * eps * own:
+        return found  # as `sum / (count + 1e-16)` with counts of 0
     of_weights = abs(total - own) / max(abs(total), abs(own), 1e-300)
     if of_weights > 1e3 * eps:
         return Deviation(max(of_weights, 2 * rounding_of_gradients(eps)), True, "the weight", rows)
