@@ -31,6 +31,7 @@ from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.counts import count_samples
+from lightning_accum.weighing.terms import SUM
 from lightning_accum.whole.row_proof import perturbed
 
 MOST_BATCHES = 8  # loader batches that are checked at most, until there were enough rows
@@ -209,6 +210,8 @@ class Check:
         if found.is_loss_off and accumulation.policy.log and not checked.is_manual:
             accumulation.warn_once(advice.OF_LOGGED_LOSS)
         if self._is_later:
+            if any({known.modes.get(key, mode), mode} > {SUM} for key, mode in own.modes.items()):
+                accumulation.warn_once(advice.OF_ANOTHER_WEIGHT)
             return
         if rows.found.kept is not None:
             accumulation.checked_rows = rows.found.kept

@@ -171,12 +171,20 @@ def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) ->
     if not is_read:
         return Deviation(math.inf, True, "the weight", rows)
     assert own is not None
+    lost = [part for part, number in zip(look.parts, numbers, strict=True) if number and math.isnan(part.loss)]
+    if whole.rerun is None and any(_is_lost(whole.gradient(key), part.gradient(key)) for part in lost):
+        return Deviation(math.inf, True, "the gradient is not finite in a part", rows)
     if not found.has_evidence and max(abs(number - own) for number in numbers) <= 1e3 * eps * own:
         return found  # as `sum / (count + 1e-16)` with counts of 0
     of_weights = abs(total - own) / max(abs(total), abs(own), 1e-300)
     if of_weights > 1e3 * eps:
         return Deviation(max(of_weights, 2 * rounding_of_gradients(eps)), True, "the weight", rows)
     return found._replace(has_evidence=found.has_evidence and not raised) if total else Deviation(0.0, False, rows=rows)
+
+
+def _is_lost(whole: Mapping[int, Tensor], part: Mapping[int, Tensor]) -> bool:
+    """Whether a part has no finite gradient where the whole has one."""
+    return any(bool((whole[index].isfinite() & ~own.isfinite()).any()) for index, own in part.items() if index in whole)
 
 
 def _apart(whole: Measured, parts: Sequence[Measured], factors: Sequence[float], key: int, rows: tuple[int, ...]) -> Deviation:

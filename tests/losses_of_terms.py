@@ -258,6 +258,7 @@ LOSSES: dict[str, Row] = {
 }
 OF_NOTHING: dict[str, Function] = {  # means of nothing are NaN, as losses; the full batch has something to count
     "a selected mean and samples": lambda o, b, m: value(o, b) + each(o, b)[b.some][:, 1].mean(),
+    "positives and negatives": lambda o, b, m: 0.5 * each(o, b)[b.some].mean() + 0.5 * each(o, b)[~b.some].mean(),
     "rare classes and samples": lambda o, b, m: F.cross_entropy(o.classes, b.rare) + value(o, b),
     "a masked mean and tokens": lambda o, b, m: (each(o, b)[:, 0] * b.some).sum() / b.some.sum() + ce(o, b),
     "a learned factor of a selected mean, and samples": lambda o, b, m:

@@ -16,6 +16,10 @@ OF_LATER_WEIGHTS = (
     "micro-batch are masked, or their weights differ. This window is left out, without an optimizer step. The next windows use the "
     "weights found now."
 )
+OF_ANOTHER_WEIGHT = (
+    "A term of the loss was a mean in the batches checked before, and is a sum now, or the other way round. Windows since the last "
+    "check may not have taken the steps of their full batches; the next ones do. Have training_step divide by the same count."
+)
 OF_COUNTS_OF_ONE = (
     "In several windows the loss of a micro-batch was divided by exactly 1. The first of these windows add up; later ones are "
     "not checked. If the loss raises a count of 0 to 1, as clamp(min=1) does, they are wrong: have the loader yield larger "

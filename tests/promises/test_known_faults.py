@@ -338,6 +338,38 @@ def test_a_loss_that_changes_at_a_later_batch_idx_is_warned_of() -> None:  # 0.5
     assert any("depends on the batch_idx" in message for message in messages)
 
 
+# --- counts ---
+def test_a_count_of_0_beside_a_tiny_constant_is_no_contradiction() -> None:  # refused before, once a look had no active rows
+    def active(net: nn.Module, batch: Any) -> Tensor:
+        losses = F.relu(net(batch[0])[:, 0] - batch[1])
+        return losses.sum() / ((losses > 1e-16).sum() + 1e-16)
+
+    found, expected, batches = Toy(active), Toy(active), labelled(*[8] * 6)
+    batches[2][1].fill_(9)
+    fit(found, batches, GradientAccumulation(2))
+    fit(expected, [joined(batches[at : at + 2]) for at in (0, 2, 4)], GradientAccumulation(1))
+    assert relative_error([found.net.weight], [expected.net.weight]) < EXACT
+
+
+def test_a_statistic_of_the_batch_that_is_0_by_0_in_single_rows_is_refused() -> None:  # 0.1 before
+    def normalised(net: nn.Module, batch: Any) -> Tensor:
+        least, most = batch[1].aminmax()
+        return F.mse_loss(net(batch[0])[:, 0], (batch[1] - least) / (most - least).double())
+
+    with pytest.raises(AccumulationError, match="do not add up"):
+        fit(Toy(normalised), labelled(*[6] * 4), GradientAccumulation(2))
+
+
+def test_a_mean_that_becomes_a_sum_is_warned_of() -> None:
+    def switched(net: nn.Module, batch: Any) -> Tensor:
+        return classified(net, batch, "sum") * (1 / len(batch[1]) if module.global_step < 2 else 0.05)
+
+    module = Toy(switched)
+    with warned() as messages:
+        fit(module, labelled(*[8] * 18), GradientAccumulation(2))
+    assert any("was a mean" in message for message in messages)
+
+
 # --- batches that are made of rows ---
 def counted(rows: list[Any], how: Callable[[int], Any] = int) -> dict[str, Any]:
     inputs, labels = default_collate(rows)
