@@ -89,6 +89,7 @@ class FewRows:
         misread, rows = self.misread(two), [part for part in self._own.parts if part.kind == "rows"]
         shared = [part for part in rows if part.path in misread]
         shared = shared or [part for part in rows if not part.has_tensors or (part.is_tensor and part.value.dim() == 1)]
+        shared = shared[1:] if len(shared) == len(rows) else shared  # some are rows
         return {part.path: part.value.cpu() if part.is_tensor else part.value for part in shared}
 
     def take(self, rows: Sequence[int]) -> Any:
