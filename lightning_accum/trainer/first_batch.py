@@ -27,7 +27,7 @@ from lightning_accum.manual_calls import TriedStep
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.sync.base import gradients_set_aside
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import ClosureResult, call, is_lightnings, pl, rank_zero_info, replacing
+from lightning_accum.trainer.from_lightning import ClosureResult, call, is_lightnings, longest_window, pl, rank_zero_info, replacing
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import logging_nothing
 from lightning_accum.trial_mode import is_narrow
@@ -190,7 +190,7 @@ def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> No
         prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn, accumulation.position)
     if not (is_again or accumulation.checks_left):
         return
-    is_long = accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
+    is_long = accumulation.policy.may_be_longer_than_one(longest_window(trainer))
     # batches that training_step draws cannot be put back
     may_draw = not is_long or accumulation.rest_of_window is not None
     may_count = may_draw and not strategy.snapshotter.iterators() and strategy.policy.may_count_first(is_long)
@@ -287,7 +287,7 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, batches: Sequence[
     if (not batches and strategy.world_size == 1) or not windows.takes_check():
         return
     run, number = unlogged_step(trainer), 0
-    is_long = windows.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
+    is_long = windows.policy.may_be_longer_than_one(longest_window(trainer))
 
     def loss_of_call(batch: Any, number: int) -> Tensor:
         with windows.trying_out() as tried:

@@ -14,7 +14,15 @@ from lightning_accum.policy import Tokens
 from lightning_accum.ranks import Ranks
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop
-from lightning_accum.trainer.from_lightning import MisconfiguredError, _FitLoop, _PrefetchDataFetcher, callbacks_of, pl, replacing
+from lightning_accum.trainer.from_lightning import (
+    MisconfiguredError,
+    _FitLoop,
+    _PrefetchDataFetcher,
+    callbacks_of,
+    longest_window,
+    pl,
+    replacing,
+)
 from lightning_accum.trainer.uneven import WindowFetcher
 
 
@@ -50,7 +58,7 @@ class AccumulatingFitLoop(_FitLoop):
         if not strategy.module.automatic_optimization:
             return
         lengths, policy = self._lengths(strategy.ranks), strategy.policy
-        draws_ahead = policy.may_count_terms and policy.may_be_longer_than_one(self.trainer.accumulate_grad_batches)
+        draws_ahead = policy.may_count_terms and policy.may_be_longer_than_one(longest_window(self.trainer))
         if type(fetcher) is _PrefetchDataFetcher and (strategy.ranks.world_size > 1 or draws_ahead):  # else training_step draws
             is_done = not strategy.ranks.largest(not fetcher.done)[0]
             vars(fetcher).update(lengths, strategy=strategy, states=deque(), done=is_done)

@@ -71,6 +71,12 @@ def forks_or_spawns(launcher: Any) -> bool:
     return isinstance(launcher, _MultiProcessingLauncher)
 
 
+def longest_window(trainer: pl.Trainer) -> int:
+    """Loader batches in the longest window by the Trainer's number, or by Lightning's scheduler of it."""
+    schedulers = (own for own in callbacks_of(trainer) if isinstance(own, pl.callbacks.GradientAccumulationScheduler))
+    return max(trainer.accumulate_grad_batches, *(max(own.scheduling.values()) for own in schedulers), 1)
+
+
 @contextmanager
 def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
     """Inside, an object has these attributes. ``_current_fx_name`` of a module is the hook that ``module.log`` is called in."""

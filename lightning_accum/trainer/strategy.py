@@ -34,6 +34,7 @@ from lightning_accum.trainer.from_lightning import (
     callbacks_of,
     forks_or_spawns,
     is_lightnings,
+    longest_window,
     misconfigured,
     pl,
     rank_zero_info,
@@ -200,7 +201,7 @@ class AccumulationMixin(Engine):
         if self.row_wise is not None and self.row_wise.proofs_left and is_manual:
             rank_zero_warn(unproven(self.row_wise, "the module uses manual optimization"))
         self.offload = Offload(self.root_device) if policy.offload else None
-        is_long, is_split = policy.may_be_longer_than_one(size), policy.micro_batch is not None
+        is_long, is_split = policy.may_be_longer_than_one(longest_window(trainer)), policy.micro_batch is not None
         if is_manual and self.ranks.size == 1 and not is_long:
             how = f", {offload_in_words(self.root_device)}" if policy.offload else ""
             rank_zero_info(f"accumulating 1 loader batch a step{how}; manual optimization: Lightning runs it unchanged")
@@ -280,7 +281,7 @@ class AccumulationMixin(Engine):
                 raise MisconfiguredError(f'{found}. Use a smaller window, or tail="step" or "carry".')
         if windows is None:
             return
-        is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
+        is_long = self.policy.may_be_longer_than_one(longest_window(trainer))
         has_several_backwards = is_long or self.policy.micro_batch is not None or self.ranks.size > 1
         if has_several_backwards or self.row_wise is not None:
             warn_of_hooks(self.module, rank_zero_warn)

@@ -338,6 +338,15 @@ def test_a_loss_that_changes_at_a_later_batch_idx_is_warned_of() -> None:  # 0.5
     assert any("depends on the batch_idx" in message for message in messages)
 
 
+def test_a_window_that_lightnings_scheduler_makes_longer_in_a_later_epoch_is_checked_before_the_first() -> None:  # 0.1 before
+    def contrastive(net: nn.Module, batch: Any) -> Tensor:
+        z = F.normalize(net(batch[0]))
+        return F.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+    with pytest.raises(AccumulationError, match="do not add up"):
+        fit(Toy(contrastive), labelled(8, 8), pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2}), max_epochs=2)
+
+
 # --- counts ---
 def test_a_count_of_0_beside_a_tiny_constant_is_no_contradiction() -> None:  # refused before, once a look had no active rows
     def active(net: nn.Module, batch: Any) -> Tensor:
