@@ -171,7 +171,8 @@ def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) ->
     if not is_read:
         return Deviation(math.inf, True, "the weight", rows)
     assert own is not None
-    lost = [part for part, number in zip(look.parts, numbers, strict=True) if number and math.isnan(part.loss)]
+    # with several terms, one of nothing spoils the gradients of all
+    lost = [part for part, n in zip(look.parts, numbers, strict=True) if n and math.isnan(part.loss) and len(part.terms) == 1]
     if whole.rerun is None and any(_is_lost(whole.gradient(key), part.gradient(key)) for part in lost):
         return Deviation(math.inf, True, "the gradient is not finite in a part", rows)
     if not found.has_evidence and max(abs(number - own) for number in numbers) <= 1e3 * eps * own:
