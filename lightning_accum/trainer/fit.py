@@ -23,6 +23,7 @@ from lightning_accum.trainer.from_lightning import (
     pl,
     replacing,
 )
+from lightning_accum.trainer.seams import subclass_of
 from lightning_accum.trainer.uneven import WindowFetcher
 
 
@@ -62,7 +63,7 @@ class AccumulatingFitLoop(_FitLoop):
         if type(fetcher) is _PrefetchDataFetcher and (strategy.ranks.world_size > 1 or draws_ahead):  # else training_step draws
             is_done = not strategy.ranks.largest(not fetcher.done)[0]
             vars(fetcher).update(lengths, strategy=strategy, states=deque(), done=is_done)
-            fetcher.__class__ = WindowFetcher  # it is dropped with the fit, or with its loaders
+            fetcher.__class__ = subclass_of(WindowFetcher, _PrefetchDataFetcher)  # it is dropped with the fit, or with its loaders
 
     def _lengths(self, ranks: Ranks) -> dict[str, Any]:
         """Give the epoch the length of the longest loader on all ranks. Returns the known lengths."""

@@ -117,7 +117,7 @@ def specialised(instance: Any, mixin: type, *, is_users_first: bool = False, **s
     With ``is_users_first`` the user's class overrides the mixin.
     """
     original = instance.__class__
-    instance.__class__ = _subclass(mixin, original, is_users_first)
+    instance.__class__ = subclass_of(mixin, original, is_users_first)
     vars(instance).update(state)
     try:
         yield
@@ -135,7 +135,8 @@ def own_attributes(kind: type) -> set[str]:
 
 
 @cache
-def _subclass(mixin: type, base: Any, is_users_first: bool) -> type:
+def subclass_of(mixin: type, base: Any, is_users_first: bool = False) -> type:
+    """A subclass of both, whose copies have the class ``base``."""
     own = own_attributes(mixin)
 
     def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
