@@ -227,8 +227,9 @@ class Faulty(ShardedScalar):
         self.fault("training_step", self.global_rank, batch_idx)
         return super().training_step(batch, batch_idx)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.fault("on_before_optimizer_step", self.global_rank, self.global_step)
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.fault("optimizer_step", self.global_rank, self.global_step)
+        super().optimizer_step(*args, **kwargs)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.fault("validation_step", self.global_rank, batch_idx)
@@ -385,8 +386,8 @@ ENDS: dict[str, tuple[Fault, int, dict[str, Any]]] = {
     "both, unknown length": (told(rank0=5, rank1=5), 1, UNSIZED),
     "the last batch of the window": (told(rank0=3, rank1=2), 1, {}),
     "both ends of a window": (told(rank0=7, rank1=4), 2, {}),
-    "the last window": (told(rank1=11), 3, {}),
-    "after the weights were sent": (told("on_before_optimizer_step", rank0=0, rank1=0), 2, {}),
+    "the last window": (told(rank1=10), 3, {}),
+    "after the weights were sent": (told("optimizer_step", rank0=0, rank1=0), 2, {}),
     "a rank that ran out": (told(rank1=6), 2, {"by_rank": [BATCHES[0], BATCHES[1][:5]]}),
     "rank 1 between micro-batches": (told(rank1=5), 2, SPLIT),
     "workers": (ALL_PROCESSES, 2, {"loader": {"options": IGNORED}}),
@@ -434,7 +435,7 @@ def test_sigterm_to_a_rank_before_training_ends_all(where: str) -> None:
 @pytest.mark.some_cases(1)
 @strategies("ddp", "fsdp2")
 def test_sigterm_that_no_window_is_left_for_ends_its_rank_after_the_training(strategy: str) -> None:
-    end = ranks(partial(train, strategy, told("on_before_optimizer_step", rank1=2)))
+    end = ranks(partial(train, strategy, told("optimizer_step", rank1=2)))
     assert [note["ended_with"] for note in end.notes] == ["", "SIGTERMException"]
     assert (end.statuses, end.all("step")) == ([0, 0], 3)
     end.assert_soon()
