@@ -21,15 +21,15 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 13_770,
-    "lines of the package": 19_600,
-    "files of the package": 105,
-    "width of the package": 152,
-    "lines of its largest file": 400,
+    "lines of code": 13_720,
+    "lines of the package": 19_550,
+    "files of the package": 100,
+    "width of the package": 144,
+    "lines of its largest file": 380,
     "files outside trainer/ that import Lightning": 0,
-    "assignments to an attribute of another object": 133,
-    "lines of tests": 26_470,
-    "lines of tests in files that import private modules": 542,
+    "assignments to an attribute of another object": 128,
+    "lines of tests": 25_640,
+    "lines of tests in files that import private modules": 506,
 }
 
 
