@@ -40,6 +40,7 @@ class DDPSync(WrappedSync):
         self._sparse = frozenset(p for name in sparse_layers(ddp.module) for p in layers[name].parameters())
         self._used: list[nn.Parameter] = []
         self._last_node: Node | None = None
+        ddp.require_forward_param_sync = False  # its next forward with a reduction sets it; its constructor has sent buffers
 
     @override
     def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
@@ -82,6 +83,11 @@ class DDPSync(WrappedSync):
         is_reduced = self._ddp.require_backward_grad_sync
         if micro_batch.is_boundary and not is_reduced:
             raise UsageError("Remove fabric.no_backward_sync() or no_sync(), by which each rank would take its own step.")
+        if micro_batch.is_boundary and not self._ddp.require_forward_param_sync:
+            raise UsageError(
+                "The last loss of the window did not run through DistributedDataParallel, which would reduce no gradient: call the "
+                "wrapped model, and not model.module or a method of it."
+            )
         self._last_node = loss.grad_fn if is_reduced else None
 
     @override
