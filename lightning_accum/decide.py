@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from lightning_accum import prove
+from lightning_accum.boundary import TAILS
 from lightning_accum.exact import rounding_of_gradients
 from lightning_accum.looks import Checked, Rows
 from lightning_accum.prove import ALL, Fit, Look
@@ -221,6 +222,7 @@ class Deciding:
             return known, None
         names = ", ".join(words_of(terms[key], mode).partition(",")[0] for key, mode in modes.items())
         mend = advice.of_argument(f"weight=[...], with a weight for each of its terms ({names})")
+        mend = advice.OF_CARRY if TAILS[checked.accumulation.policy.tail].goes_on else mend
         return known, (advice.of_calls(names) if checked.is_manual else mend, f"its terms ({names}) have different weights")
 
     def _weight_that_adds_up(self, looks: Sequence[Look], terms: dict[int, Term], trial: Trial) -> str | None:

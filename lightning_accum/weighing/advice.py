@@ -85,6 +85,12 @@ def of_argument(argument: str) -> str:
     return f"Pass GradientAccumulation({argument}): with it they add up."
 
 
+OF_CARRY = (
+    'They are counted before a window runs, but with tail="carry" its batches may come in the next epoch. Pass tail="step" or '
+    'tail="drop".'
+)
+
+
 def of_calls(names: str) -> str:
     """The advice for a loss whose terms have different weights, in manual optimization."""
     return (
