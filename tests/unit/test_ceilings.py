@@ -21,8 +21,8 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 13_720,
-    "lines of the package": 19_550,
+    "lines of code": 13_725,
+    "lines of the package": 19_560,
     "files of the package": 100,
     "width of the package": 144,
     "lines of its largest file": 380,
