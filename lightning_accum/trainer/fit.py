@@ -58,6 +58,8 @@ class AccumulatingFitLoop(_FitLoop):
             return
         if not strategy.module.automatic_optimization:
             return
+        if strategy.accumulation is not None:
+            strategy.accumulation.rest_of_window = None  # of the loaders before
         lengths, policy = self._lengths(strategy.ranks), strategy.policy
         draws_ahead = policy.may_count_terms and policy.may_be_longer_than_one(longest_window(self.trainer))
         if type(fetcher) is _PrefetchDataFetcher and (strategy.ranks.world_size > 1 or draws_ahead):  # else training_step draws

