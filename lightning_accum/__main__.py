@@ -54,9 +54,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("module", metavar="MODULE", help="a LightningModule, its class or a function: package.module:name")
     add = parser.add_argument
     add("--data", metavar="DATA", help="a LightningDataModule, a loader or a batch (default: the module's own train_dataloader)")
-    add(
-        "--loss-of", metavar="FUNCTION", help="loss_of(module, batch), for a module that is no LightningModule: package.module:name"
-    )
+    add("--loss-of", metavar="FUNCTION", help="loss_of(module, batch), for any other module: package.module:name")
     add("--window", type=_natural, metavar="N", help="loader batches in a window")
     add("--micro-batch", type=_natural, metavar="N", help="samples in the micro-batches that each loader batch is split into")
     add("--devices", type=_natural, default=1, metavar="N", help="ranks that share the window")

@@ -74,13 +74,7 @@ class Measured:
     def _count(self, mode: Callable[[Any], Any]) -> float:
         try:
             return float(mode(self.batch()))
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            UnreadableLossError,
-        ):  # a candidate count may not fit this batch
+        except (LookupError, TypeError, ValueError, AttributeError, UnreadableLossError):  # it may not fit this batch
             return math.nan
 
     def gradient(self, key: int, factor: float | None = None) -> Mapping[int, Tensor]:

@@ -198,7 +198,8 @@ def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> No
     later = unlogged_step(trainer, ahead=_far_from(batch_idx, trainer.num_training_batches) - batch_idx)
 
     def after(batch: Any) -> Any:
-        number = trainer.num_training_batches / trainer.accumulate_grad_batches  # a loss may be divided by either
+        """The step as a later loader batch, and as with full batches: a loss may be divided by either number of the Trainer."""
+        number = trainer.num_training_batches / trainer.accumulate_grad_batches
         with replacing(trainer, accumulate_grad_batches=1), replacing(trainer.fit_loop, max_batches=number):
             return later(batch)
 
@@ -248,6 +249,7 @@ def _try_hooks(checked: Checked, trainer: pl.Trainer, batches: Sequence[Any]) ->
     whole, *halves = _whole_and_halves(agree_on_rows(checked, batches))
 
     def step(micro_batches: Sequence[Callable[[], Any]]) -> None:
+        """Note the gradients with which the optimizer would step after these, given the first step's before the hooks."""
         loss = [trial.step(micro_batch()) for micro_batch in micro_batches][-1]
         tried.append(TriedStep(tried[0].gradients if tried else ()))
         with gradients_set_aside(parameters), logging_nothing(trainer):

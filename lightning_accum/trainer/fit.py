@@ -18,10 +18,10 @@ from lightning_accum.trainer.from_lightning import (
     MisconfiguredError,
     _FitLoop,
     _PrefetchDataFetcher,
-    callbacks_of,
     longest_window,
     pl,
     replacing,
+    scheduler_of_windows,
 )
 from lightning_accum.trainer.seams import subclass_of
 from lightning_accum.trainer.uneven import WindowFetcher
@@ -119,7 +119,7 @@ class AccumulatingTrainer(pl.Trainer):
         batches, epochs = self.num_training_batches, self.max_epochs
         if epochs is None or epochs == -1 or batches == float("inf"):
             return lightnings
-        scheduler = next((c for c in callbacks_of(self) if isinstance(c, pl.callbacks.GradientAccumulationScheduler)), None)
+        scheduler = scheduler_of_windows(self)
 
         def size(epoch: int, step: int) -> int:
             """Loader batches in a window."""

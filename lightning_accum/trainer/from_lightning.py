@@ -71,10 +71,15 @@ def forks_or_spawns(launcher: Any) -> bool:
     return isinstance(launcher, _MultiProcessingLauncher)
 
 
+def scheduler_of_windows(trainer: pl.Trainer) -> pl.callbacks.GradientAccumulationScheduler | None:
+    """Lightning's own callback that changes the number of loader batches in a window by the epoch."""
+    return next((own for own in callbacks_of(trainer) if isinstance(own, pl.callbacks.GradientAccumulationScheduler)), None)
+
+
 def longest_window(trainer: pl.Trainer) -> int:
     """Loader batches in the longest window by the Trainer's number, or by Lightning's scheduler of it."""
-    schedulers = (own for own in callbacks_of(trainer) if isinstance(own, pl.callbacks.GradientAccumulationScheduler))
-    return max(trainer.accumulate_grad_batches, *(max(own.scheduling.values()) for own in schedulers), 1)
+    scheduler = scheduler_of_windows(trainer)
+    return max([trainer.accumulate_grad_batches, *([] if scheduler is None else scheduler.scheduling.values())])
 
 
 @contextmanager

@@ -207,7 +207,7 @@ def in_order(root: Node) -> list[Node]:
             order.append(node)
             continue
         stack.append((node, True))
-        if (kind := kind_of(node)) in LINEAR or kind in BENT:
+        if (kind := kind_of(node)) in LINEAR or (kind in BENT and are_numbers((node, 0))):
             for child, _ in node.next_functions:
                 if child is not None and child not in seen:
                     seen.add(child)
@@ -305,7 +305,7 @@ def numel_of(node: Node, index: int) -> int:
 def bends_numbers(node: Node, index: int) -> bool:
     """Whether a piecewise linear function is of numbers, such as means over the batch: it chooses among them, or has a kink."""
     kind, inputs = kind_of(node), inputs_of(node)
-    if kind not in BENT or not inputs or not are_numbers((node, index)):
+    if not inputs or not are_numbers((node, index)):
         return False
     child = inputs[0][0]
     if kind in _CHOICES:

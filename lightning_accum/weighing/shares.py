@@ -145,7 +145,7 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
         return [(*chosen, arrived)]
     elif kind == "_DDPSink":  # its inputs and outputs have the same indices
         return [(*node.next_functions[index], arrived)]
-    elif arrived.is_one and nodes.bends_numbers(node, index):
+    elif kind in nodes.BENT and arrived.is_one and nodes.bends_numbers(node, index):
         return _beside_a_kink(node, kind, inputs, arrived)
     elif kind in nodes.CRITERIA and arrived.is_one and node._saved_reduction != 0:
         arrived = _of_criterion(node, kind, arrived)
