@@ -9,12 +9,12 @@ bytes, cut at 512), where a sample costs its length. The orders are Lightning's 
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from side_by_side import command_line, docstrings, show
 
-from lightning_accum.samplers import share_evenly
+from lightning_accum import BalancedBatchSampler
 
 LONGEST = 512
 
@@ -30,33 +30,35 @@ def grouped_by_length(lengths: Sequence[int], batch: int) -> list[int]:
     return [index for group in groups for index in group]
 
 
-def simulate(samples: int, windows: int) -> None:
-    """Print the slowest rank over the mean rank, in the mean over windows and in the worst of them."""
-    print(f"Slowest rank over the mean rank, {samples} samples a rank and window: mean over the windows (worst window)\n")
-    table, known = [], [min(LONGEST, len(text)) for text in docstrings()]
-    for ranks in (8, 64, 1024):
-        size = samples * ranks
-        lengths = random.Random(ranks).choices(known, k=windows * size)
-        orders = (range(len(lengths)), grouped_by_length(lengths, samples))
-        found: list[list[float]] = [[], [], []]
-        for start in range(0, len(lengths), size):
-            for order, ratios in zip(orders, found, strict=False):
-                window = [lengths[index] for index in order[start : start + size]]
-                ratios.append(_slowest([window[rank::ranks] for rank in range(ranks)]))
-            window = lengths[start : start + size]
-            found[2].append(_slowest([[window[place] for place in share] for share in share_evenly(window, ranks, at_least=1)]))
-        table.append([ranks, *(f"{statistics.mean(ratios):.4f} ({max(ratios):.4f})" for ratios in found)])
-    show(["ranks", "Lightning", "group_by_length", "BalancedBatchSampler"], table)
+def balanced(window: Sequence[int], ranks: int, samples: int) -> Iterator[list[int]]:
+    """What each rank has of a window."""
+    sampler = BalancedBatchSampler(window, samples, shuffle=False)
+    for rank in range(ranks):
+        sampler.deal(ranks, rank)
+        yield [window[index] for batch in sampler for index in batch]
 
 
-def _slowest(costs: Sequence[Sequence[float]]) -> float:
-    sums = [sum(cost) for cost in costs]
+def slowest(shares: Iterable[Sequence[int]]) -> float:
+    """The slowest rank over the mean rank."""
+    sums = list(map(sum, shares))
     return max(sums) * len(sums) / sum(sums)
 
 
 def main(samples: int = 16, windows: int = 20) -> None:
-    """Simulate so many windows of so many samples a rank."""
-    simulate(samples, windows)
+    """Print it for so many windows of so many samples a rank, fewer on many ranks: in the mean, and in the worst of them."""
+    print(f"Slowest rank over the mean rank, {samples} samples a rank and window: mean over the windows (worst window)\n")
+    table, known = [], [min(LONGEST, len(text)) for text in docstrings()]
+    for ranks in (8, 64, 1024):
+        size = samples * ranks
+        lengths = random.Random(ranks).choices(known, k=max(1, windows * 8 // ranks) * size)
+        found: list[list[float]] = [[], [], []]
+        for start in range(0, len(lengths), size):
+            for order, ratios in zip((range(len(lengths)), grouped_by_length(lengths, samples)), found, strict=False):
+                window = [lengths[index] for index in order[start : start + size]]
+                ratios.append(slowest(window[rank::ranks] for rank in range(ranks)))
+            found[2].append(slowest(balanced(lengths[start : start + size], ranks, samples)))
+        table.append([ranks, *(f"{statistics.mean(ratios):.4f} ({max(ratios):.4f})" for ratios in found)])
+    show(["ranks", "Lightning", "group_by_length", "BalancedBatchSampler"], table)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from side_by_side import GPT as Network
 from side_by_side import IGNORED, docstrings
-from support import trainer
+from support import pad, predictions, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +27,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_accum import GradientAccumulation, SameOrderSampler
-from lightning_accum.demo import ByteModel, collate, count_targets
 
 GLOBAL_BATCH, MICRO_BATCH, SEED = 32, 4, 5
 
@@ -55,8 +55,7 @@ class GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.net = ByteModel().net
+            self.net = Network(256, 48, 2, 258)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"loss": self.loss(input_ids, labels)}
@@ -131,6 +130,11 @@ def shared_out(texts: Texts, of: tuple[int, int] | None = None) -> DistributedSa
 def in_one_piece(texts: Texts) -> DistributedSampler[int]:
     """The samples of all ranks, for libraries that share batches out by themselves."""
     return shared_out(texts, (1, 0))
+
+
+def collate(texts: Texts) -> Batch:
+    """Padded to the longest text, each between two zeros."""
+    return pad([torch.tensor([0, *text, 0]) for text in texts])
 
 
 def loader(texts: Texts, sampler: Any, batch: int = MICRO_BATCH) -> DataLoader[bytes]:
@@ -236,7 +240,7 @@ def with_token_recipe(training: Training) -> None:
         sampler.set_epoch(epoch)
         source = iter(batches)
         while held := list(islice(source, window())):
-            count = accelerator.gather(torch.stack([count_targets(batch["labels"]) for batch in held]).sum()).sum().item()
+            count = accelerator.gather(torch.tensor(sum(map(predictions, held)))).sum().item()
             for index, batch in enumerate(held, 1):
                 is_boundary = index == len(held)
                 with nullcontext() if is_boundary else accelerator.no_sync(model):

@@ -1,45 +1,38 @@
-"""Batches that run whole while what their backward needs waits on the host: the accuracy that BatchNorm keeps, time and memory.
+"""The accuracy that BatchNorm keeps where batches run whole while what their backward needs waits on the host.
 
-    python tests/benchmarks/offload.py
     python tests/benchmarks/offload.py --out notebooks/figures/batch_norm.png
 
-The first compares a ResNet's step on the whole batch with gradient checkpointing of every block, and with offloading. The package
-moves nothing on a CPU, so a second memory is made up: the peak is that of all tensors alive in a step, above those that stay
-(parameters, gradients, optimizer, data), counted by a mode that sees every operator, and copies take the processor's time, which
-nothing hides. ``gpu.py`` measures it on a GPU.
-
-``--out`` trains the ResNet on scikit-learn's digits, batches of 96: on whole batches, on micro-batches of 2, and with
-``micro_batch="offload"``, and draws the validation accuracy of each epoch.
+Trains a ResNet on scikit-learn's digits, batches of 96: on whole batches, on micro-batches of 2, and with
+``micro_batch="offload"``, and draws the validation accuracy of each epoch. The package moves nothing on a CPU, so a second memory
+is made up; ``gpu.py`` measures time and memory on a GPU.
 """
 
 import statistics
 import sys
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from alive import Alive
 from other_memory import other_memory
-from side_by_side import Module, classify, command_line, figure, fit, interleaved, show
+from side_by_side import Module, classify, command_line, figure
 from support import loader, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+
+from lightning_accum import GradientAccumulation
 
 CLASSES = 10
 
 
-def digits(dtype: torch.dtype = torch.float64) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Of scikit-learn: 1797 handwritten digits of 8 x 8 pixels, in a fixed random order: 1440 to train on, and 357 to validate."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
     order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
-    images = (torch.from_numpy(found.images)[order, None] / 8 - 1).to(dtype)
+    images = torch.from_numpy(found.images)[order, None] / 8 - 1  # in float64: in float32 two runs drift apart
     labels = torch.from_numpy(found.target)[order]
     return (images[:1440], labels[:1440]), (images[1440:], labels[1440:])
 
@@ -63,20 +56,16 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Sequential):
-    """Three stages; ``width`` channels in the first, twice as many in each that follows, of a quarter of the pixels."""
+    """A block of 8 channels, one of 16 and one of 32, each of which follows on a quarter of the pixels."""
 
-    def __init__(self, width: int = 8, blocks: int = 1, stride: int = 1) -> None:
-        layers: list[nn.Module] = [nn.Conv2d(1, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-        for stage in range(3):
-            for block in range(blocks):
-                is_first = block == 0 and stage > 0
-                out = width * 2**stage
-                layers.append(Block(out // 2 if is_first else out, out, 2 if is_first else 1))
-        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, CLASSES))
+    def __init__(self, stride: int) -> None:
+        stem = nn.Conv2d(1, 8, 3, stride, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+        blocks = Block(8, 8, 1), Block(8, 16, 2), Block(16, 32, 2)
+        super().__init__(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES))
 
 
 BATCH = 96
-WHOLE, SPLIT, CHECKPOINTED, OFFLOAD = "whole batch", "micro-batches", "checkpointed", "offload"
+WHOLE, SPLIT, OFFLOAD = "whole batch", "micro-batches", "offload"
 
 
 class Validated(Module):
@@ -84,7 +73,7 @@ class Validated(Module):
 
     def __init__(self, seed: int, validation: tuple[Tensor, Tensor], stride: int) -> None:
         torch.manual_seed(seed)
-        super().__init__(ResNet(stride=stride), classify)
+        super().__init__(ResNet(stride), classify)
         self.validation, self.accuracies = validation, list[float]()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -100,9 +89,7 @@ class Validated(Module):
 
 def accuracy(seeds: int, epochs: int, size: int, stride: int) -> dict[str, list[list[float]]]:
     """The validation accuracies of each epoch, for each seed."""
-    from lightning_accum import GradientAccumulation
-
-    (images, labels), validation = digits()  # float64: in single precision two runs drift apart, whatever is rounded first
+    (images, labels), validation = digits()
     found: dict[str, list[list[float]]] = {WHOLE: [], SPLIT: [], OFFLOAD: []}
     for seed in range(seeds):
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
@@ -143,73 +130,9 @@ def draw(found: dict[str, list[list[float]]], size: int, stride: int, path: str)
         axes.set_xlim(0.8, number + 0.2)
 
 
-class Measured(Module):
-    """A ResNet of 9 blocks, which takes the time and the peak of steps."""
-
-    def __init__(self, width: int) -> None:
-        torch.manual_seed(11)
-        super().__init__(ResNet(width, blocks=3), classify)
-        self.times: list[float] = []
-        self.peaks: list[int] = []
-        self.alive: Alive | None = None
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.alive is not None:
-            self._before = self.alive.peak = self.alive.bytes
-        self._began = time.process_time()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.times.append(time.process_time() - self._began)
-        if self.alive is not None:
-            self.peaks.append(self.alive.peak - self._before)
-
-    def checkpoint_blocks(self) -> None:
-        """Have each block run again in the backward, instead of keeping what it computed."""
-        for block in self.net.modules():
-            if isinstance(block, Block):
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-
-
-def step(name: str, width: int, pixels: int, steps: int) -> tuple[float, float, float]:
-    """Seconds of a step, bytes alive at its peak, and bytes on the host."""
-    images, labels = digits(torch.float32)[0]
-    images = F.interpolate(images, size=(pixels, pixels)).split(BATCH)
-    data = list(zip(images, labels.split(BATCH), strict=True))[: 2 + steps]
-    module, policy = Measured(width), {"micro_batch": "offload", "log": False} if name == OFFLOAD else {}
-    if name == CHECKPOINTED:
-        module.checkpoint_blocks()
-    with other_memory() as host:
-        with Alive() as module.alive:
-            fit(module, loader(data[:4]), **policy)
-        module.alive, module.times = None, []
-        fit(module, loader(data), **policy)
-    return statistics.median(module.times[2:]), float(max(module.peaks[2:])), float(host.most)
-
-
-def cost(width: int, pixels: int, steps: int, rounds: int) -> None:
-    """The table."""
-    sides = {name: partial(step, name, width, pixels, steps) for name in (WHOLE, CHECKPOINTED, OFFLOAD)}
-    found = interleaved(sides, rounds)
-    seconds = {name: statistics.median(one[0] for one in runs) for name, runs in found.items()}
-    table = []
-    for name, ((_, peak, host), *_) in found.items():
-        times = f"{1e3 * seconds[name]:.1f}", f"{seconds[name] / seconds[WHOLE]:.2f}"
-        table.append([name, *times, f"{peak / 2**20:.2f}", f"{peak / found[WHOLE][0][1]:.3f}", f"{host / 2**20:.2f}"])
-    show(["", "ms a step", "/ whole", "peak, MiB", "/ whole", "on host, MiB"], table)
-
-
-def main(
-    rounds: int = 3, width: int = 16, pixels: int = 8, steps: int = 8, out: str | None = None,
-    seeds: int = 3, epochs: int = 8, size: int = 2, stride: int = 2,
-) -> None:  # fmt: skip
-    """Measure and print, or draw."""
-    if out is not None:
-        draw(accuracy(seeds, epochs, size, stride), size, stride, out)
-    else:
-        cost(width, pixels, steps, rounds)
+def main(seeds: int = 3, epochs: int = 8, size: int = 2, stride: int = 2, out: str = "batch_norm.png") -> None:
+    """Train, print and draw."""
+    draw(accuracy(seeds, epochs, size, stride), size, stride, out)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Sides, interleaved in one process. In windows: a loop written by hand, Lightning's own accumulation, this package, and Accelerate's
 ``accumulate()`` where it is installed. Split, sixteen micro-batches a batch: a loop that splits it by hand, this package with
 ``micro_batch=``, a module in Lightning's manual optimization that splits and weighs by itself, and, from a loader of micro-batches,
-Lightning's own accumulation and Accelerate.
+Lightning's own accumulation and Accelerate. In hand-written loops: with the Accumulator and without, in plain torch and on Fabric,
+also on a small GPT.
 
 Every side trains the same layer on the same batches and is timed in the same way, by its loader: from the batch after the warm-up
 to the last one, so set-up is left out and only whole windows count. The machine may be shared and noisy, so what is reported is
@@ -19,8 +20,13 @@ from functools import partial
 from typing import Any
 
 import side_by_side as shared
-from side_by_side import Module, TimedBatches, fit, labelled
+import torch
+from lightning.fabric import Fabric
+from side_by_side import GPT, Module, TimedBatches, fit, labelled
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_accum.fabric import Accumulator
 
 FEATURES, CLASSES, ROWS = 64, 10, 4
 SPLIT, SPLIT_ROWS, WARM_UP = 16, 16, 33  # the looks of windows 2, 8 and 32 are before
@@ -96,13 +102,48 @@ def in_split_batches(rounds: int, windows: int, features: int, read: Callable[[]
     shared.compare({"split": {name: times for name, times in found.items() if times}}, "us per batch", "hand-written split")
 
 
+def of_rows(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross entropy of labels, or of tokens one after the other."""
+    return F.cross_entropy(net(batch[0]).flatten(0, -2), batch[1])
+
+
+def with_accumulator(module: Module, batches: TimedBatches, fabric: Fabric | None, window: int) -> None:
+    net, optimizer = module.net, module.configure_optimizers()
+    if fabric is not None:
+        net, optimizer = fabric.setup(net, optimizer)
+    accumulator = Accumulator(fabric, net, optimizer, window=window, log=False)
+    for batch in accumulator(batches):
+        accumulator.backward(of_rows(net, batch))
+        accumulator.step()
+
+
+def in_loops(rounds: int, window: int, read: Callable[[], float]) -> None:
+    """Print the table of hand-written loops."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(256, (4, 33), generator=generator) for _ in range(8)]
+    models: dict[str, tuple[Callable[[], nn.Module], list[Any], int]] = {
+        "one layer": (lambda: nn.Linear(FEATURES, CLASSES), labelled(ROWS, FEATURES, CLASSES, 32), 800),
+        "small GPT": (lambda: GPT(256, 64, 2, 32), [(rows[:, :-1], rows[:, 1:].flatten()) for rows in tokens], 80),
+    }
+    measured = {}
+    for name, (make, distinct, micro_batches) in models.items():
+        batches = TimedBatches(distinct, 6 * window, micro_batches // window * window, read)
+        for where, fabric in (("plain torch", None), ("Fabric", Fabric(accelerator="cpu", devices=1))):
+            loops = {"by hand": shared.by_hand, "Accumulator": with_accumulator}
+            new, how = (lambda make=make: Module(make(), of_rows)), {"fabric": fabric, "window": window}
+            sides = {side: partial(shared.timed, loop, new, batches, **how) for side, loop in loops.items()}
+            measured[f"{name}, {where}"] = shared.interleaved(sides, rounds)
+    shared.compare(measured, "us per micro-batch", "by hand")
+
+
 def main(
     rounds: int = 20, micro_batches: int = 1000, window: int = 8, split_windows: int = 40, split_features: int = 4096,
     clock: str = "wall",
 ) -> None:  # fmt: skip
-    """Measure and print both tables."""
+    """Measure and print the tables."""
     in_windows(rounds, micro_batches, window, shared.CLOCKS[clock])
     in_split_batches(rounds, split_windows, split_features, shared.CLOCKS[clock])
+    in_loops(rounds, window, shared.CLOCKS[clock])
 
 
 if __name__ == "__main__":
