@@ -263,6 +263,8 @@ OF_NOTHING: dict[str, Function] = {  # means of nothing are NaN, as losses; the 
     "a masked mean and tokens": lambda o, b, m: (each(o, b)[:, 0] * b.some).sum() / b.some.sum() + ce(o, b),
     "a learned factor of a selected mean, and samples": lambda o, b, m:
         m.net.log_vars[0] * value(o, b) + m.net.log_vars[1].exp() * each(o, b)[b.some][:, 1].mean(),
+    "learned factors of a stack, and half of a gate": lambda o, b, m: 0.5 * ((1 - (s := m.net.log_vars[:2])[1].sigmoid())
+        * each(o, b)[b.some][:, 0].mean()) + ((-s).exp() * torch.stack([value(o, b), o.mean[b.some].square().mean()]) + s).mean(),
 }
 
 def that_only_shows(o: Any, b: Any, m: Any) -> Tensor:

@@ -196,6 +196,7 @@ _OF_PARAMETERS = {
     "Rsqrt", "Rsub", "Select", "Sigmoid", "Slice", "Softmax", "Softplus", "Split", "SplitWithSizes", "Sqrt", "Square", "Squeeze",
     "Stack", "Sub", "Sum", "T", "Tanh", "ToCopy", "Transpose", "Unbind", "Unsqueeze", "View", *CONTRACTIONS,
 }  # fmt: skip
+_OF_TWO = {"Add", "Sub", "Rsub", "Dot", *CONTRACTIONS}
 
 
 def in_order(root: Node) -> list[Node]:
@@ -232,16 +233,9 @@ def is_of_parameters_only(root: Node) -> bool:
             operands = [getattr(node, side, None) for side in ("_saved_self", "_saved_other")]
             if len(inputs) < 2 and any(isinstance(t, Tensor) and t.dim() > 0 for t in operands):
                 return False
-        elif kind not in _OF_PARAMETERS or (kind in ("Add", "Sub", "Rsub", "Dot", *CONTRACTIONS) and len(inputs) < 2):
+        elif kind not in _OF_PARAMETERS or (kind in _OF_TWO and len(inputs) < 2 and node.name() != "RsubBackward1"):  # of a number
             return False  # an operand without a gradient is not saved, and may be the batch
     return True
-
-
-def is_multiplied_by_parameters(node: Node) -> bool:
-    """A product with a factor that depends on parameters only; or a quotient; also if numbers are added to it."""
-    while len(inputs := inputs_of(node)) == 1 and kind_of(node) in ADDITIONS:
-        node = inputs[0][0]
-    return kind_of(node) in ("Mul", "Div") and any(is_of_parameters_only(child) for child, _ in inputs_of(node))
 
 
 def is_multiplied_by_zero(node: Node) -> Tensor | bool:

@@ -11,18 +11,21 @@ from torch.nn.functional import embedding
 
 from lightning_accum.exact import is_on_host
 from lightning_accum.user_warnings import listed
-from lightning_accum.weighing.nodes import nodes_below
+from lightning_accum.weighing.nodes import inputs_of, kind_of, nodes_below
 from lightning_accum.weighing.terms import Term
 
 
 def guard_against_zero(terms: Iterable[Term]) -> None:
     """Prevent NaN gradients from an empty masked mean, 0 / 0, in a loss with these terms.
 
-    Its backward computes ``gradient / 0``, which is NaN even for the gradient 0 of a micro-batch without weight. A hook on the
-    division replaces NaN by zeros. Built-in criteria need none: their gradients are zeros.
+    Its backward computes ``gradient / 0``, which is NaN even for the gradient 0 of a micro-batch without weight, and the backward
+    of its product with a parameter computes ``0 * NaN``. A hook on the division or product replaces NaN by zeros. Built-in criteria
+    need none: their gradients are zeros.
     """
     for division in (division for term in terms for division in term.divisions):
-        denominator = division._saved_other
+        if len(inputs_of(division)) > 1:
+            division.register_hook(_zero_where_zero_arrives)
+        denominator = division._saved_other if kind_of(division) == "Div" else None
         if not isinstance(denominator, Tensor):
             continue
         if is_on_host(denominator) and bool((denominator != 0).all()):
@@ -34,6 +37,12 @@ def guard_against_zero(terms: Iterable[Term]) -> None:
             return tuple(g if g is None else torch.where(denominator == 0, torch.zeros_like(g), g) for g in gradients)
 
         division.register_hook(zero_where_empty)
+
+
+def _zero_where_zero_arrives(gradients: tuple[Tensor | None, ...], arrived: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    (own,) = arrived
+    assert own is not None
+    return tuple(g if g is None or g.numel() != own.numel() else g.masked_fill(own.reshape(g.shape) == 0, 0.0) for g in gradients)
 
 
 @contextmanager

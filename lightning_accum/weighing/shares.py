@@ -299,7 +299,7 @@ def _of_all_alike(node: Node, kind: str, own: int, place: int, child: Node, at: 
     is_number = factor is not None or (is_scalar and kind == "Mul")
     changes = {"total": arrived.total if is_scalar else total, "number": times(arrived.number, by if is_number else 1.0)}
     divisor = (arrived.divisor or 1.0) * (factor or 1.0) if kind == "Div" else arrived.divisor
-    divisions = (*arrived.divisions, *[node] * (kind == "Div" and factor is None))
+    divisions = (*arrived.divisions, *[node] * ((kind == "Div" and factor is None) or len(nodes.inputs_of(node)) > 1))
     return arrived.through(kind, **changes, share=times(share, by), divisor=divisor, divisions=divisions)
 
 
@@ -312,7 +312,7 @@ def _run(node: Node, kind: str, index: int, inputs: Sequence[_Input], arrived: A
     gradients = result if isinstance(result, tuple) else (result,)
     divisor = getattr(node, "_saved_other", None) if kind == "Div" else None
     arrived = arrived._replace(is_mean=arrived.is_mean or kind == "Mean", divisor=arrived.divisor or float(kind == "Div"))
-    if isinstance(divisor, Tensor) and divisor.numel() == 1:
+    if (isinstance(divisor, Tensor) and divisor.numel() == 1) or (is_scalar and len(nodes.inputs_of(node)) > len(inputs)):
         arrived = arrived._replace(divisions=(*arrived.divisions, node))
     found = []
     for place, child, at in inputs:
@@ -354,8 +354,7 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
     path = (*first.path, *nodes.kinds_below(node), *("penalty",) * is_penalty)
     key, head = zlib.crc32("/".join(path).encode()), nodes.head_of(node, places) if places else ()
     term = joined((zlib.crc32(repr(head).encode(), key) if head else key) << 8, [_of_loss(*loss) for loss in losses])
-    is_learned = element is None and nodes.is_multiplied_by_parameters(top)
-    return term._replace(words=PENALTY if is_penalty else term.words, is_penalty=is_penalty, is_learned=is_learned)
+    return term._replace(words=PENALTY if is_penalty else term.words, is_penalty=is_penalty)
 
 
 def _of_loss(node: Node, arrived: Arrived) -> Term:

@@ -46,10 +46,9 @@ class Term(NamedTuple):
     is_mean: bool = False  # a node divided its sum by its own count
     divisor: float = 0.0  # the product of the Python numbers that divide it; 0 if nothing but a mean does
     is_penalty: bool = False  # it depends on parameters only
-    is_learned: bool = False  # a parameter multiplies it
     is_bent: bool = False  # a piecewise linear function of means or sums: no count adds up on both sides of the kink
     edges: Mapping[Edge, Denominator] = {}  # the places to scale its gradient, and the factors from there to the loss
-    divisions: tuple[Node, ...] = ()  # the divisions by tensors on the way to it
+    divisions: tuple[Node, ...] = ()  # the divisions by tensors, and the products with parameters, on the way to it
     shares: tuple[Denominator, ...] = ()  # the shares of its losses, one number each if all are equal
 
     def weight(self, mode: Mode) -> Denominator | None:
@@ -249,9 +248,8 @@ def scale_terms(terms: Sequence[Term], factors: list[Denominator]) -> None:
         for edge in term.edges:
 
             def hook(gradients: tuple[Tensor | None, ...], *_: Any, number: int = number, edge: Edge = edge) -> Any:
-                factor, is_learned = factors[number], terms[number].is_learned
                 return tuple(
-                    _times_at(edge.element, g, factor, is_learned)
+                    _times_at(edge.element, g, factors[number])
                     if g is not None and (edge.place in (None, at) or kind_of(edge.node) == "Dot")
                     else g
                     for at, g in enumerate(gradients)
@@ -263,16 +261,15 @@ def scale_terms(terms: Sequence[Term], factors: list[Denominator]) -> None:
                 edge.node.register_hook(hook)
 
 
-def _times_at(element: int | None, gradient: Tensor, factor: Denominator, is_learned: bool) -> Tensor | None:
-    scaled = _times(gradient, factor, is_learned)
-    if element is None or scaled is None:
+def _times_at(element: int | None, gradient: Tensor, factor: Denominator) -> Tensor:
+    scaled = _times(gradient, factor)
+    if element is None:
         return scaled
     is_it = torch.arange(gradient.numel(), device=gradient.device).view(gradient.shape) == element
     return torch.where(is_it, scaled, gradient)
 
 
-def _times(gradient: Tensor, factor: Denominator, is_learned: bool) -> Tensor | None:
+def _times(gradient: Tensor, factor: Denominator) -> Tensor:
     if isinstance(factor, Tensor):
         return gradient * factor.to(gradient.dtype)
-    # a mean over no elements is NaN, also times 0: it must not reach a parameter that multiplies it
-    return gradient * factor if factor else None if is_learned else torch.zeros_like(gradient)
+    return gradient * factor if factor else torch.zeros_like(gradient)
