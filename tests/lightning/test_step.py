@@ -206,14 +206,19 @@ class Stops(Scalar):
 
 
 SEVEN = ONE_TO_EIGHT[:7]
+TWICE = {"max_epochs": 2}
 ENDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, list[float]]] = {
-    "tail=step": ({"window": 4}, {"max_epochs": 2}, SEVEN, [2.5, 6.0] * 2),
-    "tail=drop": ({"window": 3, "tail": "drop"}, {"max_epochs": 2}, SEVEN, [2.0, 5.0] * 2),
-    "tail=drop of one epoch": ({"window": {0: 4, 1: 1}, "tail": "drop"}, {"max_epochs": 2}, SEVEN[:3], [1.0, 2.0, 3.0]),
-    "tail=carry": ({"window": 4, "tail": "carry"}, {"max_epochs": 2}, SEVEN, [2.5, 4.75, 3.5, 6.5]),
+    "tail=step": ({"window": 4}, TWICE, SEVEN, [2.5, 6.0] * 2),
+    "tail=drop": ({"window": 3, "tail": "drop"}, TWICE, SEVEN, [2.0, 5.0] * 2),
+    "tail=drop of one epoch": ({"window": {0: 4, 1: 1}, "tail": "drop"}, TWICE, SEVEN[:3], [1.0, 2.0, 3.0]),
+    "tail=carry": ({"window": 4, "tail": "carry"}, TWICE, SEVEN, [2.5, 4.75, 3.5, 6.5]),
+    "tail=carry by epoch": ({"window": {0: 4, 1: 5}, "tail": "carry"}, TWICE, SEVEN, [2.5, 4.75, 4.0, 7.0]),
     "tail=carry and an early stop": ({"window": 2, "tail": "carry"}, {"max_epochs": 9}, "epoch", [1.5, 3.0]),
+    "by step": ({"window": lambda step: 1 + step}, TWICE, SEVEN, [1.0, 2.5, 5.0, 7.0, 3.0, 6.5]),
+    "by step, drop": ({"window": lambda step: [4, 3, 4][step % 3], "tail": "drop"}, TWICE, SEVEN, [2.5, 6.0, 2.5]),
+    "by step, carry": ({"window": lambda step: [1, 4, 2][step % 3], "tail": "carry"}, TWICE, SEVEN, [1.0, 3.5, 6.5] * 2),
     "an early stop inside a window": ({"window": 2}, {}, "stop", [1.5, 3.0]),
-    "an epoch that is cut short": ({"window": 2}, {"max_epochs": 2}, "skip", [1.5, 3.0] * 2),
+    "an epoch that is cut short": ({"window": 2}, TWICE, "skip", [1.5, 3.0] * 2),
     "max_steps": ({"window": 2}, {"max_steps": 3, "max_epochs": -1}, ONE_TO_EIGHT, [1.5, 3.5, 5.5]),
     "limit_train_batches": ({"window": 2}, {"limit_train_batches": 3}, ONE_TO_EIGHT, [1.5, 3.0]),
     "a part of them": ({"window": 2}, {"limit_train_batches": 0.5}, ONE_TO_EIGHT, [1.5, 3.5]),

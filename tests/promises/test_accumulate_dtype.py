@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Dealt
 from sharded import fsdp2, needs_sharding_on_cpu
-from support import OPTIMIZERS, Language, Scalar, Toy, ddp, fit, language_loss, pad, predictions, relative_error, sentences
+from support import Language, Scalar, Toy, ddp, fit, language_loss, pad, predictions, relative_error, sentences
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,17 +32,16 @@ class Whole(Scalar):
         torch.save(self.w.grad, f"gradient{self.global_rank}.pt")
 
 
-def single(optimizer: str) -> Language:
-    return Language(optimizer).float()
+FOURS = [ROWS[i : i + 4] for i in range(0, 64, 4)]
 
 
-def sums_in_double(optimizer: str, windows: Sequence[Sequence[Any]], clip: float | None = None) -> Language:
-    """The gradients of all micro-batches of a window, in single precision, added up in double and rounded once."""
-    module = single(optimizer)
+def sums_in_double(clip: float) -> Language:
+    """The gradients of windows of four micro-batches, in single precision, added up in double and rounded once."""
+    module = Language().float()
     stepper, parameters = module.configure_optimizers(), list(module.parameters())
-    for window in windows:
+    for start in range(0, 16, 4):
         sums, weight = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters], 0
-        for batch in map(pad, window):
+        for batch in map(pad, FOURS[start : start + 4]):
             number = predictions(batch)
             gradients = torch.autograd.grad(language_loss(module.net(batch["input_ids"]), batch["labels"]), parameters)
             for total, gradient in zip(sums, gradients, strict=True):
@@ -51,38 +49,9 @@ def sums_in_double(optimizer: str, windows: Sequence[Sequence[Any]], clip: float
             weight += number
         for parameter, total in zip(parameters, sums, strict=True):
             parameter.grad = (total / weight).float()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(parameters, clip)
+        nn.utils.clip_grad_norm_(parameters, clip)
         stepper.step()
     return module
-
-
-FOURS = [ROWS[i : i + 4] for i in range(0, 64, 4)]
-TWOS = [ROWS[i : i + 2] for i in range(0, 64, 2)]
-POLICIES: dict[str, tuple[dict[str, Any], Any]] = {
-    "windows": ({"window": 4}, [FOURS[i : i + 4] for i in range(0, 16, 4)]),
-    "tail": ({"window": 6}, [FOURS[i : i + 6] for i in range(0, 16, 6)]),
-    "dropped tail": ({"window": 6, "tail": "drop"}, [FOURS[:6], FOURS[6:12]]),
-    "split": ({"window": 4, "micro_batch": 2}, [TWOS[i : i + 8] for i in range(0, 32, 8)]),
-}
-
-
-@pytest.mark.some_cases(3, 6)
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_parameters_are_those_of_sums_in_double_precision(policy: str, optimizer: str, ranks: int) -> None:
-    """Nearer than those of sums in single precision: how products of matrices round depends on where in memory they are."""
-    arguments, windows = POLICIES[policy]
-    arguments = {**arguments, "window": arguments["window"] // ranks, "trim_padding": False, "check": False}
-    expected, errors = list(sums_in_double(optimizer, windows).parameters()), {}
-    for dtype in (torch.float64, None):
-        data, strategy = Dealt([FOURS[rank::ranks] for rank in range(ranks)]), "accum" if ranks == 1 else ddp()
-        module, policy = single(optimizer), GradientAccumulation(**arguments, accumulate_dtype=dtype)
-        fit(module, data, policy, strategy=strategy, devices=ranks)
-        errors[dtype] = relative_error(module.parameters(), expected)
-    limit = {"sgd": 1e-7, "adamw": 1e-5}[optimizer]  # Adam makes much of gradients that are nearly 0
-    assert errors[torch.float64] < min(limit, errors[None])
 
 
 def test_clipping_and_hooks_find_the_gradient_in_the_type_of_the_parameter() -> None:
@@ -95,7 +64,7 @@ def test_clipping_and_hooks_find_the_gradient_in_the_type_of_the_parameter() -> 
 
     module, policy = Looks().float(), GradientAccumulation(4, accumulate_dtype=torch.float64, trim_padding=False)
     fit(module, list(map(pad, FOURS)), policy, gradient_clip_val=0.5)
-    assert relative_error(module.parameters(), sums_in_double("sgd", POLICIES["windows"][1], 0.5).parameters()) < 1e-7
+    assert relative_error(module.parameters(), sums_in_double(0.5).parameters()) < 1e-7
     assert module.types == {torch.float32}
     assert module.seen_inside == [None] * len(module.seen_inside)
 
@@ -131,7 +100,7 @@ def test_of_256_micro_batches_in_bfloat16_the_error_is_at_least_8_times_smaller(
     ids=["one micro-batch", "as wide", "narrower"],
 )
 def test_where_nothing_is_added_up_in_a_wider_type_nothing_changes(window: int, dtype: torch.dtype, precision: Any) -> None:
-    modules = [single("adamw") for _ in range(2)]
+    modules = [Language("adamw").float() for _ in range(2)]
     for module, kind in zip(modules, (dtype, None), strict=True):
         policy = GradientAccumulation(window, accumulate_dtype=kind)
         fit(module, [pad(rows) for rows in FOURS], policy, precision=precision)
