@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +80,24 @@ def is_silently_wrong(row: Row) -> bool:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown."""
-    titles = ["package", "module", "import", "in windows", "split", "Lightning's own", "what this package said"]
+    """Markdown. Modules of a package of which the same is said share a row."""
+    titles = ["package", "modules", "in windows", "split", "Lightning's own", "what this package said"]
     lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        deviations = [_short(row.get("deviations", {}).get(way)) for way in (*WAYS, "lightning")]
-        name = f"{row['package']} {row['version']} ({row['field']})"
-        arguments = "".join(f", `{argument}=`" for argument in row.get("arguments", ()))
-        lines.append(f"| {name} | {row['module']}{arguments} | `{row['imports']}` | {' | '.join(deviations)} | {_said(row)} |")
+        groups.setdefault((f"{row['package']} {row['version']} ({row['field']}), `{row['imports']}`", _said(row)), []).append(row)
+    last = ""
+    for (name, said), same in groups.items():
+        deviations = [_largest(row.get("deviations", {}).get(way) for row in same) for way in (*WAYS, "lightning")]
+        modules = [row["module"] + "".join(f", `{argument}=`" for argument in row.get("arguments", ())) for row in same]
+        lines.append(f"| {'' if name == last else name} | {'; '.join(modules)} | {' | '.join(deviations)} | {said} |")
+        last = name
     return "\n".join(lines)
 
 
-def _short(number: float | None) -> str:
-    return "" if number is None else f"{number:.0e}".replace("e-0", "e-") if number else "0"
+def _largest(numbers: Iterable[float | None]) -> str:
+    found = [number for number in numbers if number is not None]
+    return f"{max(found):.0e}".replace("e-0", "e-") if any(found) else "0" if found else ""
 
 
 def _said(row: Row) -> str:

@@ -16,14 +16,10 @@ from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
-    "files.md": "lightning_accum/README.md",
     "third_party.md": "notebooks/third_party.md",
-    "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }
 """Pages of the site, and the files that they are."""
-_DIAGRAM = re.compile(r"```mermaid\n.*?```\n+", re.DOTALL)
-"""A browser would have to load a script from elsewhere to draw it; the list that follows it says the same."""
 _LINK = re.compile(r"(!?\[[^\]]*\])\(((?![a-z]+://|#)[^)\s]+)\)")
 
 
@@ -54,7 +50,7 @@ def _within_the_site(text: str, source: str) -> str:
             return f"{found[1]}({page}{'#' * bool(heading)}{heading})"
         return f"`{target.relative_to(ROOT).as_posix()}`"
 
-    return _LINK.sub(link, _DIAGRAM.sub("", text))
+    return _LINK.sub(link, text)
 
 
 def _examples() -> str:

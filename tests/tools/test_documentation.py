@@ -23,7 +23,7 @@ PAGES = [
     ROOT / "tests" / "promises" / "README.md",
     *sorted(SITE.rglob("*.md")),
 ]
-MADE_BY_THE_SITE = ("files.md", "third_party.md", "examples.md", "contributing.md", "changelog.md", "notebooks/", "figures/")
+MADE_BY_THE_SITE = ("third_party.md", "examples.md", "changelog.md", "notebooks/", "figures/")
 """Pages of the site that are made of other files of the repository when it is built, which looks at links to them."""
 PUBLIC = {**{name: getattr(lightning_accum, name) for name in lightning_accum.__all__}, "Accumulator": Accumulator}
 ERRORS = {name for name, value in PUBLIC.items() if isinstance(value, type) and issubclass(value, Exception)}

