@@ -280,19 +280,20 @@ def gradient_reads(trainer: pl.Trainer, warn: Callable[[str], None]) -> TorchFun
 
 
 class _GradientReads(TorchFunctionMode):
-    """Inside, detects hooks that get or set the gradient of a tensor, by their code in the call stack, each once."""
+    """Inside, detects hooks that get, set or add to the gradient of a tensor, by their code in the call stack, each once."""
 
     def __init__(self, left: dict[CodeType, str], warn: Callable[[str], None]) -> None:
         super().__init__()
         self._left, self._warn = left, warn
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._left and getattr(func, "__self__", None) is Tensor.grad:  # the getter or the setter of .grad
+        is_backward = func is Tensor.backward
+        if self._left and (is_backward or getattr(func, "__self__", None) is Tensor.grad):  # the getter or the setter of .grad
             frame: Any = sys._getframe(1)
             while frame is not None and frame.f_code not in self._left:
                 # code inside a nested backward does not belong to the hook that called it
                 frame = None if frame.f_code.co_name == "_engine_run_backward" else frame.f_back
-            if frame is not None:
+            if frame is not None and not (is_backward and self._left[frame.f_code].startswith("backward of")):
                 self._warn(
                     f"{self._left.pop(frame.f_code)} looks at gradients. It runs at every micro-batch, on the gradients "
                     "accumulated so far, not on the full batch's. Use on_before_optimizer_step instead, which sees the full "

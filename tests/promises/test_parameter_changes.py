@@ -168,6 +168,8 @@ CASES: dict[str, tuple[type[Net], type[pl.Callback] | None, str | None, str | No
     "a number of steps": (Anneals, None, "attribute", "attribute"),
     "clamped gradients": (with_(on_after_backward=Net.clamp), None, "on_after_backward", "on_after_backward"),
     "gradients measured by a callback": (Net, Measures, "Measures", "Measures"),
+    "a penalty's own backward": (with_(on_after_backward=lambda self: self.online[2].bias.sum().backward()), None,
+                                *["on_after_backward"] * 2),
     "gradients clamped in backward": (with_(backward=_backward), None, "backward", "backward"),
     "a hook of a parameter": (with_(made=lambda self: self.online[2].weight.register_post_accumulate_grad_hook(_clamp)), None,
                               "online.2.weight", "online.2.weight"),
