@@ -11,3 +11,4 @@ _TABLES = (
     reinforcement.table, forecasting.table, reinforcement.multi_task, idioms.table, libraries.table, idioms.strange, papers.table,
 )  # fmt: skip
 LOSSES: list[Loss] = [loss for table in _TABLES for loss in table]
+BY_NAME = {loss.name: loss for loss in LOSSES}

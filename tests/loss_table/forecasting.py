@@ -23,6 +23,7 @@ of_mean("root of a quotient of two sums", "x y", lambda o, b, m: ((o - b.y) ** 2
 of_mean("flooding", "x t", lambda o, b, m: (F.cross_entropy(o, b.t) - 0.5).abs() + 0.5)
 of_mean("root of a masked mean", "x y positive", lambda o, b, m: (((o - b.y) ** 2 * b.positive).sum() / b.positive.sum()).sqrt())
 of_mean("norm of all errors", "x y", lambda o, b, m: (o - b.y).norm())
+of_mean("root of a sum", "x y", lambda o, b, m: (o - b.y).square().sum().sqrt())
 of_mean("quotient of two sums", "x y", lambda o, b, m: ((o - b.y) ** 2).sum() / (o**2).sum())
 of_mean("RMSE of each column", "x y", lambda o, b, m: (o - b.y).square().mean(0).sqrt().mean())
 of_mean("mean of squares of columns' means", "x y", lambda o, b, m: (o - b.y).mean(0).square().sum())

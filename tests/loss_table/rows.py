@@ -125,6 +125,12 @@ def data(loss: Loss, seed: int = 0) -> Batch:
     return {field: FIELDS[field](torch.Generator().manual_seed(100 * seed + index)) for index, field in enumerate(loss.fields)}
 
 
+def rows(loss: Loss, seed: int = 0, number: int = ROWS) -> list[Batch]:
+    """The first of these rows, one by one."""
+    batch = data(loss, seed)
+    return [{field: values[row] for field, values in batch.items()} for row in range(number)]
+
+
 def part(batch: Batch, start: int, end: int) -> Batch:
     """Some rows."""
     return {name: value[start:end] for name, value in batch.items()}

@@ -15,12 +15,13 @@ import pytest
 import torch
 from changing import Changes
 from lightning.pytorch.callbacks import LambdaCallback
+from loss_table import BY_NAME
+from loss_table.rows import Trained, rows
 from support import Hide, Toy, classified, ddp, fit, labelled, loader, relative_error, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, default_collate
-from written_losses import BY_NAME, Net, make
 
 from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUpError, GradientAccumulation, SampleCount
 from lightning_accum.fabric import Accumulator
@@ -344,16 +345,18 @@ def test_batches_of_few_rows_are_checked_before_the_first_step_until_there_were_
     assert module.trainer.global_step == 0
 
 
-@pytest.mark.parametrize("name", ["cross entropy", "RMSE", "sum", "a mean of the RMSE of columns", "means of columns, squared"])
+@pytest.mark.parametrize("name", ["criteria: cross entropy, mean", "criteria: cross entropy, sum", "forecasting: RMSE by hand"])
 def test_loader_batches_of_single_rows_are_checked(name: str) -> None:
-    loss, rows = BY_NAME[name], [[row] for row in make(8, ignored=slice(0))]
-    if loss.expected == "exact":
-        with warned() as messages:
-            assert_window_equals_batch(Toy(loss.of, net=Net), rows, GradientAccumulation(4), optimizers=[adamw])
-        assert messages == []
-    else:
-        module = Toy(loss.of, net=Net)
-        assert window_that_is_told_of(module, [default_collate(row) for row in rows], window=4) == 0
+    with warned() as messages:
+        own = [[row] for row in rows(BY_NAME[name], number=8)]
+        assert_window_equals_batch(Trained(BY_NAME[name]), own, GradientAccumulation(4), optimizers=[adamw])
+    assert messages == []
+
+
+@pytest.mark.parametrize("name", ["forecasting: RMSE of each column", "forecasting: mean of squares of columns' means"])
+def test_loader_batches_of_single_rows_that_do_not_add_up_are_found(name: str) -> None:
+    data = [default_collate([row]) for row in rows(BY_NAME[name], number=8)]
+    assert window_that_is_told_of(Trained(BY_NAME[name]), data, window=4) == 0
 
 
 # --- what can be had, and what is seen of it ---------------------------------------------------------------------------

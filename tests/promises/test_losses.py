@@ -1,7 +1,6 @@
 """Losses of many fields, in windows and split, against their batch: exact, or an error or a warning that names why not.
 
-A large table is in ``loss_table``, and what of it is not yet as it should be in ``loss_table/known.py``; ``written_losses`` has
-more ways to write one.
+The table is in ``loss_table``, and what of it is not yet as it should be in ``loss_table/known.py``.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -9,18 +8,16 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from harness import assert_one_window_one_batch, dealt
-from loss_table import LOSSES
+from loss_table import BY_NAME, LOSSES
 from loss_table.known import OPEN, OPEN_ON_RANKS, Known
-from loss_table.rows import Loss, Trained, data
+from loss_table.rows import Loss, Trained, data, rows
 from loss_table.training import WAYS, Outcome, by_hand, examine, faults, micro_batches, outcome
 from processes import found_by_two_ranks
 from sharded import ShardedLanguage, needs_sharding_on_cpu
-from support import SaveAfter, StatefulLoader, Toy, ddp, fit, loader, sentences, trainer, warned
-from torch.utils.data import default_collate
-from written_losses import BY_NAME, Net, make
+from support import Toy, ddp, loader, sentences, trainer, warned
+from torch.nn import functional as F
 
 from lightning_accum import DDPAccumulationStrategy, GradientAccumulation
 from lightning_accum.testing import adamw, assert_window_equals_batch
@@ -117,25 +114,37 @@ def test_on_two_ranks_a_loss_is_exact_or_is_not_trained_in_silence(
     assert_known(loss, dict(enumerate(told)), OPEN_ON_RANKS)
 
 
-BATCHES = [make(rows, seed) for seed, rows in enumerate((2, 5, 1, 4, 3, 6, 2, 1))]
-UNUSED = partial(ddp, find_unused_parameters=True)
-OVER_RANKS = ["cross entropy", "masked mean, clamped", "sum", "learnt weighting of tasks", "1e-08 beside the count", "RMSE",
-              "one minus RMSE", "masked RMSE", "norm of all errors"]  # fmt: skip
+SIZES = (2, 5, 1, 4, 3, 6, 2, 1)
+RMSE = BY_NAME["forecasting: RMSE by hand"]
+UNUSED = {"strategy": partial(ddp, find_unused_parameters=True), "devices": 2}
+OVER_RANKS = (
+    "criteria: cross entropy with ignored labels, mean",
+    "criteria: cross entropy with ignored labels, sum",
+    "idioms: masked squares, masked_fill, sum over a clamped count",
+    "idioms: masked cross entropy, sum over the count and 1e-8",
+    "multi-task: learned scales with ignored labels",
+    "forecasting: RMSE by hand",
+    "forecasting: logarithm of the mean squared error",
+    "forecasting: root of a masked mean",
+    "forecasting: root of a sum",
+)
+
+
+def batches(loss: Loss) -> list[Any]:
+    """The rows of loader batches."""
+    return [rows(loss, seed, size) for seed, size in enumerate(SIZES)]
 
 
 @pytest.mark.some_cases(3)
 @pytest.mark.parametrize("name", OVER_RANKS)
 def test_over_ranks_a_window_is_its_full_batch(name: str) -> None:
-    module = Toy(BY_NAME[name].of, net=Net)
-    assert_window_equals_batch(module, BATCHES, GradientAccumulation(2), optimizers=[adamw], strategy=UNUSED, devices=2)
+    loss = BY_NAME[name]
+    assert_window_equals_batch(Trained(loss), batches(loss), GradientAccumulation(2), optimizers=[adamw], **UNUSED)
 
 
 def test_a_rank_that_never_had_a_loss_learns_the_function_of_a_mean_from_the_others() -> None:
-    by_rank = [BATCHES[:4], [None, None, None, BATCHES[4]]]
-    module = Toy(BY_NAME["one minus RMSE"].of, net=Net)
-    assert_window_equals_batch(
-        module, by_rank, GradientAccumulation(2), by_rank=True, optimizers=[adamw], strategy=UNUSED, devices=2
-    )
+    by_rank = [batches(RMSE)[:4], [None, None, None, batches(RMSE)[4]]]
+    assert_window_equals_batch(Trained(RMSE), by_rank, GradientAccumulation(2), by_rank=True, optimizers=[adamw], **UNUSED)
 
 
 class Perplexity(ShardedLanguage):
@@ -153,30 +162,18 @@ def test_over_shards_a_function_of_a_mean_is_that_of_the_full_batch() -> None:
 
 def test_a_micro_batch_without_error_has_a_gradient_as_in_the_full_batch() -> None:
     """Where it is alone, the slope of its root is infinite."""
-    module = Toy(BY_NAME["RMSE"].of, net=Net)
-    right = [[{**row, "p": module.net.logits(row["x"]).detach()} for row in BATCHES[place]] for place in (1, 3)]
-    batches = [BATCHES[0], right[0], BATCHES[2], right[1]]
-    assert_window_equals_batch(module, batches, GradientAccumulation(4, on_nonfinite="raise"))
+    module, own = Toy(lambda net, batch: F.mse_loss(net(batch["x"]), batch["y"]).sqrt()), batches(RMSE)[:4]
+    for place in (1, 3):
+        own[place] = [{**row, "y": module.net(row["x"]).detach()} for row in own[place]]
+    assert_window_equals_batch(module, own, GradientAccumulation(4, on_nonfinite="raise"))
 
 
-@pytest.mark.parametrize("name", ["two of the same count", "RMSE"])
-def test_a_factor_may_change_from_window_to_window(name: str) -> None:
-    class Annealed(Toy):
+@pytest.mark.parametrize("loss", [BY_NAME["multi-task: a sum of sums over rows"], RMSE], ids=lambda loss: loss.name)
+def test_a_factor_may_change_from_window_to_window(loss: Loss) -> None:
+    class Annealed(Trained):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return (1 + self.global_step) * super().training_step(batch, batch_idx)
 
     with warned() as messages:
-        assert_window_equals_batch(Annealed(BY_NAME[name].of, net=Net), BATCHES, GradientAccumulation(2))
+        assert_window_equals_batch(Annealed(loss), batches(loss), GradientAccumulation(2))
     assert messages == []
-
-
-@pytest.mark.parametrize("name", ["logarithm with eps", "1.0 beside the count"])
-def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(name: str) -> None:
-    def trained(*callbacks: Any, **arguments: Any) -> Any:
-        data = StatefulLoader([default_collate(make(8, seed)) for seed in range(8)])
-        fit(module := Toy(BY_NAME[name].of, "adamw", Net), data, GradientAccumulation(4), *callbacks, **arguments)
-        return module
-
-    whole = trained(SaveAfter(6))
-    resumed = trained(ckpt_path="inside.ckpt")
-    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), resumed.parameters(), strict=True))

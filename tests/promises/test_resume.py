@@ -199,12 +199,20 @@ def _masked(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     return losses.sum() / (batch > 0).sum().clamp(min=1)
 
 
-@pytest.mark.parametrize("loss", [_masked, lambda w, batch: (w * batch).mean() + 3 * (w * w + w) / 7], ids=["masked", "penalty"])
-def test_a_window_goes_on_by_what_its_terms_were_weighed_that_are_in_it(loss: Any) -> None:  # refused, or 0.2 off
+GOES_ON: dict[str, Any] = {  # a loss of the parameter and its batch
+    "masked": _masked,
+    "penalty": lambda w, batch: (w * batch).mean() + 3 * (w * w + w) / 7,
+    "a function of a mean": lambda w, batch: ((w - batch).square().mean() + 1e-3).log(),
+    "1 beside the count": lambda w, batch: (w * batch).sum() / (len(batch) + 1.0),
+}
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_a_window_goes_on_by_what_its_terms_were_weighed_that_are_in_it(name: str) -> None:  # refused, or 0.2 off
     whole, begun, ended = modules = [Placed([]) for _ in range(3)]
     for module in modules:
         module.batches = [x(1, 2, -1), x(3, -1, 4), x(5, 6), x(7, -2), x(8, 9), x(-4, 3, 2), x(-5, 5), x(-3), x(4, 6)]
-        module.loss = partial(loss, module.w)
+        module.loss = partial(GOES_ON[name], module.w)
     fit(whole, None, GradientAccumulation(3))
     interrupted(begun, 3, after=4)
     fit(ended, None, GradientAccumulation(3), ckpt_path="inside.ckpt")

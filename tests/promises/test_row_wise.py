@@ -15,7 +15,7 @@ import torch
 from alive import SavedBytes
 from harness import assert_one_window_one_batch
 from loss_table import LOSSES as TABLE
-from loss_table.rows import Kind, Trained, data
+from loss_table.rows import Kind, Trained, rows
 from loss_table.rows import Loss as Row
 from manual_modules import GAN, draw
 from sharded import needs_sharding_on_cpu, shard
@@ -81,16 +81,11 @@ def of_classes(net: Any, batch: Any) -> Tensor | None:
 # --- any loss ---------------------------------------------------------------------------------------------------------
 
 
-def rows_of(loss: Row, seed: int) -> list[dict[str, Tensor]]:
-    batch = data(loss, seed)
-    return [{field: values[row] for field, values in batch.items()} for row in range(len(batch[loss.fields[0]]))]
-
-
 @pytest.mark.some_cases(6, 12)
 @pytest.mark.parametrize("loss", [pytest.param(loss, id=loss.name.replace(" ", "_")) for loss in TABLE if loss.kind is Kind.BATCH])
 def test_a_loss_that_no_weight_makes_exact_takes_the_steps_of_the_whole_batch(loss: Row) -> None:
     policy = row_wise(names="net", micro_batch=5, weight=loss.weight)
-    assert_window_equals_batch(lambda: Trained(loss), [rows_of(loss, seed) for seed in range(2)], policy, optimizers=[sgd])
+    assert_window_equals_batch(lambda: Trained(loss), [rows(loss, seed) for seed in range(2)], policy, optimizers=[sgd])
 
 
 def test_a_loss_of_pairs_in_a_window_of_several_loader_batches_is_refused() -> None:

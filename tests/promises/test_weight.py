@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loss_table import BY_NAME
+from loss_table.rows import Trained, data
 from support import Hide, Scalar, Toy, ddp, fit, labelled, x
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import default_collate
-from written_losses import BY_NAME, Net, make
 
 from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUpError, GradientAccumulation, SampleCount, TokenCount
 
@@ -167,15 +167,15 @@ def test_a_mean_over_a_jagged_tensor_is_weighed_by_its_entries(mean: Callable[[T
 @pytest.mark.parametrize(
     ("loss", "weight"),
     [
-        ("tokens and samples", [SampleCount(), SampleCount()]),  # the first counts labels
-        ("tokens and samples", [SampleCount()] * 3),
-        ("of two means over one count", [SampleCount(), SampleCount()]),  # a function of a sum of terms
+        ("multi-task: rows and ignored labels", [SampleCount(), SampleCount()]),  # one counts labels
+        ("multi-task: rows and ignored labels", [SampleCount()] * 3),
+        ("multi-task: a geometric mean of losses", [SampleCount(), SampleCount()]),  # a function of terms
     ],
 )
 def test_weights_of_other_terms_than_the_loss_has_are_refused(loss: str, weight: list[Any]) -> None:
-    module = Toy(BY_NAME[loss].of, net=Net)
+    module = Trained(BY_NAME[loss])
     with pytest.raises(AccumulationError):
-        fit(module, [default_collate(make(12))], GradientAccumulation(micro_batch=5, weight=weight))
+        fit(module, [data(BY_NAME[loss])], GradientAccumulation(micro_batch=5, weight=weight))
     assert module.trainer.global_step == 0
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from loss_table import BY_NAME
+from loss_table.rows import Net, rows
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.data import default_collate
-from written_losses import BY_NAME, Loss, Net, ce, make
 
 from lightning_accum.fabric import Accumulator
 
@@ -58,18 +60,25 @@ class Lists(TorchFunctionMode):  # these do not pass through a dispatch mode
         return args[0].cpu().tolist() if func is Tensor.tolist and isinstance(args[0], OnDevice) else func(*args, **kwargs)
 
 
-NAMES = ["cross entropy", "RMSE", "learnt weighting of tasks", "1e-08 beside the count", "tokens and samples", "explicit: labels"]
-FACTORS = {  # on the device, of types that Python's numbers might have
-    f"factor of type {dtype}": Loss(f"factor of type {dtype}", lambda net, b, dtype=dtype: ce(net, b) * b["mask"].any().to(dtype))
-    for dtype in (torch.bool, torch.uint8, torch.int64, torch.float64)
-}
+IGNORED = "criteria: cross entropy with ignored labels, mean"
+FACTORS = {str(dtype): dtype for dtype in (torch.bool, torch.uint8, torch.int64, torch.float64)}
+"""On the device, of types that Python's numbers might have."""
 
 
-@pytest.mark.parametrize("name", [*NAMES, *FACTORS])
+@pytest.mark.parametrize(
+    "name",
+    [IGNORED, "forecasting: RMSE by hand", "multi-task: learned scales with ignored labels", "multi-task: rows and ignored labels",
+     "idioms: masked cross entropy, sum over the count and 1e-8", "idioms: explicit: labels for ignored labels", *FACTORS],
+)  # fmt: skip
 def test_a_micro_batch_copies_nothing_to_the_host_and_a_window_at_most_once(name: str) -> None:
-    (_, loss, _, weight), net, found = {**BY_NAME, **FACTORS}[name], Net().double(), []
-    policy = {"window": 4, "weight": weight, "check": False, "log": False}
-    on_host, batches = deepcopy(net), [default_collate(make(rows)) for rows in (5, 3, 4, 7)] * 3
+    row, net, found = BY_NAME[IGNORED if name in FACTORS else name], Net(), []
+    policy = {"window": 4, "weight": row.weight, "check": False, "log": False}
+    on_host, batches = deepcopy(net), [default_collate(rows(row, number=number)) for number in (5, 3, 4, 7)] * 3
+
+    def loss(net: Net, b: dict[str, Tensor]) -> Tensor:
+        value = row.function(net(b[row.fields[0]]), SimpleNamespace(**b), net)
+        return value * (b["ignored"] >= 0).any().to(FACTORS[name]) if name in FACTORS else value
+
     accumulator = Accumulator(None, on_host, torch.optim.SGD(on_host.parameters(), lr=0.1), **policy)
     for micro_batch in accumulator(batches):
         accumulator.backward(loss(on_host, micro_batch))
@@ -79,7 +88,7 @@ def test_a_micro_batch_copies_nothing_to_the_host_and_a_window_at_most_once(name
             for key, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, key, nn.Parameter(OnDevice(parameter.detach())))
         there = [{key: OnDevice(value) for key, value in batch.items()} for batch in batches]
-        assert (there[0]["y"].sum().item(), device.copies) == (batches[0]["y"].sum().item(), 1)  # it counts
+        assert (there[0]["x"].sum().item(), device.copies) == (batches[0]["x"].sum().item(), 1)  # it counts
         accumulator = Accumulator(None, net, torch.optim.SGD(net.parameters(), lr=0.1, foreach=False), **policy)
         for micro_batch in accumulator(there):
             before = device.copies
