@@ -81,16 +81,17 @@ def is_silently_wrong(row: Row) -> bool:
 
 def table(rows: list[Row]) -> str:
     """Markdown. Modules of a package of which the same is said share a row."""
-    titles = ["package", "modules", "in windows", "split", "Lightning's own", "what this package said"]
+    titles = ["package", "modules", "in windows, split", "Lightning's own", "what this package said"]
     lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((f"{row['package']} {row['version']} ({row['field']}), `{row['imports']}`", _said(row)), []).append(row)
     last = ""
     for (name, said), same in groups.items():
-        deviations = [_largest(row.get("deviations", {}).get(way) for row in same) for way in (*WAYS, "lightning")]
+        own, split, lightning = (_largest(row.get("deviations", {}).get(way) for row in same) for way in (*WAYS, "lightning"))
         modules = [row["module"] + "".join(f", `{argument}=`" for argument in row.get("arguments", ())) for row in same]
-        lines.append(f"| {'' if name == last else name} | {'; '.join(modules)} | {' | '.join(deviations)} | {said} |")
+        ours = ", ".join(filter(None, dict.fromkeys((own, split))))
+        lines.append(f"| {'' if name == last else name} | {'; '.join(modules)} | {ours} | {lightning} | {said} |")
         last = name
     return "\n".join(lines)
 

@@ -145,7 +145,7 @@ def table(found: Mapping[int, Mapping[str, Figures]]) -> str:
             *([str(figures[what]) for figures in of_all] for what in ("scheduler steps", "collectives")),
             [f"{figures['tokens per second'] / 1000:.1f}" for figures in of_all if "tokens per second" in figures],
         ]
-        lines.append("| " + " | ".join([name, *map(" / ".join, columns)]) + " |")
+        lines.append("| " + " | ".join([name, *map(", ".join, columns)]) + " |")
     return "\n".join([*lines, "", conditions()])
 
 
