@@ -9,7 +9,6 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support import (
-    NONE_LOSS,
     Distance,
     Language,
     LooksAhead,
@@ -30,7 +29,7 @@ from support import (
 )
 from torch import Tensor
 
-from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation
+from lightning_accum import AccumulationError, GradientAccumulation
 from lightning_accum.testing import assert_window_equals_batch
 
 ROWS = sentences(26)
@@ -253,20 +252,3 @@ def test_dataloader_iter_steps_its_tail() -> None:
 
     fit(module := Draws(), [x(1), x(2), x(6)], GradientAccumulation(2))
     assert module.total == 1.5 + 6.0
-
-
-def test_an_empty_window_leaves_parameters_and_optimizer_state_untouched_and_warns_once() -> None:
-    calls = []
-
-    class Counts(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            calls.append(closure)
-            return super().step(closure)
-
-    module = Scalar([None, None, NONE_LOSS, NONE_LOSS, None, NONE_LOSS, None, None, x(1), x(2)])
-    module.configure_optimizers = lambda: Counts(module.parameters(), lr=1.0)
-    with pytest.warns(AccumulationWarning) as caught:
-        run = fit(module, None, GradientAccumulation(2))
-    assert sum(warning.category is AccumulationWarning for warning in caught) == 1
-    assert len(calls) == 1
-    assert run.global_step == 3  # as in Lightning, what returns None counts

@@ -233,7 +233,7 @@ class Alternates(Scalar):
 
 # what warns, and whose line it is
 SOURCES: dict[str, tuple[type[Scalar], list[Any], list[Callback], Any]] = {
-    "empty window": (Scalar, [x(1), x(2)], [GradientAccumulation(2, weight=lambda _: 0.0, check=False)], None),
+    "empty window": (Scalar, [x(1), x(2)] * 2, [GradientAccumulation(2, weight=lambda _: 0.0, check=False)], None),
     "non-finite": (Scalar, [x(torch.inf), x(1)], [GradientAccumulation(1, on_nonfinite="skip")], None),
     "metric": (Shows, [x(1, 2), x(3, 4)], [GradientAccumulation(micro_batch=1)], None),
     "noise": (Scalar, [x(1), x(2)], [GradientAccumulation(1), GradientNoiseScale()], None),
@@ -253,6 +253,7 @@ def test_a_warning_has_the_category_of_the_package_and_points_at_the_users_line(
         train()
     own = [warning for warning in caught if issubclass(warning.category, AccumulationWarning)]
     assert {(warning.filename, warning.lineno) for warning in own} == {(__file__, line_of(of_user or train, "# the line"))}
+    assert len({str(warning.message) for warning in own}) == len(own)  # each comes once
     package = Path(lightning_accum.__file__).parent
     assert not [w for w in caught if w not in own and (w.filename == __file__ or package in Path(w.filename).parents)]
 

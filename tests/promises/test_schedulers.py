@@ -130,16 +130,12 @@ def test_a_window_without_a_loss_changes_nothing_and_counts_alike_however_its_ba
             if self.w.grad is not None:  # it is in Lightning, if training_step returns None
                 super().on_before_optimizer_step(optimizer)
 
-        def configure_optimizers(self) -> Any:
-            _, schedulers = super().configure_optimizers()
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-            for config in schedulers:
-                config["scheduler"].optimizer = optimizer
-            return [optimizer], schedulers
+        def on_fit_start(self) -> None:
+            self.optimizers(use_pl_optimizer=False).param_groups[0].update(momentum=0.9, weight_decay=0.1)
 
     nothing, batches = x(math.nan, math.nan), [x(1, 2), x(3, 4, 5), x(6)]
     loaded = [nothing, batches[0], nothing, nothing, *batches[1:], None, nothing]
-    expected, module = Momentum([]), Momentum([])
+    expected, module = Momentum(lr=0.1), Momentum(lr=0.1)
     fit(expected, batches, strategy="auto")
     run = fit(module, loaded, GradientAccumulation(**POLICIES[policy]))
     assert module.w.item() == pytest.approx(expected.w.item(), rel=1e-12)
@@ -148,7 +144,7 @@ def test_a_window_without_a_loss_changes_nothing_and_counts_alike_however_its_ba
         assert run.global_step == 3
         assert module.stepped_at() == expected.stepped_at() == [1, 2, 3]
     else:  # training_step returns None
-        assert run.global_step == fit(Momentum([]), loaded, strategy="auto").global_step == module.schedulers[0].last_epoch == 7
+        assert run.global_step == fit(Momentum(lr=0.1), loaded, strategy="auto").global_step == module.schedulers[0].last_epoch == 7
 
 
 @pytest.mark.parametrize("policy", [{}, {"micro_batch": 1}, {"window": 2}], ids=str)
