@@ -49,9 +49,10 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
     accumulation.may_count_first = checked.may_count_first
-    if accumulation.position and (checked.sync.is_waited_for_in_forward or _has_begun(checked, before)):
-        return  # the window was checked, or the engine holds its own gradients until it ends
-    if checked.sync.is_waited_for_in_forward and before is not None and before.looked_at > 1:
+    is_held, is_drawn = checked.sync.is_waited_for_in_forward, _rest_of_window(checked) is not None
+    if accumulation.position and (is_held or (is_drawn and not checked.on_any(before is None or not before.is_suitable))):
+        return  # the loader batches of the window were checked before it, or the engine holds its gradients until it ends
+    if is_held and before is not None and before.looked_at > 1:
         return _end(checked)  # later batches may have no loss on one rank, and the others would wait for it
     batches = [batch] if transferred is None else _with_the_next(checked, batch, transferred)
     accumulation.checks_left -= len(batches)
@@ -77,11 +78,6 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
             can_count = accumulation.policy.weight == "auto" and accumulation.window.counted is None and checked.may_count_first
             if can_count and has_several_terms(checked, batch):
                 accumulation.count_first()
-
-
-def _has_begun(checked: Checked, before: Verdict | None) -> bool:
-    """Whether the loader batches of the window were checked before it, on all ranks."""
-    return _rest_of_window(checked) is not None and not checked.on_any(before is None or not before.is_suitable)
 
 
 def _rest_of_window(checked: Checked) -> Callable[[], Iterator[tuple[Any, bool]]] | None:

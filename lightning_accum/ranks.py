@@ -89,25 +89,23 @@ class Ranks:
 
 
 def of_all_ranks(
-    loader: Iterable[Any], longest: int | None, ranks: Ranks, is_one_empty: bool, is_to_end: Callable[[], bool] = lambda: False
+    loader: Iterable[Any], longest: int | None, ranks: Ranks, is_to_end: Callable[[], bool] = lambda: False
 ) -> Iterator[LoaderBatch]:
     """The batches of a loader, with the same number on every rank: that of the longest loader. Used on all ranks.
 
-    A rank without a batch gets its last one again, as a shadow batch. If lengths are known, no batch is drawn before it is needed,
-    so that the state of the loader in a checkpoint matches the batches that were yielded. Otherwise one batch is drawn ahead, and
-    ranks exchange whether they have a batch, and whether one ``is_to_end``. A rank that never had a batch gets a batch of another.
-
-    ``longest`` is the number of batches of the rank that has the most, None if unknown; ``is_one_empty``: the loader of a rank is
-    known to have none.
+    A rank without a batch gets its last one again, as a shadow batch, or the batch of another rank if it never had one. If lengths
+    are known (``longest`` is the number of batches of the rank that has the most), no batch is drawn before it is needed, so that
+    the state of the loader in a checkpoint matches the batches that were yielded, and the ranks speak to each other until each has
+    had a batch. Otherwise one batch is drawn ahead, and ranks exchange whether they have a batch, and whether one ``is_to_end``.
     """
     batches = chain.from_iterable((loader,))  # calls iter(loader) with the first batch
-    last, drawn = None, deque[Any]()
+    last, drawn, may_lack = None, deque[Any](), True
     for number in count(1):
         while len(drawn) < (2 if longest is None else 1):
             drawn.append(draw(batches, kept([*drawn])))
         batch = drawn.popleft()
         is_there, own = batch is not END, None if batch is END else batch
-        if longest is None or (is_one_empty and number <= longest):
+        if longest is None or (may_lack and number <= longest):
             lacks_batch = own is None and last is None
             has_more = drawn[0] is not END if longest is None else number < longest
             source = 0 if own is None else ranks.rank + 1
@@ -117,7 +115,8 @@ def of_all_ranks(
                 yield LoaderBatch(None, True, False, is_stopped)
             if is_lacked and of_any[4]:
                 shared = ranks.broadcast(own, int(of_any[4]) - 1)
-                last, is_one_empty = shared if lacks_batch else last, False
+                last = shared if lacks_batch else last
+            may_lack = is_lacked and not of_any[4]
         elif number <= longest:
             is_there, has_more = is_there or ranks.world_size > 1, number < longest
         elif ranks.largest(is_there)[0]:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_accum.errors import AccumulationError, RowWiseError
+from lightning_accum.errors import AccumulationError, RowWiseError, UsageError
 from lightning_accum.exact import exact_dtype, rounding, rounding_of_gradients
 from lightning_accum.failures import have_all_left
 from lightning_accum.prove import ALL, Measured, apart, sample
@@ -285,8 +285,10 @@ class Trial:
             patience = PATIENCE + 10 * (time.monotonic() - begun)
             if not have_all_left(problem is not None, patience):
                 assert problem is not None
-                raise problem.__cause__ or problem
+                waits = "Another rank runs its modules and waits for this one: begin with batches that have a loss on all ranks."
+                raise problem.__cause__ or UsageError(f"{problem}. {waits}")
         if severity := self.largest(0.0 if problem is None else 1.0 + isinstance(problem, RowWiseError)):
+            self.backward.reshard()  # a rank that failed has no gathered parameters, and others must not have them either
             kind = RowWiseError if severity > 1 else CannotCheckError
             try:
                 raise problem if isinstance(problem, kind) else kind("another rank cannot run a few rows of its batch")

@@ -181,7 +181,7 @@ def summed(
         summands = _summands(*map(tensor_of, zip(*rows, strict=True)), is_read=is_read, where=torch.where)
         of_rows = torch.stack([own.to(summands[0].dtype) for own in summands]).sum(1)
         return torch.cat((of_rows, tensor_of(others)))
-    of_each = [_summands(*row, is_read=is_read, where=_where) for row in rows]
+    of_each = [_summands(*row, is_read=is_read, where=lambda condition, one, other: one if condition else other) for row in rows]
     return [*(float(sum(column)) for column in zip(*of_each, strict=True)), *others]  # type: ignore[list-item]
 
 
@@ -196,10 +196,6 @@ def _summands(
     d = times * factors + others
     spread = where(is_nothing, where(d == 0, 0.0, math.inf), d**2 / where(is_nothing, 1.0, times))
     return n, where(is_nothing, 0.0, added * times), n < 0, d, spread, one, is_sum, n != 0
-
-
-def _where(condition: bool, one: float, other: float) -> float:
-    return one if condition else other
 
 
 def read(numbers: Sequence[float]) -> tuple[Totals, Sequence[float]]:

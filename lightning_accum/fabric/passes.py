@@ -66,9 +66,8 @@ class Passes:
         self.loader_batches, ends_data = skip, False
         accumulation.begin_epoch(self.passes)
         ranks, self._length = self._training.ranks, _length_of(loader)
-        longest, negated_shortest = ranks.largest(self._length, -self._length)
-        known = int(longest) if longest < math.inf else None
-        batches = LoaderBatches(of_all_ranks(loader, known, ranks, not negated_shortest))
+        (longest,) = ranks.largest(self._length)
+        batches = LoaderBatches(of_all_ranks(loader, int(longest) if longest < math.inf else None, ranks))
         accumulation.rest_of_window = lambda: batches.draw_ahead(boundary.left(self._seen + 1))
         for number, (batch, ends_data, is_shadow, _) in enumerate(batches, 1):
             if number <= skip:

@@ -175,7 +175,8 @@ def transferred(trainer: pl.Trainer, batch: Any) -> Any:
     """A batch of the loader, as passed to ``training_step``."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+    with replacing(cast("Engine", trainer.strategy).sync, batch_on_host=None):  # it stays that of the batch that runs
+        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
 
 def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> None:

@@ -57,21 +57,32 @@ class AccumulatingFitLoop(_FitLoop):
         if (fetcher := self._data_fetcher) is before:
             return
         if not strategy.module.automatic_optimization:
+            self._refuse_other_lengths(strategy.ranks)
             return
         if strategy.accumulation is not None:
             strategy.accumulation.rest_of_window = None  # of the loaders before
-        lengths, policy = self._lengths(strategy.ranks), strategy.policy
+        longest, policy = self._longest(strategy.ranks), strategy.policy
         draws_ahead = policy.may_count_terms and policy.may_be_longer_than_one(longest_window(self.trainer))
         if type(fetcher) is _PrefetchDataFetcher and (strategy.ranks.world_size > 1 or draws_ahead):  # else training_step draws
             is_done = not strategy.ranks.largest(not fetcher.done)[0]
-            vars(fetcher).update(lengths, strategy=strategy, states=deque(), done=is_done)
+            vars(fetcher).update(longest=longest, strategy=strategy, states=deque(), done=is_done)
             fetcher.__class__ = subclass_of(WindowFetcher, _PrefetchDataFetcher)  # it is dropped with the fit, or with its loaders
 
-    def _lengths(self, ranks: Ranks) -> dict[str, Any]:
-        """Give the epoch the length of the longest loader on all ranks. Returns the known lengths."""
+    def _refuse_other_lengths(self, ranks: Ranks) -> None:
+        """In manual optimization a rank without a batch cannot take part in the steps of the others. Called on all ranks."""
+        lengths, steps = ranks.gather(float(self.max_batches)), self.trainer.max_steps
+        if len({*lengths}) > 1 and not 0 <= steps <= min(lengths) // longest_window(self.trainer):  # else it ends before
+            raise MisconfiguredError(
+                "With automatic_optimization=False training_step itself reduces gradients and steps, on all ranks or on none, but "
+                f"the ranks have {', '.join(f'{length:g}' for length in lengths)} loader batches in an epoch. Give all equally "
+                f"many: Trainer(limit_train_batches={max(1, min(lengths)):g}); or use automatic optimization."
+            )
+
+    def _longest(self, ranks: Ranks) -> int | None:
+        """Give the epoch the length of the longest loader on all ranks. Returns it if it is known on all."""
         trainer: Any = self.trainer
         own, inf = float(self.max_batches), float("inf")
-        longest, negated_shortest = ranks.largest(own, -own)
+        (longest,) = ranks.largest(own)
         if longest != own:  # numbers that Lightning derives from this rank's length now use the longest
             self.max_batches = longest if longest == inf else int(longest)
             self._last_train_dl_reload_epoch = trainer.current_epoch
@@ -79,8 +90,7 @@ class AccumulatingFitLoop(_FitLoop):
             is_count = interval is None or isinstance(interval, int)
             trainer.val_check_batch = interval if is_count else longest if longest == inf else max(1, int(longest * interval))
         # with tensor parallelism, neither the weights of a window nor a SIGTERM reach all ranks
-        known = int(longest) if longest != inf and ranks.size == ranks.world_size else None
-        return {"longest": known, "is_one_empty": not negated_shortest}
+        return int(longest) if longest != inf and ranks.size == ranks.world_size else None
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:

@@ -27,7 +27,6 @@ class WindowFetcher(_PrefetchDataFetcher):
 
     strategy: Engine
     longest: int | None  # batches in an epoch of the longest loader; None if a length is unknown
-    is_one_empty: bool  # the loader of a rank has no batch
     states: deque[list[dict[str, Any]]]
     """States of the loaders that have one: after the last batch yielded, and after each batch drawn ahead."""
     _batches: LoaderBatches | None = None
@@ -58,7 +57,7 @@ class WindowFetcher(_PrefetchDataFetcher):
             if longest is not None and ranks.world_size == 1 and self.length is not None:
                 longest = min(longest, self.length)  # an epoch may be shorter than the first
             left = None if longest is None else longest - self.fetched  # Lightning adds the batches before a checkpoint
-            of_all = of_all_ranks(self._own_batches(), left, ranks, self.is_one_empty, lambda: window.is_last)
+            of_all = of_all_ranks(self._own_batches(), left, ranks, lambda: window.is_last)
             self._batches, accumulation.rest_of_window = LoaderBatches(of_all), self.rest_of_window
         if self.is_ahead:
             self.states.popleft()

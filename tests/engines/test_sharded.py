@@ -219,7 +219,36 @@ class DividesByItself(ShardedLanguage):
         self.net.set_gradient_divide_factor(3.0)
 
 
-BEGINS_WITH_NONE = [[None, *rows] if rank else rows for rank, rows in enumerate(rows_of(2))]
+class Skips(ShardedLanguage):
+    """Rows of zeros have no loss."""
+
+    is_early = False  # it returns None before it runs its modules
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        is_empty = not batch["input_ids"].any()
+        if self.is_early and is_empty:
+            return None
+        loss = super().training_step(batch, batch_idx)
+        return None if is_empty else loss
+
+
+class SkipsEarly(Skips):
+    is_early = True
+
+
+EMPTY = [torch.zeros(3, dtype=torch.int64)] * 2
+BEGINS_EMPTY = [[EMPTY, *rows] if rank else rows for rank, rows in enumerate(rows_of(2))]
+
+
+@pytest.mark.some_cases(2, 2)
+@ENGINES
+@pytest.mark.parametrize("first", [None, EMPTY], ids=["None", "no loss"])
+def test_a_rank_that_begins_without_a_loss_equals_the_full_batch(engine: str, reshard: bool | None, first: Any) -> None:
+    by_rank = rows_of(4)
+    by_rank[1][0] = None
+    windows = windows_of(by_rank, 2, EPOCHS)
+    by_rank[1][0] = first
+    assert_one_window_one_batch(partial(Skips, reshard_after_forward=reshard), by_rank, 2, engine, windows=windows, epochs=EPOCHS)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +256,7 @@ BEGINS_WITH_NONE = [[None, *rows] if rank else rows for rank, rows in enumerate(
     [
         (Unsharded, rows_of(2), 2, "fully_shard"),  # nothing would average all gradients
         (DividesByItself, rows_of(2), 2, "set_gradient_divide_factor"),
-        (ShardedLanguage, BEGINS_WITH_NONE, 2, "Rank 1"),
+        (SkipsEarly, BEGINS_EMPTY, 1, "begin with"),
         (ShardedLanguage, rows_of(2), GradientAccumulation(micro_batch="auto"), "micro_batch"),
     ],
 )

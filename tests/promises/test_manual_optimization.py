@@ -4,6 +4,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -249,6 +250,33 @@ def test_a_rank_without_the_last_batch_of_a_window_ends_all(rank: int) -> None:
     with pytest.raises(Exception, match="Error"):
         fit(module, strategy=ddp(), devices=2, accumulate_grad_batches=2)
     assert time.monotonic() - begin < 15  # and not after the time-out of the group
+
+
+class Shorter(Unclipped):
+    """Rank 1 has a loader batch less."""
+
+    steps = 0
+
+    def train_dataloader(self) -> Any:
+        return loader(batches_of(GAN)[: 4 - self.trainer.global_rank])
+
+    def on_train_end(self) -> None:
+        assert self.trainer.global_step == self.steps
+
+
+@pytest.mark.some_cases(1)
+@needs_sharding_on_cpu
+@pytest.mark.parametrize("engine", [ddp, fsdp2])
+def test_ranks_with_loaders_of_other_lengths_are_an_error_and_its_mend_trains(engine: Any) -> None:
+    def train(steps: int, **arguments: Any) -> None:
+        module = Shorter()
+        module.steps = steps
+        fit(module, strategy=engine(timeout=timedelta(seconds=20)), devices=2, accumulate_grad_batches=2, **arguments)
+
+    with pytest.raises(Exception, match=r"4, 3 loader batches.*limit_train_batches=3\)"):
+        train(0)
+    train(2 * 2, limit_train_batches=3)  # optimizers, and windows
+    train(2, max_steps=1)  # in the first window
 
 
 class LeavesEarly(Ranked):
