@@ -5,13 +5,10 @@ cut at 512. The default sigma of 0.9 is the smallest (in tenths) with which most
 0.8 gives 48 %, 1.0 gives 87 %. A batch runs as micro-batches of 8, through a transformer of 4 layers and 256 features that masks
 padding as a key, with the mean cross entropy over its tokens.
 
-Sides, interleaved in one process, on the same sequences. Splitting and trimming is timed; collating, for Lightning too, is not:
-
-a  this package, ``micro_batch=8``: rows sorted by length, micro-batches of up to 8 trimmed to their longest row
-b  this package, ``micro_batch=Tokens(n)``, with n half of what the largest micro-batch of 8 rows can have
-d  a hand-written loop over micro-batches of 8 in the order of arrival, each trimmed to its own longest row
-f  a hand-written loop over micro-batches of 8, padded to the longest of their batch of 64
-g  a hand-written loop over micro-batches of 8, sorted and trimmed: as ``a``, which also cuts off a few rows that are far longer
+Sides, interleaved in one process, on the same sequences: this package with ``micro_batch=8`` (rows sorted by length, micro-batches
+of up to 8 trimmed to their longest row), and with ``micro_batch=Tokens(n)``, n half of what the largest micro-batch of 8 rows can
+have; and hand-written loops over micro-batches of 8: in the order of arrival, each trimmed to its own longest row; padded to the
+longest of their batch of 64; sorted and trimmed. Splitting and trimming is timed; collating is not.
 
 What is reported is tokens (padding is none) per second, medians over the rounds and their ratios. Every round has sequences of its
 own, the same for all sides, so the quartiles hold the chance of the lengths too; over all rounds the lengths are drawn evenly from
@@ -26,7 +23,7 @@ timed.
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import side_by_side as shared
@@ -39,7 +36,6 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_accum import Tokens
 
 ROWS, MICRO_BATCH, VOCABULARY, FEATURES, LAYERS = 64, 8, 1000, 256, 4
-OURS = ("a", "b")
 
 Batch = dict[str, Tensor]
 Train = Callable[[pl.LightningModule, Any], None]
@@ -77,55 +73,44 @@ def tag(net: nn.Module, batch: Batch) -> Tensor:
 by_hand = partial(shared.split_by_hand, count=lambda batch: batch["attention_mask"].sum().item())
 
 
-class Side(NamedTuple):
-    """One way to train on a loader of padded batches."""
-
-    name: str
-    train: Train
-
-
-def all_sides(longest: int) -> dict[str, Side]:
+def all_sides(longest: int) -> dict[str, Train]:
     """What is compared, in the order of the table."""
     half = Tokens(MICRO_BATCH * longest // 2)
     return {
-        "a": Side(f"micro_batch={MICRO_BATCH}", partial(fit, micro_batch=MICRO_BATCH)),
-        "b": Side(f"micro_batch=Tokens({half.count})", partial(fit, micro_batch=half)),
-        "d": Side("by hand, own longest", partial(by_hand, cut=partial(parts, is_trimmed=True))),
-        "f": Side("by hand, padded", partial(by_hand, cut=parts)),
-        "g": Side("by hand, sorted, trimmed", partial(by_hand, cut=partial(parts, is_sorted=True, is_trimmed=True))),
+        f"micro_batch={MICRO_BATCH}": partial(fit, micro_batch=MICRO_BATCH),
+        f"micro_batch=Tokens({half.count})": partial(fit, micro_batch=half),
+        "by hand, own longest": partial(by_hand, cut=partial(parts, is_trimmed=True)),
+        "by hand, padded": partial(by_hand, cut=parts),
+        "by hand, sorted, trimmed": partial(by_hand, cut=partial(parts, is_sorted=True, is_trimmed=True)),
     }
 
 
-def tagger(longest: int) -> Module:
-    return Module(GPT(VOCABULARY, FEATURES, LAYERS, longest), tag)
-
-
 def run(
-    side: Side, windows: Sequence[list[Tensor]], warm_up: list[Tensor], longest: int, clock: Callable[[], float]
+    train: Train, windows: Sequence[list[Tensor]], warm_up: list[Tensor], longest: int, clock: Callable[[], float]
 ) -> tuple[float, float]:
     """Tokens per second and positions for each token, on the windows between one of few tokens and another that do not count."""
-    module, positions = tagger(longest), [0]
+    module, positions = Module(GPT(VOCABULARY, FEATURES, LAYERS, longest), tag), [0]
     module.net.token.register_forward_pre_hook(lambda _, inputs: positions.append(positions[-1] + inputs[0].numel()))
     first, *drawn = map(collate, (warm_up, *windows))
     batches = TimedBatches([first, *drawn, first], 1, len(drawn), lambda: (clock(), positions[-1]))
-    side.train(module, batches)
+    train(module, batches)
     (start, before), (end, after) = batches.readings
     tokens = sum(len(tokens) for window in windows for tokens in window)
     return tokens / (end - start), (after - before) / tokens
 
 
-def draw_speeds(sides: dict[str, Side], speeds: dict[str, list[float]], path: str) -> None:
+def draw_speeds(speeds: dict[str, list[float]], path: str) -> None:
     """A bar for each side: the median of its rounds, with the slowest and the quickest."""
     title = f"Batches of {ROWS} sequences of very different lengths"
     below = "tokens a second, padding not counted (one CPU core; range of the rounds)"
     with shared.figure(path, title, "blue: this package", (7.5, 3.6), xlabel=below) as axes:
-        for place, (key, found) in enumerate(speeds.items()):
+        for place, (name, found) in enumerate(speeds.items()):
             middle = statistics.median(found)
-            color = "tab:blue" if key in OURS else "tab:gray"
+            color = "tab:blue" if name.startswith("micro_batch") else "tab:gray"
             spread = [[middle - min(found)], [max(found) - middle]]
             axes.barh(place, middle, xerr=spread, color=color, ecolor="0.3", capsize=2)
             axes.text(max(found), place, f"  {middle:.0f}", va="center", fontsize=9)
-        axes.set_yticks(range(len(sides)), [side.name for side in sides.values()])
+        axes.set_yticks(range(len(speeds)), list(speeds))
         axes.invert_yaxis()
         axes.margins(x=0.12)
 
@@ -141,22 +126,21 @@ def main(
     drawn = draw(rounds * windows * ROWS, median, longest, sigma, generator)
     batches = [drawn[start : start + ROWS] for start in range(0, len(drawn), ROWS)]
     of_rounds = [batches[start : start + windows] for start in range(0, len(batches), windows)]
-    own = {key: iter([of_rounds[0], *of_rounds]) for key in sides}  # the first is a warm-up
-    take = {key: lambda key=key: run(sides[key], next(own[key]), few, longest, shared.CLOCKS[clock]) for key in sides}
+    own = {name: iter([of_rounds[0], *of_rounds]) for name in sides}  # the first is a warm-up
+    take = {name: lambda name=name: run(sides[name], next(own[name]), few, longest, shared.CLOCKS[clock]) for name in sides}
     found = shared.interleaved(take, rounds)
     longests = [max(len(tokens) for tokens in batch) for batch in batches]
     number = f"{longests.count(longest)} of {len(longests)} times {longest}"
     print(f"The longest of a batch: {min(longests)} to {max(longests)}, {number}")
-    speeds = {key: [speed for speed, _ in results] for key, results in found.items()}
-    medians = {key: statistics.median(of_side) for key, of_side in speeds.items()}
-    table = []
-    for key, side in sides.items():
-        ratios = [[own / other for own, other in zip(speeds[ours], speeds[key], strict=True)] for ours in OURS]
-        positions = statistics.mean(positions for _, positions in found[key])
-        table.append([key, side.name, f"{medians[key]:.0f}", f"{positions:.2f}", *map(shared.quartiles, ratios)])
-    show(["", "", "tokens/s", "positions", *(f"{ours} over it, round by round" for ours in OURS)], table)
+    speeds, table = {name: [speed for speed, _ in results] for name, results in found.items()}, []
+    ours = [name for name in speeds if name.startswith("micro_batch")]
+    for name, of_side in speeds.items():
+        ratios = [[own / other for own, other in zip(speeds[one], of_side, strict=True)] for one in ours]
+        positions = statistics.mean(positions for _, positions in found[name])
+        table.append([name, f"{statistics.median(of_side):.0f}", f"{positions:.2f}", *map(shared.quartiles, ratios)])
+    show(["", "tokens/s", "positions", *(f"{one} over it, round by round" for one in ours)], table)
     if out is not None:
-        draw_speeds(sides, speeds, out)
+        draw_speeds(speeds, out)
 
 
 if __name__ == "__main__":
