@@ -184,8 +184,6 @@ class ByHand:
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------------
-
-
 def parts_of(point: Point, batch: Batch) -> list[Batch]:
     """The micro-batches of a loader batch, in the order of its rows."""
     rows, columns = batch["labels"].shape

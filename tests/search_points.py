@@ -140,8 +140,6 @@ class Point:
 
 
 # --- the draw -------------------------------------------------------------------------------------------------------------
-
-
 def draw(seed: int, engine: str = "accum") -> Point:
     """The combination of a seed."""
     rng = random.Random(f"{engine} {seed}")
@@ -284,8 +282,6 @@ def _draw_batches(point: Point, rng: random.Random) -> list[list[Batch | None]]:
 
 
 # --- the model --------------------------------------------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     """Features of each column, a parameter for marked rows only, and two heads."""
 

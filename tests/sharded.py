@@ -167,8 +167,6 @@ class ShardedScalar(Scalar):
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
-
-
 GATHER, SCATTER, REDUCE = "allgather", "reduce_scatter", "allreduce"
 
 

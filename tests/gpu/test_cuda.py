@@ -60,8 +60,6 @@ def test_half_precision_equals_the_full_batch_to_its_bits(precision: str, most: 
 
 
 # --- memory, and waiting for the device ---------------------------------------------------------------------------------
-
-
 class Wide(nn.Module):
     """Keeps as many bytes for backward as it is told, for each row."""
 
@@ -145,17 +143,14 @@ def test_no_micro_batch_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # --- compiled modules ---------------------------------------------------------------------------------------------------
-
-
-def count_targets(batch: dict[str, Tensor]) -> Tensor:
-    """Where training_step is compiled, its graph is hidden."""
-    return (batch["labels"][:, 1:] != -100).sum()
-
-
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("policy", [{"window": 4}, {"micro_batch": 4, "trim_padding": False}], ids=["window", "split"])
 @pytest.mark.parametrize("is_whole", [False, True], ids=["network", "module"])
 def test_compiled_modules_take_the_step_of_the_full_batch(mode: str, policy: dict[str, Any], is_whole: bool) -> None:
+    def count_targets(batch: dict[str, Tensor]) -> Tensor:
+        """Where training_step is compiled, its graph is hidden."""
+        return (batch["labels"][:, 1:] != -100).sum()
+
     torch._dynamo.reset()
     rows, module, size = sentences(96), Language("adamw").cuda(), 4 if "window" in policy else 16
     batches = [{key: value.cuda() for key, value in pad(rows[i : i + 16]).items()} for i in range(0, 96, 16)]
@@ -170,8 +165,6 @@ def test_compiled_modules_take_the_step_of_the_full_batch(mode: str, policy: dic
 
 
 # --- offloading ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)

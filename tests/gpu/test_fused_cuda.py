@@ -55,17 +55,6 @@ LIMITS = {"liger, fused": 1e-5, "liger, of logits": 1e-5, "cut cross entropy": 2
 ROWS = sentences(128, vocabulary=WORDS)
 
 
-def loss_of(name: str, is_shifted: bool) -> Any:
-    def loss(net: Net, batch: Any) -> Tensor:
-        ids, labels = batch.values() if isinstance(batch, dict) else batch
-        hidden = net(ids)
-        if is_shifted:
-            hidden, labels = hidden[:, :-1], labels[:, 1:]
-        return FUSED[name](hidden.flatten(0, 1), net.head.weight, labels.flatten())
-
-    return loss
-
-
 def train(loss: Any, size: int, is_tuple: bool, precision: str, **policy: Any) -> tuple[nn.Module, list[str]]:
     batches: list[Any] = [pad(ROWS[start : start + size]) for start in range(0, len(ROWS), size)]
     if is_tuple:
@@ -84,6 +73,16 @@ def train(loss: Any, size: int, is_tuple: bool, precision: str, **policy: Any) -
 def test_with_no_argument_a_fused_loss_takes_the_steps_of_the_full_batches(
     name: str, is_tuple: bool, is_shifted: bool, precision: str, policy: dict[str, int]
 ) -> None:
+    def loss_of(name: str, is_shifted: bool) -> Any:
+        def loss(net: Net, batch: Any) -> Tensor:
+            ids, labels = batch.values() if isinstance(batch, dict) else batch
+            hidden = net(ids)
+            if is_shifted:
+                hidden, labels = hidden[:, :-1], labels[:, 1:]
+            return FUSED[name](hidden.flatten(0, 1), net.head.weight, labels.flatten())
+
+        return loss
+
     if importlib.util.find_spec(PACKAGES[name.split()[0].rstrip(",")]) is None:
         pytest.skip(f"{name} is not installed")
     run = partial(train, loss_of(name, is_shifted), is_tuple=is_tuple, precision=precision)

@@ -28,15 +28,6 @@ RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 ROWS = sentences(101)
 
 
-def of_rank(batch: int, window: int) -> list[dict[str, torch.Tensor]]:
-    """This rank's loader batches: windows of 32 rows over all ranks."""
-    rank, batches = int(os.environ.get("RANK", "0")), []
-    for start in range(0, len(ROWS), 32):
-        own = ROWS[start : start + 32][rank::RANKS]
-        batches += [pad(own[i : i + batch]) for i in range(0, batch * window, batch) if own[i : i + batch]]
-    return batches
-
-
 def strategies(sync: str) -> dict[str, Any]:
     return {
         "ddp": DDPAccumulationStrategy(sync=sync),
@@ -54,6 +45,14 @@ def fit(engine: str, sync: str, module: pl.LightningModule, batches: list[Any], 
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
 def test_a_window_equals_its_full_batch_over_nccl(engine: str, sync: str) -> None:
+    def of_rank(batch: int, window: int) -> list[dict[str, torch.Tensor]]:
+        """This rank's loader batches: windows of 32 rows over all ranks."""
+        rank, batches = int(os.environ.get("RANK", "0")), []
+        for start in range(0, len(ROWS), 32):
+            own = ROWS[start : start + 32][rank::RANKS]
+            batches += [pad(own[i : i + batch]) for i in range(0, batch * window, batch) if own[i : i + batch]]
+        return batches
+
     class Module(ShardedLanguage):
         def configure_model(self) -> None:
             if engine != "fsdp1":  # which Lightning wraps whole on CUDA

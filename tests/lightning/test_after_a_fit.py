@@ -162,19 +162,6 @@ def shapes(run: pl.Trainer, lightnings: set[str]) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def holds_anything_of_a_fit(callback: GradientAccumulation) -> bool:
-    seen, left = set(), [callback]
-    while left:
-        found = left.pop()
-        if isinstance(found, (pl.Trainer, pl.LightningModule, torch.Tensor)):
-            return True
-        if id(found) not in seen and not isinstance(found, type):
-            seen.add(id(found))
-            left += [*getattr(found, "__dict__", {}).values(), *(found.values() if isinstance(found, dict) else ())]
-            left += found if isinstance(found, (list, tuple, set)) else []
-    return False
-
-
 def pickled(value: Any, by: Any = pickle) -> Any:
     return pickle.loads(by.dumps(value))
 
@@ -187,6 +174,18 @@ cloudpickled = partial(pickled, by=cloudpickle)
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize(("module", "policy"), [*((Small, name) for name in POLICIES), (Manual, "windows"), (Manual, "offload")])
 def test_a_trainer_and_all_that_it_reaches_is_as_lightning_alone_leaves_it(policy: str, module: type[Small], end: str) -> None:
+    def holds_anything_of_a_fit(callback: GradientAccumulation) -> bool:
+        seen, left = set(), [callback]
+        while left:
+            found = left.pop()
+            if isinstance(found, (pl.Trainer, pl.LightningModule, torch.Tensor)):
+                return True
+            if id(found) not in seen and not isinstance(found, type):
+                seen.add(id(found))
+                left += [*getattr(found, "__dict__", {}).values(), *(found.values() if isinstance(found, dict) else ())]
+                left += found if isinstance(found, (list, tuple, set)) else []
+        return False
+
     if module is Manual and end == "lr_find":
         pytest.skip("the rate finder is for automatic optimization")
     cpu, accumulation = torch.device("cpu"), GradientAccumulation(**POLICIES[policy], log=False)

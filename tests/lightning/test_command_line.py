@@ -31,13 +31,6 @@ class Numbers(Scalar):
         super().__init__(BATCHES, lr=lr)
 
 
-class Shares(Scalar):
-    """Two ranks, with other numbers on each."""
-
-    def __init__(self) -> None:
-        super().__init__(by_rank=[[x(1), x(2, 3)], [x(4, 5, 6), x(7)]])
-
-
 def config(init_args: dict[str, Any], strategy: Any = "accum", **trainer: Any) -> str:
     """Write a YAML file. Returns its path."""
     settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "use_distributed_sampler": False, **QUIET, **trainer}
@@ -144,6 +137,12 @@ DDP = {"start_method": "fork", "timeout": "0:01:00", "find_unused_parameters": T
     "strategy", ["accum_ddp_fork", *(by_class("DDPAccumulationStrategy", sync=s, **DDP) for s in ("window", "micro_batch"))]
 )
 def test_two_ranks_from_yaml_take_the_step_of_their_one_batch(strategy: Any) -> None:
+    class Shares(Scalar):
+        """Two ranks, with other numbers on each."""
+
+        def __init__(self) -> None:
+            super().__init__(by_rank=[[x(1), x(2, 3)], [x(4, 5, 6), x(7)]])
+
     cli = fit(config({"window": 2}, strategy, devices=2), Shares)
     assert cli.model.total == pytest.approx((1 + 2 + 3 + 4 + 5 + 6 + 7) / 7, rel=1e-15)
 

@@ -48,31 +48,6 @@ ROWS = sentences(28)
 """Seven loader batches of four an epoch."""
 
 
-class InOrder(Module):
-    """Notes which batches it gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.order: list[int] = []
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.order.append(int(batch["input_ids"].sum()))
-
-
-def stateful(workers: int, order: str) -> Any:
-    generator = torch.Generator().manual_seed(5)
-    orders: dict[str, Callable[[], dict[str, Any]]] = {
-        "as it is": dict,
-        "shuffled by a generator": lambda: {"shuffle": True, "generator": generator},
-        "a sampler with a generator": lambda: {"sampler": StatefulRandomSampler(ROWS, generator=generator)},
-        "SameOrderSampler": lambda: {"sampler": SameOrderSampler(ROWS, seed=5)},
-        "BalancedBatchSampler": lambda: {"batch_sampler": BalancedBatchSampler(list(map(len, ROWS)), 4, window=3, seed=5)},
-    }
-    options = orders[order]()
-    size = {} if "batch_sampler" in options else {"batch_size": 4}
-    return StatefulDataLoader(ROWS, num_workers=workers, collate_fn=pad, **size, **options)
-
-
 ORDERS = [
     (workers, order, epoch)
     for order in ("as it is", "shuffled by a generator", "a sampler with a generator", "SameOrderSampler", "BalancedBatchSampler")
@@ -90,6 +65,29 @@ ORDERS = [
 def test_a_stateful_loader_goes_on_from_inside_a_window_to_the_bit(
     workers: int, order: str, epoch: int, policy: dict[str, Any]
 ) -> None:
+    def stateful(workers: int, order: str) -> Any:
+        generator = torch.Generator().manual_seed(5)
+        orders: dict[str, Callable[[], dict[str, Any]]] = {
+            "as it is": dict,
+            "shuffled by a generator": lambda: {"shuffle": True, "generator": generator},
+            "a sampler with a generator": lambda: {"sampler": StatefulRandomSampler(ROWS, generator=generator)},
+            "SameOrderSampler": lambda: {"sampler": SameOrderSampler(ROWS, seed=5)},
+            "BalancedBatchSampler": lambda: {"batch_sampler": BalancedBatchSampler(list(map(len, ROWS)), 4, window=3, seed=5)},
+        }
+        options = orders[order]()
+        size = {} if "batch_sampler" in options else {"batch_size": 4}
+        return StatefulDataLoader(ROWS, num_workers=workers, collate_fn=pad, **size, **options)
+
+    class InOrder(Module):
+        """Notes which batches it gets."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.order: list[int] = []
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.order.append(int(batch["input_ids"].sum()))
+
     def train(*callbacks: Callback, **kwargs: Any) -> InOrder:
         module = InOrder()
         fit(module, stateful(workers, order), GradientAccumulation(**policy), *callbacks, max_epochs=2, **kwargs)
@@ -108,8 +106,6 @@ def test_a_stateful_loader_goes_on_from_inside_a_window_to_the_bit(
 
 
 # --- plain Lightning, and the same Trainer again -------------------------------------------------------------------------
-
-
 def test_a_checkpoint_of_plain_lightning_inside_a_window_is_warned_of() -> None:
     batches = [x(i) for i in range(1, 9)]
     fit(Scalar(), StatefulLoader(batches), SaveAfter(6), strategy="auto", accumulate_grad_batches=4)
@@ -176,17 +172,6 @@ WINDOWS: dict[str, tuple[Any, list[list[int]]]] = {
     "tokens": (Tokens(5), 2 * [[0, 1, 2], [3, 4, 5], [6]]),
 }
 OF_WINDOWS = pytest.mark.parametrize("name", WINDOWS)
-
-
-def losses_and_parameters(windows: list[list[int]], lr: float = 0.1) -> tuple[list[float], list[float]]:
-    """Losses of the windows before their steps, and parameters after them, by hand."""
-    w, losses, parameters = 0.0, [], []
-    for window in windows:
-        numbers = [float(number) for index in window for number in SEVEN[index]]
-        losses.append(sum((w - number) ** 2 for number in numbers) / len(numbers))
-        w -= lr * sum(2 * (w - number) for number in numbers) / len(numbers)
-        parameters.append(w)
-    return losses, parameters
 
 
 @OF_WINDOWS
@@ -309,6 +294,17 @@ def test_the_next_fit_goes_on_by_itself_and_its_loss_is_that_of_the_whole_epoch(
 @pytest.mark.parametrize("name", ["3", "tokens"])
 def test_early_stopping_by_the_loss_of_the_epochs_windows(name: str, is_last: bool) -> None:
     """Wherever it is in the list of callbacks."""
+
+    def losses_and_parameters(windows: list[list[int]], lr: float = 0.1) -> tuple[list[float], list[float]]:
+        """Losses of the windows before their steps, and parameters after them, by hand."""
+        w, losses, parameters = 0.0, [], []
+        for window in windows:
+            numbers = [float(number) for index in window for number in SEVEN[index]]
+            losses.append(sum((w - number) ** 2 for number in numbers) / len(numbers))
+            w -= lr * sum(2 * (w - number) for number in numbers) / len(numbers)
+            parameters.append(w)
+        return losses, parameters
+
     policy, windows = WINDOWS[name]
     stopping = EarlyStopping("window/loss_epoch", patience=0, min_delta=8.0, mode="min")
     callbacks = [GradientAccumulation(policy), stopping] if is_last else [stopping, GradientAccumulation(policy)]
@@ -363,18 +359,6 @@ def test_stochastic_weight_averaging_as_with_lightnings_windows_of_the_same_batc
     assert relative_error(ours.parameters(), plain.parameters()) < 1e-12
 
 
-class Rates(Scalar):
-    """Writes down the rate of every optimizer step."""
-
-    def __init__(self) -> None:
-        super().__init__([x(i) for i in range(1, 13)], lr=1e-3)
-        self.rates: list[float] = []
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        super().on_before_optimizer_step(optimizer)
-        self.rates.append(optimizer.param_groups[0]["lr"])
-
-
 @pytest.mark.parametrize(
     ("policy", "notes"),
     [
@@ -386,6 +370,17 @@ class Rates(Scalar):
     ids=["3", "up and down", "by epoch", "tokens"],
 )
 def test_the_rate_finder_tries_each_rate_in_one_window(policy: Any, notes: int) -> None:
+    class Rates(Scalar):
+        """Writes down the rate of every optimizer step."""
+
+        def __init__(self) -> None:
+            super().__init__([x(i) for i in range(1, 13)], lr=1e-3)
+            self.rates: list[float] = []
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            super().on_before_optimizer_step(optimizer)
+            self.rates.append(optimizer.param_groups[0]["lr"])
+
     runs, rates, noted = [], [], []
     for strategy, callbacks in (("auto", []), ("accum", [GradientAccumulation(policy)])):
         module, run = Rates(), trainer(strategy, callbacks=callbacks, max_epochs=-1, max_steps=5)

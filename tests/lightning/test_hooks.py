@@ -66,26 +66,25 @@ OWNERS: dict[str, tuple[Callable[[pl.LightningModule], Any], tuple[str, ...]]] =
 }
 
 
-def calls_after(swap: Callable[[Any, Any], None], strategy: str, is_late: bool) -> list[tuple[str, int]]:
-    """Calls of a training in which something is swapped, from the batch after that."""
-
-    class Module(Swapping):
-        """Anew, since its class may be changed."""
-
-    class Callback(pl.Callback):
-        """As above."""
-
-    module, batches, data = Module(swap, is_late), [torch.randn(4, 4).double() for _ in range(8)], pl.LightningDataModule()
-    data.train_dataloader = lambda: loader(batches)
-    trainer(strategy, callbacks=[Callback()], accumulate_grad_batches=2).fit(module, datamodule=data)
-    assert module.called
-    return [(name, batch) for name, batch in module.called if batch > 4 or not is_late]
-
-
 @pytest.mark.some_cases(14, 18)
 @pytest.mark.parametrize("is_late", [False, True], ids=["from the beginning", "in the middle"])
 @pytest.mark.parametrize(("owner", "hook"), [(owner, hook) for owner, (_, hooks) in OWNERS.items() for hook in hooks])
 def test_a_hook_that_is_put_into_an_object_or_its_class_is_called_from_then_on(owner: str, hook: str, is_late: bool) -> None:
+    def calls_after(swap: Callable[[Any, Any], None], strategy: str, is_late: bool) -> list[tuple[str, int]]:
+        """Calls of a training in which something is swapped, from the batch after that."""
+
+        class Module(Swapping):
+            """Anew, since its class may be changed."""
+
+        class Callback(pl.Callback):
+            """As above."""
+
+        module, batches, data = Module(swap, is_late), [torch.randn(4, 4).double() for _ in range(8)], pl.LightningDataModule()
+        data.train_dataloader = lambda: loader(batches)
+        trainer(strategy, callbacks=[Callback()], accumulate_grad_batches=2).fit(module, datamodule=data)
+        assert module.called
+        return [(name, batch) for name, batch in module.called if batch > 4 or not is_late]
+
     def swap(module: Swapping, noting: Callable[[str, Any], Any]) -> None:
         found = OWNERS[owner][0](module)
         setattr(found, hook, noting(hook, getattr(found, hook)))
@@ -152,12 +151,6 @@ class Hooked(Toy):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), "interval": "step"}]
 
 
-def of_class(optimizer: str, name: str, where: str) -> Hooked:
-    hook = HOOKS[name]
-    kind = type("InClass", (Hooked,), {name: lambda self, *arguments, **options: hook(*arguments, **options)})
-    return kind(optimizer, name, where)
-
-
 @pytest.mark.some_cases(9)
 @pytest.mark.parametrize(
     ("name", "where"),
@@ -167,6 +160,11 @@ def of_class(optimizer: str, name: str, where: str) -> Hooked:
     ],
 )
 def test_a_window_is_one_batch_also_with_a_hook_that_does_something_else(name: str, where: str) -> None:
+    def of_class(optimizer: str, name: str, where: str) -> Hooked:
+        hook = HOOKS[name]
+        kind = type("InClass", (Hooked,), {name: lambda self, *arguments, **options: hook(*arguments, **options)})
+        return kind(optimizer, name, where)
+
     rows = torch.randn(20, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     batches = [list(part) for part in rows.split((1, 4, 2, 3, 5, 1, 2, 2))]
     for optimizer in OPTIMIZERS:
@@ -203,13 +201,6 @@ class Taking(Toy):
         return loss
 
 
-class TakingAtTheStart(Taking):
-    """Does it before the micro-batches are cut."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        batch["y"] = -batch["y"]
-
-
 class Own(list[Any]):
     """A loader that gives out its own batches, where torch's makes new containers; a plain list would be one of loaders."""
 
@@ -221,6 +212,12 @@ def rows(number: int = 4) -> dict[str, Tensor]:
 
 @SPLIT_OR_NOT
 def test_what_a_hook_puts_into_the_batch_is_trained_on_and_not_in_the_loaders(policy: dict[str, Any]) -> None:
+    class TakingAtTheStart(Taking):
+        """Does it before the micro-batches are cut."""
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            batch["y"] = -batch["y"]
+
     found, plain, batches = TakingAtTheStart(), Taking(), [rows(), rows()]
     fit(found, Own(batches), GradientAccumulation(**policy))
     assert all(torch.equal(batch["y"], rows()["y"]) for batch in batches)

@@ -103,53 +103,6 @@ def in_every_way(self: Any, logits: Tensor, y: Tensor, loss: Tensor, batch: Any)
     return {"loss": loss, "logits": logits.detach(), "name": batch["name"], "scale": 2.0}
 
 
-class NamedMetric(MulticlassF1Score):
-    """Computes several values, by name."""
-
-    def compute(self) -> Any:
-        value = super().compute()
-        return {"f1": value, "square": value.square()}
-
-
-class Tracking(MetricTracker):
-    """Starts with one metric."""
-
-    def __init__(self) -> None:
-        super().__init__(MulticlassF1Score(CLASSES, ignore_index=-100))
-        self.increment()
-
-
-def every_metric() -> dict[str, Any]:
-    shared = {"f1": MulticlassF1Score(CLASSES, ignore_index=-100), "acc": MulticlassAccuracy(CLASSES, ignore_index=-100)}
-    return {
-        "accuracy": MulticlassAccuracy(CLASSES, ignore_index=-100),
-        "of_epoch": MulticlassAccuracy(CLASSES, ignore_index=-100, average="macro"),
-        "collection": MetricCollection(shared, prefix="all/"),
-        "auroc": MulticlassAUROC(CLASSES, ignore_index=-100, thresholds=20),
-        "classwise": ClasswiseWrapper(MulticlassRecall(CLASSES, average=None, ignore_index=-100)),
-        "named": NamedMetric(CLASSES, ignore_index=-100),
-        "twice": MulticlassAccuracy(CLASSES, ignore_index=-100),
-        **{"largest": MaxMetric(), "mean": MeanMetric(), "cat": CatMetric(), "tracker": Tracking()},
-        **{"rmse": MeanSquaredError(squared=False), "correlation": PearsonCorrCoef()},
-    }
-
-
-class Seen(Callback):
-    """Notes what the hooks of a batch get, and what metrics hold after it."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(("start", batch_idx, batch["name"], trainer.global_step))
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(("end", batch_idx, batch["name"], trainer.global_step))
-        self.seen.append({name: value for name, value in outputs.items() if name != "name"})
-        held = [module.metrics["accuracy"], module.metrics["mean"]]
-        self.seen.append([(metric.compute(), metric.update_called) for metric in held])
-
-
 def assert_same(found: Any, wanted: Any, where: str = "") -> None:
     """The same numbers but for rounding in what is logged, which Lightning keeps in float32."""
     if isinstance(wanted, dict):
@@ -171,6 +124,49 @@ def assert_same(found: Any, wanted: Any, where: str = "") -> None:
 @pytest.mark.some_cases(1, 1)
 @pytest.mark.parametrize("size", [3, 1, 4])
 def test_logs_outputs_metrics_and_hooks_are_those_of_the_whole_batch(size: int) -> None:
+    class Seen(Callback):
+        """Notes what the hooks of a batch get, and what metrics hold after it."""
+
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(("start", batch_idx, batch["name"], trainer.global_step))
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(("end", batch_idx, batch["name"], trainer.global_step))
+            self.seen.append({name: value for name, value in outputs.items() if name != "name"})
+            held = [module.metrics["accuracy"], module.metrics["mean"]]
+            self.seen.append([(metric.compute(), metric.update_called) for metric in held])
+
+    class Tracking(MetricTracker):
+        """Starts with one metric."""
+
+        def __init__(self) -> None:
+            super().__init__(MulticlassF1Score(CLASSES, ignore_index=-100))
+            self.increment()
+
+    class NamedMetric(MulticlassF1Score):
+        """Computes several values, by name."""
+
+        def compute(self) -> Any:
+            value = super().compute()
+            return {"f1": value, "square": value.square()}
+
+    def every_metric() -> dict[str, Any]:
+        shared = {"f1": MulticlassF1Score(CLASSES, ignore_index=-100), "acc": MulticlassAccuracy(CLASSES, ignore_index=-100)}
+        return {
+            "accuracy": MulticlassAccuracy(CLASSES, ignore_index=-100),
+            "of_epoch": MulticlassAccuracy(CLASSES, ignore_index=-100, average="macro"),
+            "collection": MetricCollection(shared, prefix="all/"),
+            "auroc": MulticlassAUROC(CLASSES, ignore_index=-100, thresholds=20),
+            "classwise": ClasswiseWrapper(MulticlassRecall(CLASSES, average=None, ignore_index=-100)),
+            "named": NamedMetric(CLASSES, ignore_index=-100),
+            "twice": MulticlassAccuracy(CLASSES, ignore_index=-100),
+            **{"largest": MaxMetric(), "mean": MeanMetric(), "cat": CatMetric(), "tracker": Tracking()},
+            **{"rmse": MeanSquaredError(squared=False), "correlation": PearsonCorrCoef()},
+        }
+
     runs = []
     for policy in ([], [GradientAccumulation(micro_batch=size)]):
         module, seen = Classifier(in_every_way, every_metric()), Seen()
@@ -321,11 +317,6 @@ def returns_rows(module: pl.LightningModule, logits: Tensor, loss: Tensor) -> An
     return {"loss": loss, "logits": logits, "entropy": entropy(logits), "parts": [entropy(logits)], "more": {"x": entropy(logits)}}
 
 
-def keeps(module: pl.LightningModule, logits: Tensor, loss: Tensor) -> Any:
-    KEPT.append(entropy(logits))
-    return loss
-
-
 TOLD: dict[str, Callable[..., Any]] = {"nothing": lambda module, logits, loss: loss, "logs": logs, "rows": returns_rows}
 
 
@@ -369,6 +360,10 @@ def test_the_peak_of_many_micro_batches_is_that_of_one(tell: str, callbacks: lis
 
 
 def test_the_whole_batch_holds_many_times_as_much_and_a_graph_that_is_kept_is_seen() -> None:
+    def keeps(module: pl.LightningModule, logits: Tensor, loss: Tensor) -> Any:
+        KEPT.append(entropy(logits))
+        return loss
+
     one, whole = (peak(Tagger(TOLD["nothing"]), rows) for rows in (SIZE, MANY * SIZE))
     assert whole > MANY / 2 * one  # not all of it, for the weights are saved once in each
     one = peak(Tagger(keeps), SIZE)

@@ -144,14 +144,13 @@ def test_lbfgs_runs_a_window_of_one_loader_batch_as_often_as_it_wants(data: Any,
     assert module.w.item() == pytest.approx(w, rel=1e-9)
 
 
-class Logs(WithOptimizer):
-    def loss(self, x: Tensor) -> Tensor:
-        loss = super().loss(x)
-        self.log("loss", loss, on_epoch=True)
-        return loss
-
-
 def test_a_closure_that_runs_again_logs_as_in_lightning() -> None:
+    class Logs(WithOptimizer):
+        def loss(self, x: Tensor) -> Tensor:
+            loss = super().loss(x)
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
     runs = [fit(Logs(lbfgs, ONE_TO_EIGHT), strategy=strategy) for strategy in ("accum", "auto")]
     ours, lightnings = (run.callback_metrics["loss_epoch"] for run in runs)
     assert ours == lightnings > 0
@@ -187,23 +186,6 @@ def test_windows_of_optimizers_that_run_their_closure_elsewhere_or_again_are_ref
         fit(WithOptimizer(optimizer, ONE_TO_EIGHT), accumulate_grad_batches=2)
 
 
-class Stops(Scalar):
-    """Stops, or skips the rest of the epoch, in a batch or at the end of an epoch."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(ONE_TO_EIGHT if how != "epoch" else ONE_TO_EIGHT[:3])
-        self.how = how
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if self.how == "skip" and batch_idx == 3 else None
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.trainer.should_stop = self.how == "stop" and batch_idx == 2
-
-    def on_train_epoch_end(self) -> None:
-        self.trainer.should_stop = self.how == "epoch"
-
-
 SEVEN = ONE_TO_EIGHT[:7]
 TWICE = {"max_epochs": 2}
 ENDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, list[float]]] = {
@@ -228,6 +210,22 @@ ENDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, list[float]]] = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_window_that_is_cut_short_steps_on_what_is_there_and_steps_are_those_that_were_estimated(name: str) -> None:
+    class Stops(Scalar):
+        """Stops, or skips the rest of the epoch, in a batch or at the end of an epoch."""
+
+        def __init__(self, how: str) -> None:
+            super().__init__(ONE_TO_EIGHT if how != "epoch" else ONE_TO_EIGHT[:3])
+            self.how = how
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if self.how == "skip" and batch_idx == 3 else None
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.should_stop = self.how == "stop" and batch_idx == 2
+
+        def on_train_epoch_end(self) -> None:
+            self.trainer.should_stop = self.how == "epoch"
+
     policy, options, data, gradients = ENDS[name]
     module = Stops(data) if isinstance(data, str) else Scalar(data)
     run, estimates = trainer(callbacks=[GradientAccumulation(**policy)], **options), []

@@ -219,19 +219,16 @@ def test_a_method_of_lightnings_that_was_renamed_is_an_error_before_training(nam
 
 
 # --- what is relied on, one by one: if a release moves it, this says what, before wrong numbers do -------------------------
-
-
-def subclasses(kind: type) -> Iterator[type]:
-    for derived in kind.__subclasses__():
-        yield derived
-        yield from subclasses(derived)
-
-
 def test_everything_is_as_it_was_read() -> None:
     assert seams.changed() == []
 
 
 def test_every_method_that_is_replaced_is_in_the_table() -> None:
+    def subclasses(kind: type) -> Iterator[type]:
+        for derived in kind.__subclasses__():
+            yield derived
+            yield from subclasses(derived)
+
     rows = {(seam.owner.rpartition(".")[2], seam.name) for seam in seams.LIGHTNING}
     holders = {seam.holder() for seam in seams.LIGHTNING}
     found = {derived for holder in holders if isinstance(holder, type) for derived in subclasses(holder)}

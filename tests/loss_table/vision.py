@@ -11,7 +11,6 @@ from loss_table.rows import Table
 table = Table("vision")
 add, of_batch, of_mean, terms = table.adds_up, table.batch, table.of_a_mean, table.terms
 # --- classification ---
-
 def focal(o: Tensor, t: Tensor, gamma: float = 2.0, reduction: str = "mean") -> Tensor:
     each = F.cross_entropy(o, t, reduction="none")
     each = (1 - (-each).exp()) ** gamma * each
@@ -37,7 +36,6 @@ add("OHEM by a threshold", "i map", lambda o, b, m: (c := _pixels(o, b.map))[c >
 add("pixels weighed by a map, divided by it", "i map image", lambda o, b, m:
     (_pixels(o, b.map) * (w := b.image[:, 0].square())).sum() / w.sum())
 # --- boxes ---
-
 def corners(o: Tensor) -> Tensor:
     return torch.cat((o[:, :2], o[:, :2] + F.softplus(o[:, 2:]) + 0.1), 1)
 

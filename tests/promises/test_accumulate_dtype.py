@@ -35,26 +35,25 @@ class Whole(Scalar):
 FOURS = [ROWS[i : i + 4] for i in range(0, 64, 4)]
 
 
-def sums_in_double(clip: float) -> Language:
-    """The gradients of windows of four micro-batches, in single precision, added up in double and rounded once."""
-    module = Language().float()
-    stepper, parameters = module.configure_optimizers(), list(module.parameters())
-    for start in range(0, 16, 4):
-        sums, weight = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters], 0
-        for batch in map(pad, FOURS[start : start + 4]):
-            number = predictions(batch)
-            gradients = torch.autograd.grad(language_loss(module.net(batch["input_ids"]), batch["labels"]), parameters)
-            for total, gradient in zip(sums, gradients, strict=True):
-                total += number * gradient.double()
-            weight += number
-        for parameter, total in zip(parameters, sums, strict=True):
-            parameter.grad = (total / weight).float()
-        nn.utils.clip_grad_norm_(parameters, clip)
-        stepper.step()
-    return module
-
-
 def test_clipping_and_hooks_find_the_gradient_in_the_type_of_the_parameter() -> None:
+    def sums_in_double(clip: float) -> Language:
+        """The gradients of windows of four micro-batches, in single precision, added up in double and rounded once."""
+        module = Language().float()
+        stepper, parameters = module.configure_optimizers(), list(module.parameters())
+        for start in range(0, 16, 4):
+            sums, weight = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters], 0
+            for batch in map(pad, FOURS[start : start + 4]):
+                number = predictions(batch)
+                gradients = torch.autograd.grad(language_loss(module.net(batch["input_ids"]), batch["labels"]), parameters)
+                for total, gradient in zip(sums, gradients, strict=True):
+                    total += number * gradient.double()
+                weight += number
+            for parameter, total in zip(parameters, sums, strict=True):
+                parameter.grad = (total / weight).float()
+            nn.utils.clip_grad_norm_(parameters, clip)
+            stepper.step()
+        return module
+
     class Looks(Language):
         def on_after_backward(self) -> None:
             self.seen_inside = [parameter.grad for parameter in self.parameters()]
@@ -107,19 +106,18 @@ def test_where_nothing_is_added_up_in_a_wider_type_nothing_changes(window: int, 
     assert all(torch.equal(a, b) for a, b in zip(*(module.parameters() for module in modules), strict=True))
 
 
-class SomeUsed(Whole):
-    """``w`` is used on both ranks, ``of_rank_1`` on one of them, ``none`` on no rank."""
-
-    def __init__(self) -> None:
-        super().__init__(*(torch.stack([torch.arange(3.0) + 10 * i + rank / 3 for i in range(6)]) for rank in range(2)))
-        self.of_rank_1, self.none = (nn.Parameter(torch.zeros(3)) for _ in range(2))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return ((self.w + self.of_rank_1 * self.global_rank) * batch).sum() / 3.0
-
-
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str)
 def test_parameters_that_some_ranks_or_none_use(options: dict[str, Any]) -> None:
+    class SomeUsed(Whole):
+        """``w`` is used on both ranks, ``of_rank_1`` on one of them, ``none`` on no rank."""
+
+        def __init__(self) -> None:
+            super().__init__(*(torch.stack([torch.arange(3.0) + 10 * i + rank / 3 for i in range(6)]) for rank in range(2)))
+            self.of_rank_1, self.none = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return ((self.w + self.of_rank_1 * self.global_rank) * batch).sum() / 3.0
+
     module, policy = SomeUsed(), GradientAccumulation(3, weight="equal", accumulate_dtype=torch.float64)
     fit(module, None, policy, strategy=ddp(**options), devices=2)
     of_ranks = [own.double().sum(0) / 3 / 6 for own in module.by_rank]

@@ -180,29 +180,28 @@ def test_what_a_smaller_size_does_not_mend_is_an_error(module: Any, data: Any, p
         fit(module(), data, GradientAccumulation(**{"micro_batch": "auto", **policy}))
 
 
-class Ranked(Limited):
-    """Every rank has half of the rows, and room of its own."""
-
-    def __init__(self, most_by_rank: tuple[int, int], where: str) -> None:
-        super().__init__(where=where)
-        self.most_by_rank = most_by_rank
-
-    def limit_here(self) -> int:
-        return self.most_by_rank[self.global_rank]
-
-    def train_dataloader(self) -> Any:
-        first = 8 * self.global_rank
-        return loader([pad(ROWS[:96][i + first : i + first + 8]) for i in range(0, 96, 16)])
-
-    def on_train_end(self) -> None:
-        torch.save(int(self.trainer.callback_metrics["window/micro_batch_size"]), f"size-{self.global_rank}.pt")
-
-
 @pytest.mark.some_cases(1, 2)
 @WHERE
 @pytest.mark.parametrize(("most", "agreed"), [((8, 2), 2), ((3, 8), 2), ((2, 4), 2), ((1, 1), 1)])
 @pytest.mark.parametrize("window", [1, 2])
 def test_one_rank_or_both_out_of_memory(most: tuple[int, int], agreed: int, where: str, window: int) -> None:
+    class Ranked(Limited):
+        """Every rank has half of the rows, and room of its own."""
+
+        def __init__(self, most_by_rank: tuple[int, int], where: str) -> None:
+            super().__init__(where=where)
+            self.most_by_rank = most_by_rank
+
+        def limit_here(self) -> int:
+            return self.most_by_rank[self.global_rank]
+
+        def train_dataloader(self) -> Any:
+            first = 8 * self.global_rank
+            return loader([pad(ROWS[:96][i + first : i + first + 8]) for i in range(0, 96, 16)])
+
+        def on_train_end(self) -> None:
+            torch.save(int(self.trainer.callback_metrics["window/micro_batch_size"]), f"size-{self.global_rank}.pt")
+
     trainer("auto", max_epochs=EPOCHS).fit(whole := Language("adamw"), loader(batches(16 * window, 96)))
     policy = GradientAccumulation(window, micro_batch="auto", trim_padding=False)
     fit(module := Ranked(most, where), None, policy, strategy=ddp(), devices=2, max_epochs=EPOCHS)

@@ -34,8 +34,6 @@ def breaks(net: nn.Module, batch: Any) -> Tensor:
 
 
 # --- before the first step --------------------------------------------------------------------------------------------
-
-
 def _ignored(batches: list[list[Tensor]], number: int, rows: slice) -> list[list[Tensor]]:
     for _, labels in batches[:number]:
         labels[rows] = -100
@@ -61,20 +59,6 @@ def flat(samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
     return {"points": torch.cat(points), "of": torch.arange(len(samples)).repeat_interleave(sizes), "labels": torch.tensor(labels)}
 
 
-def at_random(samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    return {**(batch := flat(samples)), "points": batch["points"] + torch.randn_like(batch["points"])}
-
-
-def misread(samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    """The points of a row seem to be shared by all rows."""
-    batch = flat(samples)
-    return {"points": batch["points"], "ends": batch["of"].bincount().cumsum(0), "labels": batch["labels"]}
-
-
-def at_least(number: int, samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    return flat([samples[place] for place in range(max(number, len(samples)))])
-
-
 def mean_over_samples(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     if "ends" in batch:
         sizes = batch["ends"].diff(prepend=torch.zeros(1, dtype=torch.long))
@@ -85,6 +69,17 @@ def mean_over_samples(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_where_a_batch_does_not_show_its_rows_the_dataset_does(workers: int) -> None:
+    def at_least(number: int, samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
+        return flat([samples[place] for place in range(max(number, len(samples)))])
+
+    def misread(samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
+        """The points of a row seem to be shared by all rows."""
+        batch = flat(samples)
+        return {"points": batch["points"], "ends": batch["of"].bincount().cumsum(0), "labels": batch["labels"]}
+
+    def at_random(samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
+        return {**(batch := flat(samples)), "points": batch["points"] + torch.randn_like(batch["points"])}
+
     samples = [(torch.randn(1 + place % 4, 4).double(), place * place % 4) for place in range(32)]
 
     def trained(loss: Any, collate: Any, **check: bool) -> tuple[list[str], Toy]:
@@ -232,19 +227,18 @@ class Counts(Answers):
         return points + len(self.given), label
 
 
-class Draws:
-    """Counts its calls, and has random numbers of its own."""
-
-    def __init__(self) -> None:
-        self.calls, self.generator = 0, torch.Generator().manual_seed(1)
-
-    def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        self.calls, batch = self.calls + 1, flat([sample[:2] for sample in samples])
-        return {**batch, "points": batch["points"] + self.calls + torch.rand(1, generator=self.generator)}
-
-
 @pytest.mark.parametrize("dataset", [Answers, Counts])
 def test_training_is_as_without_the_samples_that_are_drawn_for_the_check(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Draws:
+        """Counts its calls, and has random numbers of its own."""
+
+        def __init__(self) -> None:
+            self.calls, self.generator = 0, torch.Generator().manual_seed(1)
+
+        def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
+            self.calls, batch = self.calls + 1, flat([sample[:2] for sample in samples])
+            return {**batch, "points": batch["points"] + self.calls + torch.rand(1, generator=self.generator)}
+
     monkeypatch.setattr("lightning_accum.trainer.first_batch._SECONDS", 0.0)
     found = []
     for check in (True, False):
@@ -360,8 +354,6 @@ def test_loader_batches_of_single_rows_that_do_not_add_up_are_found(name: str) -
 
 
 # --- what can be had, and what is seen of it ---------------------------------------------------------------------------
-
-
 def test_a_window_of_one_batch_on_one_rank_is_plain_lightning_to_the_bit() -> None:
     calls: list[int] = []
     modules = [Toy(lambda net, b: calls.append(1) or breaks(net, b)) for _ in range(2)]
@@ -393,8 +385,6 @@ def test_everything_is_as_if_there_had_been_no_check() -> None:
 
 
 # --- no break ---------------------------------------------------------------------------------------------------------
-
-
 def test_rows_whose_loss_is_nothing_beside_that_of_others_do_not_end_a_fit() -> None:
     def loss(net: nn.Module, b: Any) -> Tensor:
         o, t = net(b[0]), b[1]
@@ -406,22 +396,21 @@ def test_rows_whose_loss_is_nothing_beside_that_of_others_do_not_end_a_fit() -> 
     assert module.trainer.global_step == 1
 
 
-class Kernels(nn.Module):
-    """As a device that takes another kernel for a single row: what it computes is the same but for rounding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(8, 2**14)), nn.Parameter(torch.randn(8, 2**14))
-        self.register_buffer("out", torch.randn(8, 2**14) / 2**8)
-
-    def forward(self, values: Tensor) -> Tensor:
-        values = values[:, None, None]
-        hidden = values * self.weight - 100 * self.weight if len(values) == 1 else (values - 100) * self.weight
-        return ((hidden + self.bias).relu() * self.out).sum((1, 2))
-
-
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}, {"micro_batch": 1, "row_wise": "net"}])
 def test_slopes_of_relu_that_rounding_changes_are_no_break(policy: dict[str, Any]) -> None:
+    class Kernels(nn.Module):
+        """As a device that takes another kernel for a single row: what it computes is the same but for rounding."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(8, 2**14)), nn.Parameter(torch.randn(8, 2**14))
+            self.register_buffer("out", torch.randn(8, 2**14) / 2**8)
+
+        def forward(self, values: Tensor) -> Tensor:
+            values = values[:, None, None]
+            hidden = values * self.weight - 100 * self.weight if len(values) == 1 else (values - 100) * self.weight
+            return ((hidden + self.bias).relu() * self.out).sum((1, 2))
+
     module = Toy(lambda net, batch: (net(batch) - 1).square().mean(), net=Kernels).float()
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.01)
     with warned() as messages:
@@ -431,8 +420,6 @@ def test_slopes_of_relu_that_rounding_changes_are_no_break(policy: dict[str, Any
 
 
 # --- what only a later window has -------------------------------------------------------------------------------------
-
-
 def _each(net: nn.Module, b: Any) -> Tensor:
     return F.cross_entropy(net(b[0]), b[1], reduction="none")
 
@@ -605,8 +592,6 @@ def test_a_hand_written_loop_is_told_of_a_later_break_too() -> None:
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
-
-
 def is_told_of_on_two_ranks(module: Toy, by_rank: Sequence[Sequence[Any]], **policy: Any) -> bool:
     """Whether rank 0 warns, or both end with an error. No rank waits for another for longer than a timeout."""
     module.train_dataloader = lambda: loader(by_rank[module.global_rank])

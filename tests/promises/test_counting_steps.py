@@ -61,10 +61,6 @@ class Noted(Distance):
         return loader([x(3), x(4)])
 
 
-class Manual(Manually, Noted):
-    pass
-
-
 class Listens(Callback):
     """Notes each window, and how things stand then."""
 
@@ -102,6 +98,9 @@ def counted(module: Noted, every: int, policy: GradientAccumulation, **kwargs: A
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_hooks_averages_validations_and_checkpoints_are_as_many_as_steps(name: str, every: int) -> None:
+    class Manual(Manually, Noted):
+        pass
+
     policy, batches, ends = KINDS[name]
     module, steps = (Manual if name == "manual" else Noted)(batches), ends[-1]
     run, first, last = counted(module, every, GradientAccumulation(**policy, validate_every=every), max_epochs=3)
@@ -128,20 +127,19 @@ def test_a_validation_is_of_the_parameters_after_its_step_and_leaves_the_trainin
     assert validated.validated == [(step, validated.stepped[step - 1]) for step in range(2, ends[-1] + 1, 2)]
 
 
-class Ranked(Noted):
-    """Two ranks of other data, each of which leaves what it has counted in a file."""
-
-    def __init__(self) -> None:
-        super().__init__(by_rank=[SEVEN, SEVEN[::-1]])
-
-    def on_train_end(self) -> None:
-        listens = next(callback for callback in self.trainer.callbacks if isinstance(callback, Listens))
-        steps = {"counted": self.trainer.global_step, "stepped": self.stepped, "heard": listens.parameters}
-        torch.save({**steps, "validated": [step for step, _ in self.validated], "w": self.w.item()}, f"{self.global_rank}.pt")
-
-
 @pytest.mark.parametrize(("policy", "steps"), [({"window": 3}, 6), ({"window": 2, "tail": "carry"}, 7)], ids=str)
 def test_on_two_ranks_all_validate_after_the_same_steps(policy: dict[str, Any], steps: int) -> None:
+    class Ranked(Noted):
+        """Two ranks of other data, each of which leaves what it has counted in a file."""
+
+        def __init__(self) -> None:
+            super().__init__(by_rank=[SEVEN, SEVEN[::-1]])
+
+        def on_train_end(self) -> None:
+            listens = next(callback for callback in self.trainer.callbacks if isinstance(callback, Listens))
+            steps = {"counted": self.trainer.global_step, "stepped": self.stepped, "heard": listens.parameters}
+            torch.save({**steps, "validated": [step for step, _ in self.validated], "w": self.w.item()}, f"{self.global_rank}.pt")
+
     counted(Ranked(), 2, GradientAccumulation(**policy, validate_every=2), strategy=ddp(), devices=2, max_epochs=2)
     first, second = (torch.load(f"{rank}.pt") for rank in range(2))
     assert first == second
@@ -166,15 +164,14 @@ def test_a_window_is_what_its_full_batch_was_and_cannot_be_changed() -> None:
         listens.windows[0].loss = 1.0
 
 
-class Hears(Noted):
-    """The module's own hook, which logs."""
-
-    def on_window_end(self, window: Any) -> None:
-        self.log("heard", window.loss, on_step=False, on_epoch=True, batch_size=1)
-
-
 @pytest.mark.parametrize("policy", [{"window": 1}, {"window": 3}, {"micro_batch": 1}], ids=str)
 def test_the_module_hears_its_windows_and_may_log_them(policy: dict[str, Any]) -> None:
+    class Hears(Noted):
+        """The module's own hook, which logs."""
+
+        def on_window_end(self, window: Any) -> None:
+            self.log("heard", window.loss, on_step=False, on_epoch=True, batch_size=1)
+
     module, listens = Hears(SEVEN), Listens()
     run = fit(module, None, GradientAccumulation(**policy), listens)
     mean = sum(float(window.loss) for window in listens.windows) / len(listens.windows)
@@ -200,15 +197,6 @@ def test_a_window_without_weight_is_not_heard_and_one_whose_training_step_gave_n
     assert [(window.has_stepped, window.micro_batches) for window in listens.windows] == [(True, 2), (False, 0), (True, 1)]
 
 
-def fit_by_steps(policy: dict[str, Any], *callbacks: Callback, **kwargs: Any) -> tuple[Noted, pl.Trainer]:
-    """Two epochs. All loader batches are of five samples, since a loader without a state begins anew where training goes on."""
-    module = Noted([x(*range(i, i + 5)) for i in range(7)])
-    run = trainer(callbacks=[GradientAccumulation(**policy, validate_every=2), *callbacks], max_epochs=2)
-    with suppress(Interrupted):
-        run.fit(module, **kwargs)
-    return module, run
-
-
 RESUMED: dict[str, dict[str, Any]] = {"3": {"window": 3}, "carry": {"window": 3, "tail": "carry"}, "tokens": {"window": Tokens(12)}}
 HOOKS: dict[str, Any] = {
     **dict.fromkeys(["on_train_batch_end", "on_train_batch_start"], range(1, 15)),
@@ -222,6 +210,14 @@ HOOKS: dict[str, Any] = {
 @pytest.mark.parametrize("policy", RESUMED)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_no_validation_comes_twice_or_is_missed_wherever_training_goes_on(hook: str, policy: str) -> None:
+    def fit_by_steps(policy: dict[str, Any], *callbacks: Callback, **kwargs: Any) -> tuple[Noted, pl.Trainer]:
+        """Two epochs. All loader batches are of five samples, since a loader without a state begins anew where training goes on."""
+        module = Noted([x(*range(i, i + 5)) for i in range(7)])
+        run = trainer(callbacks=[GradientAccumulation(**policy, validate_every=2), *callbacks], max_epochs=2)
+        with suppress(Interrupted):
+            run.fit(module, **kwargs)
+        return module, run
+
     whole, _ = fit_by_steps(RESUMED[policy])
     for at in HOOKS[hook]:
         first, run = fit_by_steps(RESUMED[policy], SaveAfter(at, ends=True, hook=hook))

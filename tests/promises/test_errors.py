@@ -73,8 +73,6 @@ def test_every_error_goes_from_process_to_process_with_its_message(kinds: set[ty
 
 
 # --- by their public names, which other tests raise, and by what Python has for them ---------------------------------------
-
-
 def test_public_errors_are_of_the_base_and_of_a_kind_of_pythons_or_lightnings() -> None:
     of_values = (DoesNotAddUpError, UnreadableLossError, UnsplittableBatchError)
     assert all(issubclass(error, AccumulationError) for error in (RowWiseError, *of_values))

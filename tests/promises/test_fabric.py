@@ -141,13 +141,6 @@ WITH_AND_WITHOUT_FABRIC = pytest.mark.parametrize("fabric", [one_process, lambda
 ROWS = sentences(22)
 
 
-def cut(rows: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
-    """Windows of so many rows; of less than none, they are left out."""
-    ends = [sum(map(abs, sizes[: i + 1])) for i in range(len(sizes))]
-    assert ends[-1] == len(rows)
-    return [rows[end - size : end] for size, end in zip(sizes, ends, strict=True) if size > 0]
-
-
 def by_tokens(size: int) -> list[int]:
     """Rows of windows that end with the loader batch of 2 rows in which they have so many tokens."""
     pairs = [[{"labels": row[1:]} for row in ROWS[i : i + 2]] for i in range(0, len(ROWS), 2)]
@@ -174,6 +167,12 @@ LOOPS: dict[str, tuple[int, dict[str, Any], list[int]]] = {
 @WITH_AND_WITHOUT_FABRIC
 @pytest.mark.parametrize("case", LOOPS)
 def test_a_loop_takes_the_steps_of_full_batches(fabric: Callable[[], Any], case: str) -> None:
+    def cut(rows: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
+        """Windows of so many rows; of less than none, they are left out."""
+        ends = [sum(map(abs, sizes[: i + 1])) for i in range(len(sizes))]
+        assert ends[-1] == len(rows)
+        return [rows[end - size : end] for size, end in zip(sizes, ends, strict=True) if size > 0]
+
     size, arguments, sizes = LOOPS[case]
     windows = cut(ROWS * 2, sizes if sum(map(abs, sizes)) == 44 else sizes * 2)
     for optimizer, loader in (("sgd", in_batches(ROWS, size)), ("adamw", Unsized(in_batches(ROWS, size)))):
@@ -181,8 +180,6 @@ def test_a_loop_takes_the_steps_of_full_batches(fabric: Callable[[], Any], case:
 
 
 # --- two processes ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.some_cases(3)
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu)])
 @pytest.mark.parametrize("arguments", [{}, {"micro_batch": 3}, {"loss_of": loss_of, "window": 3}], ids=["windows", "split", "None"])
@@ -216,17 +213,16 @@ def test_a_loop_that_still_switches_the_reduction_off_is_an_error_before_a_step(
     assert found.endswith(" 0 steps")
 
 
-def dividing_by_another_number(fabric: Fabric) -> str:
-    model = fabric.setup(LANGUAGE.make())
-    model.module.set_gradient_divide_factor(3.0)
-    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(AccumulationError) as raised:
-        Accumulator(fabric, model, optimizer, log=False)
-    return str(raised.value)
-
-
 @needs_sharding_on_cpu
 def test_shards_that_are_not_averaged_over_the_ranks_are_refused() -> None:
+    def dividing_by_another_number(fabric: Fabric) -> str:
+        model = fabric.setup(LANGUAGE.make())
+        model.module.set_gradient_divide_factor(3.0)
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
+        with pytest.raises(AccumulationError) as raised:
+            Accumulator(fabric, model, optimizer, log=False)
+        return str(raised.value)
+
     assert "set_gradient_divide_factor(3)" in on_two(dividing_by_another_number, "fsdp2")
 
 
@@ -276,7 +272,6 @@ def test_a_checkpoint_inside_a_window_of_two_ranks_goes_on() -> None:
 
 
 # --- losses of several terms --------------------------------------------------------------------------------------------
-
 NAMES = ["tokens and samples", "learned uncertainty", "tokens, samples and a penalty", "a term only where there is something"]
 BATCHES = [rows_of_terms(size, seed) for seed, size in enumerate((3, 1, 5, 2, 2, 4, 1, 3, 1, 2, 6, 3))]
 WINDOWS = windows_of([BATCHES], 4)
@@ -356,17 +351,17 @@ def test_on_two_ranks_the_terms_of_both_are_counted(arguments: Any, strategy: st
     )
 
 
-class Written(list):
-    def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(super().__iter__()):
-            memory = self.memories[number % len(self.memories)]
-            for name, value in default_collate(batch).items():
-                memory[name].copy_(value)
-            yield memory
-
-
 def test_a_loader_that_writes_into_its_last_batch_is_an_error() -> None:
     """And none that writes into other parts of the memory of which its batches are views."""
+
+    class Written(list):
+        def __iter__(self) -> Iterator[Any]:
+            for number, batch in enumerate(super().__iter__()):
+                memory = self.memories[number % len(self.memories)]
+                for name, value in default_collate(batch).items():
+                    memory[name].copy_(value)
+                yield memory
+
     batches, task = [rows_of_terms(4, seed) for seed in range(8)], of_terms()
     whole, loader = default_collate(list(map(default_collate, batches))), Written(batches)
     loader.memories = views = [{name: value[place] for name, value in whole.items()} for place in range(4)]
@@ -379,8 +374,6 @@ def test_a_loader_that_writes_into_its_last_batch_is_an_error() -> None:
 
 
 # --- losses that are not there, not finite, or of the whole batch ---------------------------------------------------------
-
-
 def accumulator_of(model: nn.Module, **arguments: Any) -> Accumulator:
     return Accumulator(None, model, torch.optim.SGD(model.parameters(), 1.0), log=False, **arguments)
 
@@ -540,7 +533,6 @@ def test_a_step_that_a_grad_scaler_leaves_out_is_none_and_clipping_is_unscaled()
 
 
 # --- loops that are not right -------------------------------------------------------------------------------------------
-
 Body = Callable[[Accumulator, nn.Module, Any, Tensor], Any]
 
 

@@ -73,25 +73,24 @@ def test_with_no_argument_a_fused_cross_entropy_takes_the_steps_of_the_full_batc
     assert_exact(loss_of(fused, is_shifted), POLICIES[policy])
 
 
-class InHalfPrecision(torch.autograd.Function):
-    """Takes bfloat16, and calculates in single precision, as kernels for a GPU do; rows without labels are an error."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        with torch.enable_grad():
-            inputs = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
-            loss = F.cross_entropy(inputs[0].float() @ inputs[1].float().T, labels)
-            ctx.gradients = torch.autograd.grad(loss, inputs)
-            1 / int((labels != -100).sum())
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return *(gradient * own for own in ctx.gradients), None
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_of_counts_that_nearly_fit_in_half_precision_the_best_is_taken(policy: str) -> None:
+    class InHalfPrecision(torch.autograd.Function):
+        """Takes bfloat16, and calculates in single precision, as kernels for a GPU do; rows without labels are an error."""
+
+        @staticmethod
+        def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+            with torch.enable_grad():
+                inputs = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+                loss = F.cross_entropy(inputs[0].float() @ inputs[1].float().T, labels)
+                ctx.gradients = torch.autograd.grad(loss, inputs)
+                1 / int((labels != -100).sum())
+            return loss.detach()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return *(gradient * own for own in ctx.gradients), None
+
     FUSED["half precision"] = lambda hidden, weight, labels: InHalfPrecision.apply(hidden.bfloat16(), weight.bfloat16(), labels)
     loss, rows = loss_of("half precision"), [row for row in sentences(40) if (row[1:] % 5 != 4).any()][:32]
     own = windows_of([[rows[start : start + 4] for start in range(0, 32, 4)]], 4)

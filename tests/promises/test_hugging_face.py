@@ -34,18 +34,17 @@ def t5() -> Any:
 MODELS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "t5": t5}
 
 
-def texts(rows: int, seed: int, length: int = 10) -> dict[str, Tensor]:
-    """Padded to one length, so that batches can be joined without changing what they hold."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1, 31, (rows, length), generator=generator)
-    mask = torch.arange(length) < torch.randint(2, length + 1, (rows, 1), generator=generator)
-    return {"input_ids": tokens * mask, "attention_mask": mask.long(), "labels": tokens.masked_fill(~mask, -100)}
-
-
 @pytest.mark.some_cases(2, 3)
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_padded_batch_is_its_split_and_trimmed_micro_batches(name: str, side: str) -> None:
+    def texts(rows: int, seed: int, length: int = 10) -> dict[str, Tensor]:
+        """Padded to one length, so that batches can be joined without changing what they hold."""
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(1, 31, (rows, length), generator=generator)
+        mask = torch.arange(length) < torch.randint(2, length + 1, (rows, 1), generator=generator)
+        return {"input_ids": tokens * mask, "attention_mask": mask.long(), "labels": tokens.masked_fill(~mask, -100)}
+
     widths: list[int] = []
 
     class Recorded(Toy):

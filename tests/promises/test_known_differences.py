@@ -90,20 +90,19 @@ def test_on_train_batch_start_that_ends_an_epoch_between_windows_is_not_warned_o
     assert not messages
 
 
-class WarmsUp(ShardedScalar):  # its first step has no backward, and takes rank 1 two seconds longer
-    automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        if not batch_idx:
-            time.sleep(2.0 * self.global_rank)
-            return
-        self.manual_backward(self.loss(batch))
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-
 @needs_sharding_on_cpu
 def test_a_rank_may_need_longer_than_others_in_a_step_without_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WarmsUp(ShardedScalar):  # its first step has no backward, and takes rank 1 two seconds longer
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            if not batch_idx:
+                time.sleep(2.0 * self.global_rank)
+                return
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
     monotonic = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: 10 * monotonic())  # two seconds are twenty
     run = fit(WarmsUp([x(1.0), x(2.0), x(3.0), x(4.0)]), strategy=fsdp2(), devices=2, accumulate_grad_batches=2)
@@ -167,13 +166,12 @@ class LogsAndPrints(Toy):
         return super().training_step(batch, batch_idx)
 
 
-def of_terms_that_are_counted(net: Any, batch: Any) -> Tensor:
-    mask = batch[0][:, 0] > 0
-    return classified(net, batch) + (net(batch[0])[:, 0] * mask).square().sum() / mask.sum()
-
-
 @pytest.mark.parametrize("where", ["direct", "experiment", case(22, "about 30 more are printed by the check", "print")])
 def test_what_a_step_logs_or_prints_by_itself_is_there_once_a_micro_batch(where: str, monkeypatch: Any, capsys: Any) -> None:
+    def of_terms_that_are_counted(net: Any, batch: Any) -> Tensor:
+        mask = batch[0][:, 0] > 0
+        return classified(net, batch) + (net(batch[0])[:, 0] * mask).square().sum() / mask.sum()
+
     logger, sent = CSVLogger("logs"), []
     kind, log_metrics = type(logger.experiment), type(logger.experiment).log_metrics
     monkeypatch.setattr(kind, "log_metrics", lambda *args, **kw: (sent.extend(args[1]), log_metrics(*args, **kw)))

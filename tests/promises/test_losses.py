@@ -147,15 +147,14 @@ def test_a_rank_that_never_had_a_loss_learns_the_function_of_a_mean_from_the_oth
     assert_window_equals_batch(Trained(RMSE), by_rank, GradientAccumulation(2), by_rank=True, optimizers=[adamw], **UNUSED)
 
 
-class Perplexity(ShardedLanguage):
-    """Its loss is the exponential of a cross entropy."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return (0.1 * super().training_step(batch, batch_idx)).exp()
-
-
 @needs_sharding_on_cpu
 def test_over_shards_a_function_of_a_mean_is_that_of_the_full_batch() -> None:
+    class Perplexity(ShardedLanguage):
+        """Its loss is the exponential of a cross entropy."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return (0.1 * super().training_step(batch, batch_idx)).exp()
+
     by_rank = dealt(sentences(24), 3, "fsdp2")
     assert_one_window_one_batch(partial(Perplexity, "sgd"), by_rank, GradientAccumulation(2), "fsdp2")
 

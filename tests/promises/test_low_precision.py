@@ -118,21 +118,20 @@ def test_counts_that_half_precision_rounds_and_those_of_ignored_labels_make_the_
     assert error_of_updates(module, whole, made(loss, lambda: nn.Linear(4, 301))) <= 0.01  # 0.06 if means of means
 
 
-class Beside(nn.Module):
-    """Adds a part of the mean of all rows to each."""
-
-    def __init__(self, part: float) -> None:
-        super().__init__()
-        self.layer, self.part = nn.Linear(4, 4), part
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = self.layer(x)
-        return outputs + self.part * outputs.mean(0)
-
-
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("part", [0.0, 0.02])
 def test_rows_that_depend_on_each_other_by_less_than_half_precision_rounds_are_not_run_apart(precision: str, part: float) -> None:
+    class Beside(nn.Module):
+        """Adds a part of the mean of all rows to each."""
+
+        def __init__(self, part: float) -> None:
+            super().__init__()
+            self.layer, self.part = nn.Linear(4, 4), part
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs = self.layer(x)
+            return outputs + self.part * outputs.mean(0)
+
     module, policy = made(F.cross_entropy, lambda: Beside(part)), GradientAccumulation(micro_batch=3, row_wise="net")
     with pytest.raises(RowWiseError) if part else nullcontext():
         fit(module, batches(8, 8), policy, precision=precision)

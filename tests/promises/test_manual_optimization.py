@@ -240,8 +240,6 @@ def test_a_loader_batch_without_a_backward_has_no_weight() -> None:
 
 
 # --- ranks that do not keep step ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_rank_without_the_last_batch_of_a_window_ends_all(rank: int) -> None:
@@ -327,8 +325,6 @@ def test_ranks_that_all_leave_training_step_early_go_on() -> None:
 
 
 # --- what stays, and checkpoints ------------------------------------------------------------------------------------------
-
-
 def test_optimizers_and_schedulers_are_left_as_they_were() -> None:
     module = TwoSchedulers()
     run = fit(module, batches_of(GAN), accumulate_grad_batches=3)
@@ -339,14 +335,13 @@ def test_optimizers_and_schedulers_are_left_as_they_were() -> None:
     assert not torch.equal(before, parameter)  # it does not wait any more
 
 
-class Stateful(TwoSchedulers):
-    def train_dataloader(self) -> Any:
-        return StatefulLoader(batches_of(GAN, self.trainer.global_rank))
-
-
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_training_that_goes_on_inside_a_window_ends_like_one_that_never_stopped(ranks: int) -> None:
+    class Stateful(TwoSchedulers):
+        def train_dataloader(self) -> Any:
+            return StatefulLoader(batches_of(GAN, self.trainer.global_rank))
+
     def train(*callbacks: pl.Callback, **arguments: Any) -> Stateful:
         module = Stateful("adamw")
         fit(module, None, *callbacks, strategy=ddp() if ranks == 2 else "accum", devices=ranks, **arguments)
@@ -363,8 +358,6 @@ def test_a_training_that_goes_on_inside_a_window_ends_like_one_that_never_stoppe
 
 
 # --- what is stepped or changed in another way ----------------------------------------------------------------------------
-
-
 class Averages(GAN):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -455,24 +448,22 @@ def test_gradients_of_a_step_that_depend_on_its_batch_are_an_error(change: Any, 
         fit(Changes(change).to(dtype), batches, accumulate_grad_batches=2)
 
 
-def smaller(module: Changes, optimizer: Any, gradients: list[Tensor], *_: Any) -> None:  # by its parameters, and less its mean
-    for own, gradient in zip(module.cached, gradients, strict=False):
-        gradient.mul_((own.detach().norm() / gradient.norm()).clamp(max=1)).sub_(gradient.mean())
-
-
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 def test_gradients_that_are_changed_without_the_batch_are_exact() -> None:
+    def smaller(module: Changes, optimizer: Any, gradients: list[Tensor], *_: Any) -> None:  # by its parameters, and less its mean
+        for own, gradient in zip(module.cached, gradients, strict=False):
+            gradient.mul_((own.detach().norm() / gradient.norm()).clamp(max=1)).sub_(gradient.mean())
+
     for optimizer in ("sgd", "adamw"):
         assert_one_window_one_batch(partial(Changes, smaller, optimizer), [draw(GAN)], 3, collate=default_collate)
 
 
-def averaged(module: Changes, optimizer: Any, gradients: list[Tensor], *_: Any) -> None:  # over the steps so far
-    module.average = [0.9 * before + own for before, own in zip(getattr(module, "average", gradients), gradients, strict=False)]
-    for own, gradient in zip(module.average, gradients, strict=True):
-        gradient.copy_(own)
-
-
 def test_gradients_that_depend_on_what_earlier_steps_left_are_warned_of() -> None:  # 0.4
+    def averaged(module: Changes, optimizer: Any, gradients: list[Tensor], *_: Any) -> None:  # over the steps so far
+        module.average = [0.9 * before + own for before, own in zip(getattr(module, "average", gradients), gradients, strict=False)]
+        for own, gradient in zip(module.average, gradients, strict=True):
+            gradient.copy_(own)
+
     with pytest.warns(AccumulationWarning, match="training_step changes what it keeps in an attribute"):
         fit(Changes(averaged), batches_of(GAN), accumulate_grad_batches=2)
 
@@ -487,8 +478,6 @@ def test_gradients_with_a_graph_are_refused() -> None:
 
 
 # --- losses that do not add up ----------------------------------------------------------------------------------------------
-
-
 class Compares(GAN):
     """The second backward compares the rows of its batch."""
 
@@ -552,18 +541,17 @@ def test_terms_in_backwards_of_their_own_are_exact() -> None:
     assert found.parameters <= EXACT
 
 
-class Begins(GAN):
-    """Another term of the loss begins with the fourth loader batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        opt_g, _ = self.optimizers()
-        opt_g.zero_grad()
-        found = self.generator(batch[1])
-        loss = found.square().mean()
-        self.manual_backward(loss if batch_idx < 3 else loss + (found - found.mean(0)).abs().mean())
-        opt_g.step()
-
-
 def test_a_term_that_begins_later_is_warned_of() -> None:
+    class Begins(GAN):
+        """Another term of the loss begins with the fourth loader batch."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            opt_g, _ = self.optimizers()
+            opt_g.zero_grad()
+            found = self.generator(batch[1])
+            loss = found.square().mean()
+            self.manual_backward(loss if batch_idx < 3 else loss + (found - found.mean(0)).abs().mean())
+            opt_g.step()
+
     with pytest.warns(AccumulationWarning, match="manual_backward got a loss that is computed differently"):
         fit(Begins(), batches_of(GAN), accumulate_grad_batches=3)

@@ -226,15 +226,6 @@ def test_manual_optimization_is_that_of_the_whole_batches_to_the_bit(memory: Oth
     assert memory.out > 0
 
 
-def moves(host: OtherMemory) -> pl.Callback:
-    """Something was moved on each of several ranks, and nothing lost."""
-
-    def look(trainer: pl.Trainer, pl_module: Any) -> None:
-        assert trainer.world_size == 1 or (host.out > 0 and not host.faults)
-
-    return pl.callbacks.LambdaCallback(on_train_end=look)
-
-
 OPTIONS = [on("ddp", 1, static_graph=True), on("ddp", 1, find_unused_parameters=True)]
 ON_RANKS = [on("ddp", 3), *OPTIONS, on("fsdp2", 1), on("fsdp1", 1), on("fsdp2", 3), on("accum", 3)]
 
@@ -242,6 +233,14 @@ ON_RANKS = [on("ddp", 3), *OPTIONS, on("fsdp2", 1), on("fsdp1", 1), on("fsdp2", 
 @pytest.mark.some_cases(1, 3)
 @pytest.mark.parametrize(("engine", "options", "window"), ON_RANKS)
 def test_windows_and_ranks(memory: OtherMemory, engine: str, options: dict[str, Any], window: int) -> None:
+    def moves(host: OtherMemory) -> pl.Callback:
+        """Something was moved on each of several ranks, and nothing lost."""
+
+        def look(trainer: pl.Trainer, pl_module: Any) -> None:
+            assert trainer.world_size == 1 or (host.out > 0 and not host.faults)
+
+        return pl.callbacks.LambdaCallback(on_train_end=look)
+
     by_rank = dealt(sentences(18), 3, engine)
     make = partial(ShardedLanguage, "adamw", reshard_after_forward=True)
     assert_one_window_one_batch(make, by_rank, offloaded(window), engine, options, callbacks=[moves(memory)])
@@ -250,23 +249,22 @@ def test_windows_and_ranks(memory: OtherMemory, engine: str, options: dict[str, 
 LAYERS = 12
 
 
-class Deep(Toy):
-    """Convolutions with BatchNorm between them, all of one width."""
-
-    def __init__(self, alive: Alive) -> None:
-        layers = (nn.Sequential(nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16), nn.Tanh()) for _ in range(LAYERS))
-        loss = lambda net, batch: (net(batch) - 1).square().mean()  # noqa: E731
-        super().__init__(loss, net=lambda: nn.Sequential(nn.Conv2d(1, 16, 1), *layers))
-        self.alive, self.peaks = alive, []
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.before = self.alive.peak = self.alive.bytes
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.peaks.append(self.alive.peak - self.before)
-
-
 def test_the_peak_is_a_few_layers_and_not_all_of_them(memory: OtherMemory) -> None:
+    class Deep(Toy):
+        """Convolutions with BatchNorm between them, all of one width."""
+
+        def __init__(self, alive: Alive) -> None:
+            layers = (nn.Sequential(nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16), nn.Tanh()) for _ in range(LAYERS))
+            loss = lambda net, batch: (net(batch) - 1).square().mean()  # noqa: E731
+            super().__init__(loss, net=lambda: nn.Sequential(nn.Conv2d(1, 16, 1), *layers))
+            self.alive, self.peaks = alive, []
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.before = self.alive.peak = self.alive.bytes
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.peaks.append(self.alive.peak - self.before)
+
     data, one_layer, peaks = [torch.randn(64, 1, 8, 8).double() for _ in range(3)], 64 * 16 * 8 * 8 * 8, []
     for callbacks in ((), (offloaded(log=False),)):
         with Alive() as alive:

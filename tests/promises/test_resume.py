@@ -75,15 +75,15 @@ def test_a_window_begun_on_some_ranks_and_ended_on_others_is_the_step_of_all_tha
     assert module.total == pytest.approx(sum(values) / len(values), rel=1e-14)
 
 
-class OfTwoCounts(Scalar):
-    """Means over all numbers, and over those above 2."""
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return (self.w * batch).mean() + (self.w * batch[batch > 2]).mean()
-
-
 def test_a_window_of_counted_terms_that_was_begun_on_other_ranks_begins_anew() -> None:
     """What its terms weigh was counted in batches that these ranks do not have."""
+
+    class OfTwoCounts(Scalar):
+        """Means over all numbers, and over those above 2."""
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return (self.w * batch).mean() + (self.w * batch[batch > 2]).mean()
+
     by_rank = [[x(10.0 * rank + i, float(i), 3.0) for i in range(8)] for rank in range(2)]
     on_ranks(2, OfTwoCounts(by_rank=by_rank), 5, SaveAfter(3, ends=True))
     with pytest.warns(AccumulationWarning, match="over 2 ranks"):

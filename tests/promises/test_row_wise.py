@@ -79,8 +79,6 @@ def of_classes(net: Any, batch: Any) -> Tensor | None:
 
 
 # --- any loss ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.some_cases(6, 12)
 @pytest.mark.parametrize("loss", [pytest.param(loss, id=loss.name.replace(" ", "_")) for loss in TABLE if loss.kind is Kind.BATCH])
 def test_a_loss_that_no_weight_makes_exact_takes_the_steps_of_the_whole_batch(loss: Row) -> None:
@@ -104,35 +102,32 @@ def test_the_error_of_a_loss_of_pairs_names_submodules_with_which_it_is_exact(na
     assert_window_equals_batch(two_views(LOSSES[name]), batches(*[2 * ROWS] * 2), eval(mend.group()))
 
 
-class Joined(nn.Module):
-    """Runs a module on 4 rows at a time, all with a graph, and joins its outputs: the reference where there is dropout."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.module(part) for part in x.split(4)])
-
-
-class Noisy(nn.Dropout):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + random.random())
-
-
-class Drawing(Toy):
-    """Begins each step with a seed of its own, and notes which random numbers are next after its backward."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        torch.manual_seed(batch_idx)
-        random.seed(batch_idx)
-        return super().training_step(batch, batch_idx)
-
-    def on_after_backward(self) -> None:
-        self.drawn = [*getattr(self, "drawn", []), torch.rand(()).item(), random.random()]
-
-
 def test_random_numbers_are_those_of_the_first_pass_and_go_on_as_if_it_were_the_only_one() -> None:
+    class Drawing(Toy):
+        """Begins each step with a seed of its own, and notes which random numbers are next after its backward."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            torch.manual_seed(batch_idx)
+            random.seed(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def on_after_backward(self) -> None:
+            self.drawn = [*getattr(self, "drawn", []), torch.rand(()).item(), random.random()]
+
+    class Noisy(nn.Dropout):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + random.random())
+
+    class Joined(nn.Module):
+        """Runs a module on 4 rows at a time, all with a graph, and joins its outputs: the reference where there is dropout."""
+
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.module(part) for part in x.split(4)])
+
     expected, module = (Drawing(partial(of_views, clip), net=lambda: encoder_and_scale(Noisy(0.5))) for _ in range(2))
     expected.net["encoder"] = Joined(expected.net.encoder)
     fit(expected, collated(*[ROWS] * 3), strategy="auto")
@@ -142,8 +137,6 @@ def test_random_numbers_are_those_of_the_first_pass_and_go_on_as_if_it_were_the_
 
 
 # --- any call -----------------------------------------------------------------------------------------------------------
-
-
 class Encoder(nn.Module):
     """A small network, and a ``forward(self, *inputs)``."""
 
@@ -255,7 +248,6 @@ def in_a_checkpoint(net: Any, x: Tensor, use_reentrant: bool = False) -> Tensor:
 
 
 # --- as others write them
-
 LENGTH, CLASSES = 6, 31
 
 
@@ -428,8 +420,6 @@ def test_only_one_micro_batch_and_the_outputs_are_held() -> None:
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-
 def last_is_large(net: Any, x: Tensor) -> Tensor:
     x = x.clone()
     x[-1, 0] = 10
@@ -533,8 +523,6 @@ def test_names_and_sizes_that_do_not_fit_are_refused_before_training(policy: dic
 
 
 # --- windows and what else there is ---------------------------------------------------------------------------------------
-
-
 def uneven() -> list[list[Any]]:
     """Loader batches of unequally many rows, most of one of which are ignored."""
     rows = batches(3, 10, 7, 5, 8, 2)
@@ -585,7 +573,6 @@ def test_the_networks_of_a_gan_in_manual_optimization() -> None:
 
 
 # --- ranks --------------------------------------------------------------------------------------------------------------
-
 WITH_RANKS: dict[str, Any] = {"collate": default_collate, "optimizers": (sgd, adamw)}
 
 

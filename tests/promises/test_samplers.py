@@ -36,13 +36,6 @@ def by_rank(lengths: Any, batch_size: int, ranks: int, epoch: int = 0, **kwargs:
     return found
 
 
-def windows_of(batches: list[list[list[int]]], window: int) -> list[list[int]]:
-    """What all ranks together have in each window, sorted."""
-    steps = list(zip_longest(*batches, fillvalue=[]))
-    groups = [steps[start : start + window] for start in range(0, len(steps), window)]
-    return [sorted(index for step in group for batch in step for index in batch) for group in groups]
-
-
 def same_order(samples: int, size: int, epoch: int, **kwargs: Any) -> list[list[int]]:
     """Windows of ``size`` samples in the order of SameOrderSampler."""
     sampler = SameOrderSampler(range(samples), **kwargs)
@@ -55,6 +48,12 @@ def same_order(samples: int, size: int, epoch: int, **kwargs: Any) -> list[list[
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_windows_hold_the_samples_of_same_order_sampler_in_every_epoch(ranks: int, window: int, shuffle: bool) -> None:
+    def windows_of(batches: list[list[list[int]]], window: int) -> list[list[int]]:
+        """What all ranks together have in each window, sorted."""
+        steps = list(zip_longest(*batches, fillvalue=[]))
+        groups = [steps[start : start + window] for start in range(0, len(steps), window)]
+        return [sorted(index for step in group for batch in step for index in batch) for group in groups]
+
     for samples, batch_size, epoch in itertools.product([1, 2, 3, 7, 24, 61], [1, 2, 5], range(2)):
         found = by_rank(log_normal(samples), batch_size, ranks, epoch, window=window, shuffle=shuffle, seed=3)
         assert all(batch for batches in found for batch in batches)
@@ -180,24 +179,21 @@ def test_bad_argument_is_named(lengths: Any, arguments: dict[str, Any], error: t
 
 
 # --- SameOrderSampler: every sample once, in an order that does not know how many ranks there are --------------------------
-
-
-def dealt(sampler: SameOrderSampler, num_replicas: int) -> list[list[int]]:
-    """What each rank gets, after its length was asked."""
-    shares = []
-    for rank in range(num_replicas):
-        sampler.deal(num_replicas, rank)
-        shares.append(list(sampler))
-        assert (len(sampler), sampler.num_replicas, sampler.rank) == (len(shares[-1]), num_replicas, rank)
-    return shares
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("samples", [0, 1, 2, 3, 7, 12, 60, 61])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])
 def test_ranks_together_get_every_sample_once_in_torchs_order_where_torch_repeats_nothing(
     num_replicas: int, samples: int, shuffle: bool
 ) -> None:
+    def dealt(sampler: SameOrderSampler, num_replicas: int) -> list[list[int]]:
+        """What each rank gets, after its length was asked."""
+        shares = []
+        for rank in range(num_replicas):
+            sampler.deal(num_replicas, rank)
+            shares.append(list(sampler))
+            assert (len(sampler), sampler.num_replicas, sampler.rank) == (len(shares[-1]), num_replicas, rank)
+        return shares
+
     sampler = SameOrderSampler(range(samples), shuffle=shuffle, seed=11)
     for epoch in range(2):
         sampler.set_epoch(epoch)

@@ -48,8 +48,6 @@ def pieces(data: Any, micro_batch: Any = 3, number: int | None = None, **policy:
 
 
 # --- which containers ----------------------------------------------------------------------------------------------------
-
-
 def rows(*shape: int, start: int = 0) -> Tensor:
     """A tensor whose entries all differ."""
     return torch.arange(start, start + int(torch.tensor(shape).prod())).reshape(shape)
@@ -180,8 +178,6 @@ def test_a_batch_that_cannot_be_split_is_named_with_the_way_out_before_anything_
 
 
 # --- a function that splits ----------------------------------------------------------------------------------------------
-
-
 def test_a_function_that_loses_rows_is_warned_of() -> None:
     def loses_the_last(batch: Tensor, size: int) -> list[Tensor]:
         return [batch[start : start + size] for start in range(0, len(batch) - size + 1, size)]
@@ -191,15 +187,14 @@ def test_a_function_that_loses_rows_is_warned_of() -> None:
     assert any("loses_the_last" in message and "6 samples" in message and "of 8" in message for message in told)
 
 
-def detected(net: nn.Module, batch: Any) -> Tensor:
-    """The loss of a detector: a mean over the boxes of all images, whose sizes differ; an image may have none."""
-    images, targets = (batch["images"], batch["targets"]) if isinstance(batch, dict) else batch
-    found = [net(image.mean((1, 2))).expand(len(t["boxes"]), 4) for image, t in zip(images, targets, strict=True)]
-    return F.smooth_l1_loss(torch.cat(found), torch.cat([t["boxes"] for t in targets]))
-
-
 @pytest.mark.parametrize("as_dict", [False, True])
 def test_lists_of_images_and_targets_are_split_exactly(as_dict: bool) -> None:
+    def detected(net: nn.Module, batch: Any) -> Tensor:
+        """The loss of a detector: a mean over the boxes of all images, whose sizes differ; an image may have none."""
+        images, targets = (batch["images"], batch["targets"]) if isinstance(batch, dict) else batch
+        found = [net(image.mean((1, 2))).expand(len(t["boxes"]), 4) for image, t in zip(images, targets, strict=True)]
+        return F.smooth_l1_loss(torch.cat(found), torch.cat([t["boxes"] for t in targets]))
+
     def collate(boxes: list[int]) -> Any:
         images = [torch.arange(3.0 * 4 * (4 + n)).double().reshape(3, 4, 4 + n).sin() for n in boxes]
         targets = [{"boxes": torch.arange(4.0 * n).double().reshape(n, 4).cos(), "id": n} for n in boxes]
@@ -218,12 +213,11 @@ def test_lists_are_split_of_samples_too_and_other_batches_are_refused() -> None:
         split_lists({"x": X}, 2)
 
 
-def by_value(batch: Opaque, size: int) -> list[Opaque]:
-    return [Opaque(batch.value[i : i + size]) for i in range(0, len(batch.value), size)]
-
-
 @pytest.mark.parametrize("size", [2, Tokens(3), "auto"], ids=str)
 def test_a_function_splits_what_shows_no_rows(size: Any) -> None:
+    def by_value(batch: Opaque, size: int) -> list[Opaque]:
+        return [Opaque(batch.value[i : i + size]) for i in range(0, len(batch.value), size)]
+
     expected = {2: [[1, 2], [3, 4], [15]], Tokens(3): [[1, 2, 3], [4, 15]], "auto": [[1, 2, 3, 4, 15]]}[size]
     assert [part.value for part in pieces(Opaque([1, 2, 3, 4, 15]), size, split=by_value)] == expected
 
@@ -238,7 +232,6 @@ def test_a_function_that_returns_no_list_is_named(returned: Any) -> None:
 
 
 # --- lengths -------------------------------------------------------------------------------------------------------------
-
 LENGTH = 9
 Spans = Sequence[tuple[int, int]]
 
@@ -407,8 +400,6 @@ def test_classes_that_are_as_many_as_columns_by_chance_are_not_trimmed() -> None
 
 
 # --- which rows make a micro-batch ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("trim", [True, False, "attention_mask"])
 @pytest.mark.parametrize("size", [1, 3, 5, Tokens(9), Tokens(20), Tokens(37), "auto"], ids=str)
 @pytest.mark.parametrize("side", ["right", "both"])

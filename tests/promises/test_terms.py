@@ -63,11 +63,10 @@ def test_with_no_argument_a_loss_of_several_terms_takes_the_steps_of_the_full_ba
     assert_exact(of, arguments)
 
 
-class AskingOfTerms(Asking, OfTerms):
-    pass
-
-
 def test_the_loaders_may_be_there_before_the_windows() -> None:  # refused before
+    class AskingOfTerms(Asking, OfTerms):
+        pass
+
     of = partial(AskingOfTerms, LOSSES["tokens and samples"].of)
     assert_one_window_one_batch(of, [BATCHES], GradientAccumulation(4), collate=default_collate)
 
@@ -98,14 +97,13 @@ def test_a_part_of_the_loss_that_only_shows_and_is_no_mean_is_told_of() -> None:
     assert found.parameters <= EXACT
 
 
-class WritesIntoItsBatch(OfTerms):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        batch["x"].mul_(2)
-        return super().training_step({**batch, "labels": batch.pop("labels")}, batch_idx)
-
-
 @pytest.mark.parametrize("policy", ["windows", "split in 2"])
 def test_a_step_may_write_into_its_batch(policy: str) -> None:
+    class WritesIntoItsBatch(OfTerms):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            batch["x"].mul_(2)
+            return super().training_step({**batch, "labels": batch.pop("labels")}, batch_idx)
+
     own = windows_of([BATCHES], 4) if policy != "windows" else BATCHES
     make, policy_of = partial(WritesIntoItsBatch, LOSSES["tokens and samples"].of), GradientAccumulation(**POLICIES[policy])
     assert_one_window_one_batch(make, [own], policy_of, collate=default_collate)
@@ -123,8 +121,6 @@ def test_the_start_line_names_the_terms_in_the_order_of_their_weights(name: str,
 
 
 # --- what is not there in all batches -----------------------------------------------------------------------------------
-
-
 NONE_AT_FIRST = [rows(size, seed, has_some=seed > 7 and seed not in (10, 12)) for seed, size in enumerate((*SIZES, *SIZES[:4]))]
 
 
@@ -194,7 +190,6 @@ def test_a_micro_batch_of_nothing_leaves_the_shown_loss_of_its_window_to_the_oth
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------------
-
 UNUSED = {"find_unused_parameters": True}
 RANKS = [  # the loader batches of each rank, which end at different times
     on("ddp", (6, 4), {"window": 2}, **UNUSED), on("ddp of 3", (5, 2, 4), {"window": 2}, **UNUSED),
@@ -251,8 +246,6 @@ def test_a_loss_that_lacks_a_term_of_the_list_on_one_rank_is_an_error() -> None:
 
 
 # --- what a stranger's losses have found ----------------------------------------------------------------------------------
-
-
 def chosen_or_nothing(o: Any, b: Any, m: Any) -> Tensor:
     """What is divided by at least 1, and by the number of what is chosen where there is any."""
     of_chosen = F.smooth_l1_loss(o.values[b.some], b.y[b.some], reduction="sum") / max(int(b.some.sum()), 1)
@@ -274,15 +267,14 @@ def test_terms_of_strangers(loss: Function, policy: str) -> None:
     assert_exact(loss, POLICIES[policy], BATCHES if loss is chosen_or_nothing else ALL_SOME)
 
 
-class CompiledNetwork(OfTerms):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.net.compile(backend="aot_eager", dynamic=True)
-
-
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("name", "policy"), [("nodes and edges", "windows"), (ABSENT[0], "split in 3")])
 def test_terms_of_a_compiled_network(name: str, policy: str) -> None:  # refused before
+    class CompiledNetwork(OfTerms):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.net.compile(backend="aot_eager", dynamic=True)
+
     torch._dynamo.reset()
     of, own = partial(CompiledNetwork, LOSSES[name].of), windows_of([BATCHES], 4) if policy != "windows" else BATCHES
     how = GradientAccumulation(**POLICIES[policy])
@@ -306,15 +298,13 @@ def test_the_first_of_two_heads_may_be_absent_from_later_windows_only(policy: st
     assert_exact(loss, POLICIES[policy], [*begun, *BATCHES[4:]], [sgd])
 
 
-def by_a_number_of_the_batch(o: Any, b: Any, m: Any) -> Tensor:
-    return F.cross_entropy(o.classes, b.t, reduction="sum") / b.n + F.mse_loss(o.values, b.y)
-
-
-def with_number(batch: list[dict[str, Tensor]]) -> dict[str, Any]:
-    return {**default_collate(batch), "n": len(batch)}
-
-
 def test_a_term_divided_by_a_number_of_the_loader_batch_is_told_of_and_takes_a_weight() -> None:
+    def with_number(batch: list[dict[str, Tensor]]) -> dict[str, Any]:
+        return {**default_collate(batch), "n": len(batch)}
+
+    def by_a_number_of_the_batch(o: Any, b: Any, m: Any) -> Tensor:
+        return F.cross_entropy(o.classes, b.t, reduction="sum") / b.n + F.mse_loss(o.values, b.y)
+
     batches = [with_number(batch) for batch in BATCHES]
     with pytest.warns(AccumulationWarning, match="A factor of the loss changes"):
         fit(OfTerms(by_a_number_of_the_batch), batches, GradientAccumulation(4))
@@ -361,11 +351,10 @@ def test_what_the_first_rows_of_a_split_batch_do_not_show_others_do(late: str) -
     assert_exact(LATE[late][0], POLICIES["split in 3"], of_late(late))
 
 
-def weighted(place: int, size: int, weight: float) -> list[dict[str, Tensor]]:
-    return [{**row, "w": torch.tensor(weight, dtype=torch.float64)} for row in rows(size, place)]
-
-
 def test_rows_are_looked_at_all_over_a_batch_that_is_sorted() -> None:  # 0.4 before
+    def weighted(place: int, size: int, weight: float) -> list[dict[str, Tensor]]:
+        return [{**row, "w": torch.tensor(weight, dtype=torch.float64)} for row in rows(size, place)]
+
     batches = [weighted(place, 4, (1.0, 1.0, 2.0, 3.0)[place % 4]) for place in range(12)]
     assert_exact(by_their_mean, {"micro_batch": 4}, batches)
 
@@ -402,14 +391,13 @@ def test_a_sum_over_samples_is_looked_at_no_further(size: int) -> None:
     assert_exact(lambda o, b, m: (o.values - b.y).square().sum() / len(b.t), {"window": 4}, batches)
 
 
-def small_constants(o: Any, b: Any, m: Any) -> Tensor:
-    chosen, is_rare = b.some.to(o.values.dtype), (b.rare >= 0).to(o.values.dtype)
-    of_chosen = ((o.values - b.y).square().mean(1) * chosen).sum() / (chosen.sum() + 1e-5)
-    return of_chosen + (o.values.square().sum(1) * is_rare).sum() / (is_rare.sum() + 1e-5) + F.cross_entropy(o.classes, b.t)
-
-
 @pytest.mark.parametrize("policy", ["windows", "split in 2"])
 def test_each_term_has_a_small_constant_of_its_own(policy: str) -> None:  # 3e-6 before
+    def small_constants(o: Any, b: Any, m: Any) -> Tensor:
+        chosen, is_rare = b.some.to(o.values.dtype), (b.rare >= 0).to(o.values.dtype)
+        of_chosen = ((o.values - b.y).square().mean(1) * chosen).sum() / (chosen.sum() + 1e-5)
+        return of_chosen + (o.values.square().sum(1) * is_rare).sum() / (is_rare.sum() + 1e-5) + F.cross_entropy(o.classes, b.t)
+
     assert_exact(
         small_constants, POLICIES[policy], [rows(size, seed, has_some=seed not in (5, 6)) for seed, size in enumerate(SIZES)]
     )
@@ -433,7 +421,6 @@ def test_loader_batches_of_few_rows_are_checked_together_before_their_window(nam
 
 
 # --- a list with a weight for each term: windows are counted in loader batches that are drawn ahead -------------------------
-
 THREE = "nodes, edges and graphs"
 WEIGHT = [COUNTS[count] for count in LOSSES[THREE].counts.split(", ")]
 DRAWN = [rows(size, seed) for seed, size in enumerate((3, 2, 5, 2, 4, 2, 3, 2, 5, 2))]
@@ -466,33 +453,32 @@ def test_tokens_of_all_ranks_end_a_window() -> None:
     assert_drawn(by_rank, windows_of_tokens(both, 30), "ddp", window=Tokens(30))
 
 
-class Endless(IterableDataset):
-    """Says how many it has yielded."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches, self.yielded = batches, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            self.yielded += 1
-            yield self.batches[(self.yielded - 1) % len(self.batches)]
-
-
-class Seen(Callback):
-    """What a callback gets in each loader batch, and what had been drawn by then."""
-
-    def __init__(self, stream: Endless) -> None:
-        self.stream = stream
-        self.ahead: list[int] = []
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        assert torch.equal(batch["ids"], self.stream.batches[batch_idx % 5]["ids"])
-        self.ahead.append(self.stream.yielded - batch_idx - 1)
-
-
 @pytest.mark.parametrize(("weight", "ahead"), [(WEIGHT, [1, 3, 2, 1]), (SampleCount(), [1, 1, 1, 1])], ids=["a list", "one weight"])
 def test_a_stream_is_drawn_as_far_as_the_window_and_only_with_a_weight_for_each_term(weight: Any, ahead: list[int]) -> None:
     """When its first batch runs, after that batch's hook. And the batch that Lightning draws ahead of a stream."""
+
+    class Endless(IterableDataset):
+        """Says how many it has yielded."""
+
+        def __init__(self, batches: Sequence[Any]) -> None:
+            self.batches, self.yielded = batches, 0
+
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                self.yielded += 1
+                yield self.batches[(self.yielded - 1) % len(self.batches)]
+
+    class Seen(Callback):
+        """What a callback gets in each loader batch, and what had been drawn by then."""
+
+        def __init__(self, stream: Endless) -> None:
+            self.stream = stream
+            self.ahead: list[int] = []
+
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+            assert torch.equal(batch["ids"], self.stream.batches[batch_idx % 5]["ids"])
+            self.ahead.append(self.stream.yielded - batch_idx - 1)
+
     stream = Endless(list(map(default_collate, DRAWN[:5])))
     seen, policy = Seen(stream), GradientAccumulation(4, weight=weight, check=False)
     fit(OfTerms(LOSSES[THREE].of), DataLoader(stream, batch_size=None), policy, seen, max_steps=3, max_epochs=-1)

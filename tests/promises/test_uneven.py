@@ -129,55 +129,52 @@ def test_ranks_that_end_at_different_times_equal_the_full_batch(
     assert_one_window_one_batch(ShardedScalar, rows, GradientAccumulation(**policy), engine, options, **arguments)
 
 
-class Streams(Unsized):
-    """Others in each epoch."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches.pop(0))
-
-
-class ByEpoch(Uneven):
-    """In each epoch the loaders have other lengths."""
-
-    def train_dataloader(self) -> DataLoader:
-        by_epoch = [by_rank[self.global_rank] for by_rank in self.by_rank]
-        if self.has_length:
-            return DataLoader(by_epoch[self.trainer.current_epoch], batch_size=None)
-        return DataLoader(Streams(by_epoch), batch_size=None)
-
-
 @pytest.mark.some_cases(2, 2)
 @LENGTHS_KNOWN
 @ENGINES
 def test_lengths_may_change_from_epoch_to_epoch(engine: str, has_length: bool) -> None:
+    class Streams(Unsized):
+        """Others in each epoch."""
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self.batches.pop(0))
+
+    class ByEpoch(Uneven):
+        """In each epoch the loaders have other lengths."""
+
+        def train_dataloader(self) -> DataLoader:
+            by_epoch = [by_rank[self.global_rank] for by_rank in self.by_rank]
+            if self.has_length:
+                return DataLoader(by_epoch[self.trainer.current_epoch], batch_size=None)
+            return DataLoader(Streams(by_epoch), batch_size=None)
+
     by_epoch = [batches(3, 1), batches(0, 2), batches(4, 4), batches(1, 3)]
     reload = {"reload_dataloaders_every_n_epochs": 1} if has_length else {}
     found = total(engine, ByEpoch(by_epoch, has_length), 2, max_epochs=len(by_epoch), **reload)
     assert found == pytest.approx(sum(mean for by_rank in by_epoch for mean in means(by_rank, 2)), rel=1e-12)
 
 
-class Logs(Uneven):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.of_metric, self.count = MeanMetric(), SumMetric()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        options = {"sync_dist": True, "on_epoch": True}
-        self.log("mean", batch.mean(), on_step=True, batch_size=len(batch), **options)
-        self.log("sum", batch.sum(), on_step=True, reduce_fx="sum", batch_size=len(batch), **options)
-        self.log("largest", batch.max(), on_step=False, reduce_fx="max", batch_size=len(batch), **options)
-        self.log("not synced", batch.mean(), on_step=True, on_epoch=True, batch_size=len(batch))
-        self.of_metric(batch)  # forward: of the batch, and of the epoch
-        self.count.update(torch.ones(len(batch)))
-        self.log("of metric", self.of_metric, on_step=True, on_epoch=True)
-        self.log("count", self.count, on_step=False, on_epoch=True)
-        return self.loss(batch)
-
-
 @pytest.mark.some_cases(2, 2)
 @LENGTHS_KNOWN
 @ENGINES
 def test_what_is_logged_in_an_epoch_counts_every_sample_once(engine: str, has_length: bool) -> None:
+    class Logs(Uneven):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.of_metric, self.count = MeanMetric(), SumMetric()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            options = {"sync_dist": True, "on_epoch": True}
+            self.log("mean", batch.mean(), on_step=True, batch_size=len(batch), **options)
+            self.log("sum", batch.sum(), on_step=True, reduce_fx="sum", batch_size=len(batch), **options)
+            self.log("largest", batch.max(), on_step=False, reduce_fx="max", batch_size=len(batch), **options)
+            self.log("not synced", batch.mean(), on_step=True, on_epoch=True, batch_size=len(batch))
+            self.of_metric(batch)  # forward: of the batch, and of the epoch
+            self.count.update(torch.ones(len(batch)))
+            self.log("of metric", self.of_metric, on_step=True, on_epoch=True)
+            self.log("count", self.count, on_step=False, on_epoch=True)
+            return self.loss(batch)
+
     by_rank = batches(2, 5)
     total(engine, Logs(by_rank, has_length), 2)
     of_ranks = [torch.cat(batches_of_rank) for batches_of_rank in by_rank]
@@ -190,27 +187,26 @@ def test_what_is_logged_in_an_epoch_counts_every_sample_once(engine: str, has_le
     assert found["not synced"] == pytest.approx(of_ranks[0].mean().item(), rel=1e-6)
 
 
-class Changes(Uneven):
-    """Its training_step changes what a module can hold."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.seen: list[float] = []
-        self.norm = nn.BatchNorm1d(1, affine=False).double()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.seen.append(batch.sum().item())
-        return self.loss(batch) + self.norm(batch[:, None]).sum() * 0
-
-    def facts(self) -> dict[str, Any]:
-        norm = {name: buffer.item() for name, buffer in self.norm.named_buffers()}
-        return {"seen": self.seen, **norm}
-
-
 @pytest.mark.some_cases(2, 2)
 @LENGTHS_KNOWN
 @ENGINES
 def test_a_rank_that_stands_in_changes_nothing_of_its_own(engine: str, has_length: bool) -> None:
+    class Changes(Uneven):
+        """Its training_step changes what a module can hold."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.seen: list[float] = []
+            self.norm = nn.BatchNorm1d(1, affine=False).double()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.seen.append(batch.sum().item())
+            return self.loss(batch) + self.norm(batch[:, None]).sum() * 0
+
+        def facts(self) -> dict[str, Any]:
+            norm = {name: buffer.item() for name, buffer in self.norm.named_buffers()}
+            return {"seen": self.seen, **norm}
+
     by_rank = [[x(1, 2), x(3, 5)], [x(6, 7), x(8, 1), x(9, 2), x(4, 4), x(5, 3)]]
     total(engine, Changes(by_rank, has_length), 2, options={"broadcast_buffers": False} if engine == "ddp" else {})
     for own, found in zip(by_rank, facts_of(2), strict=True):
@@ -221,24 +217,6 @@ def test_a_rank_that_stands_in_changes_nothing_of_its_own(engine: str, has_lengt
         assert found == {"seen": [batch.sum().item() for batch in own] * EPOCHS, **buffers}
 
 
-class Validates(Uneven):
-    """Notes how many batches it had trained on at each validation."""
-
-    def on_fit_start(self) -> None:
-        self.validated_at: list[int] = []
-
-    def val_dataloader(self) -> DataLoader:
-        return loader([x(1), x(2)])
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val", self.layer(batch[:, None]).mean(), sync_dist=True)
-        if batch_idx == 0:
-            self.validated_at.append(self.trainer.fit_loop.epoch_loop.batch_progress.total.completed)
-
-    def facts(self) -> dict[str, Any]:
-        return {"validated at": self.validated_at}
-
-
 @pytest.mark.some_cases(2, 4)
 @pytest.mark.parametrize(
     ("has_length", "interval", "expected"),
@@ -246,21 +224,27 @@ class Validates(Uneven):
 )
 @ENGINES
 def test_validation_is_on_all_ranks_at_once(engine: str, has_length: bool, interval: float, expected: list[int]) -> None:
+    class Validates(Uneven):
+        """Notes how many batches it had trained on at each validation."""
+
+        def on_fit_start(self) -> None:
+            self.validated_at: list[int] = []
+
+        def val_dataloader(self) -> DataLoader:
+            return loader([x(1), x(2)])
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("val", self.layer(batch[:, None]).mean(), sync_dist=True)
+            if batch_idx == 0:
+                self.validated_at.append(self.trainer.fit_loop.epoch_loop.batch_progress.total.completed)
+
+        def facts(self) -> dict[str, Any]:
+            return {"validated at": self.validated_at}
+
     by_rank = batches(5, 2)
     found = total(engine, Validates(by_rank, has_length), 2, val_check_interval=interval, num_sanity_val_steps=0)
     assert found == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
     assert facts_of(2) == [{"validated at": expected}] * 2
-
-
-class MapStyle(Uneven):
-    def __init__(self, samples: int, has_own_sampler: bool) -> None:
-        super().__init__()
-        self.numbers, self.has_own_sampler = torch.arange(samples, dtype=torch.float64).square(), has_own_sampler
-
-    def train_dataloader(self) -> DataLoader:
-        arguments = self.trainer.world_size, self.global_rank
-        own = DistributedSampler(self.numbers, *arguments, shuffle=False) if self.has_own_sampler else None
-        return DataLoader(self.numbers, batch_size=2, sampler=own)
 
 
 MAPPED = [*(on(engine, 10, 0) for engine in ("ddp", "ddp of 3", "fsdp2")), on("ddp", 2, 1), on("ddp", 10, 1)]
@@ -272,6 +256,16 @@ MAPPED = [*(on(engine, 10, 0) for engine in ("ddp", "ddp of 3", "fsdp2")), on("d
 def test_samples_of_a_map_style_dataset_count_once_but_with_a_sampler_of_the_user_that_repeats_some(
     engine: str, options: Any, window: int, repeated: int, samples: int
 ) -> None:
+    class MapStyle(Uneven):
+        def __init__(self, samples: int, has_own_sampler: bool) -> None:
+            super().__init__()
+            self.numbers, self.has_own_sampler = torch.arange(samples, dtype=torch.float64).square(), has_own_sampler
+
+        def train_dataloader(self) -> DataLoader:
+            arguments = self.trainer.world_size, self.global_rank
+            own = DistributedSampler(self.numbers, *arguments, shuffle=False) if self.has_own_sampler else None
+            return DataLoader(self.numbers, batch_size=2, sampler=own)
+
     module, size = MapStyle(samples, repeated > 0), 2 * HELD[engine].ranks * window
     found = total(engine, module, window, use_distributed_sampler=True)
     values = torch.cat([module.numbers, module.numbers[: repeated * (samples % 2)]])

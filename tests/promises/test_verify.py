@@ -64,8 +64,6 @@ def names(report: Any) -> list[str]:
 
 
 # --- modules of others ---------------------------------------------------------------------------------------------------
-
-
 class Talking(Language):
     """Logs to its logger, looks at a metric of validation that one step does not have, and brings callbacks."""
 
@@ -137,8 +135,6 @@ def test_the_step_of_any_module_is_compared_by_its_loss(weight: str) -> None:
 
 
 # --- what is measured ----------------------------------------------------------------------------------------------------
-
-
 def test_differences_are_those_of_the_known_answer() -> None:
     """Micro-batches of 1 and 9 tokens: a mean of means is 3.0, where the full batch has 4.6."""
     batches = [x(1), x(2, 3, 4, 5, 6, 4, 6, 7, 8)]
@@ -227,8 +223,6 @@ def test_what_is_equal_is_found_to_be_and_stays_as_it_was(name: str) -> None:
 
 
 # --- what breaks equality ------------------------------------------------------------------------------------------------
-
-
 def reads_batch_idx(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> Tensor:
     return F.cross_entropy(logits, batch[1]) * (1.0 if batch_idx % 2 == 0 else 0.5)
 
@@ -391,8 +385,6 @@ def test_a_module_in_a_training_is_refused() -> None:
 
 
 # --- data of every kind, bad input, the command ----------------------------------------------------------------------
-
-
 LOADERS: dict[str, Any] = {
     "a loader": lambda: loader([x(1), x(2, 3), x(4)]),
     "a loader without a length": lambda: DataLoader(Unsized([x(1), x(2, 3), x(4)]), batch_size=None),
@@ -418,23 +410,21 @@ def test_windows_of_split_batches() -> None:
         assert verify(Language(), [pad(rows[:6]), pad(rows[6:])], window=2, micro_batch=size)
 
 
-class Bags:
-    """Sets of numbers of different sizes, which are collated end to end in an object of their own."""
-
-    def __init__(self, values: Any) -> None:
-        self.values = values if isinstance(values, Tensor) else torch.cat(values)
-
-
-class OfBags(Scalar):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w.data.fill_(2.0)
-
-    def training_step(self, batch, batch_idx):
-        return (self.w * batch.values).mean()
-
-
 def test_batches_of_a_class_of_their_own_are_joined_and_split_by_functions() -> None:
+    class OfBags(Scalar):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w.data.fill_(2.0)
+
+        def training_step(self, batch, batch_idx):
+            return (self.w * batch.values).mean()
+
+    class Bags:
+        """Sets of numbers of different sizes, which are collated end to end in an object of their own."""
+
+        def __init__(self, values: Any) -> None:
+            self.values = values if isinstance(values, Tensor) else torch.cat(values)
+
     bags = [Bags(x(1)), Bags(x(2, 3))]
     with pytest.raises(AccumulationError, match="join="):
         verify(OfBags(), iter(bags), window=2)

@@ -133,24 +133,9 @@ def test_so_do_windows_of_split_batches_where_ranks_have_different_numbers_of_mi
 
 
 # --- the headline: one global batch of 32, however it is held, gives one curve ------------------------------------------
-
 SEQUENCES = sentences(101)
 """Of 2 to 12 tokens: three windows of 32 sequences and a tail of 5 in every epoch."""
 SEED, GLOBAL_BATCH = 5, 32
-
-
-def global_batches() -> list[list[Tensor]]:
-    """Of all epochs, in an order that knows no sampler."""
-    found = []
-    for epoch in range(EPOCHS):
-        order = torch.randperm(len(SEQUENCES), generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
-        found += [[SEQUENCES[i] for i in order[start : start + GLOBAL_BATCH]] for start in range(0, len(order), GLOBAL_BATCH)]
-    return found
-
-
-def same_order(batch: int) -> DataLoader:
-    """The one line: whatever the ranks, the same global batches."""
-    return DataLoader(SEQUENCES, batch_size=batch, sampler=SameOrderSampler(SEQUENCES, seed=SEED), collate_fn=pad)
 
 
 MIXES = [  # an engine; the loader batches of a window, and their rows; the rows of a micro-batch
@@ -173,6 +158,18 @@ MIXES = [  # an engine; the loader batches of a window, and their rows; the rows
 def test_every_mix_of_ranks_window_and_micro_batch_has_the_curve_and_the_parameters_of_full_batches(
     engine: str, options: dict[str, Any], window: int, batch: int, micro_batch: int | None, optimizer: str
 ) -> None:
+    def same_order(batch: int) -> DataLoader:
+        """The one line: whatever the ranks, the same global batches."""
+        return DataLoader(SEQUENCES, batch_size=batch, sampler=SameOrderSampler(SEQUENCES, seed=SEED), collate_fn=pad)
+
+    def global_batches() -> list[list[Tensor]]:
+        """Of all epochs, in an order that knows no sampler."""
+        found = []
+        for epoch in range(EPOCHS):
+            order = torch.randperm(len(SEQUENCES), generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+            found += [[SEQUENCES[i] for i in order[start : start + GLOBAL_BATCH]] for start in range(0, len(order), GLOBAL_BATCH)]
+        return found
+
     assert HELD[engine].ranks * window * batch == GLOBAL_BATCH
     arguments = {"windows": global_batches(), "epochs": EPOCHS, "use_distributed_sampler": True}  # a Trainer that is told nothing
     make, policy = partial(ShardedLanguage, optimizer), GradientAccumulation(window, micro_batch=micro_batch)
@@ -180,7 +177,6 @@ def test_every_mix_of_ranks_window_and_micro_batch_has_the_curve_and_the_paramet
 
 
 # --- a batch that is None, a training_step that returns None, labels that are all ignored --------------------------------
-
 KINDS = ["no batch", "None before the forward", "None after the forward", "all labels ignored"]
 
 

@@ -15,27 +15,6 @@ from lightning_accum import AccumulationError, GradientAccumulation, Tokens
 ROWS = sentences(70)
 
 
-def shares(ranks: int) -> list[list[list[torch.Tensor]]]:
-    """The loader batches of each rank: two rows each, the last of several ranks has fewer."""
-    of_ranks = [[ROWS[i : i + 2] for i in range(2 * rank, len(ROWS), 2 * ranks)] for rank in range(ranks)]
-    return [*of_ranks[:-1], of_ranks[-1][:-3]] if ranks > 1 else of_ranks
-
-
-def tokens_of(rows: list[torch.Tensor]) -> int:
-    """A row has one prediction less than tokens."""
-    return sum(len(row) - 1 for row in rows)
-
-
-def windows_of_tokens(of_ranks: list[list[list[torch.Tensor]]], size: int) -> list[list[torch.Tensor]]:
-    """The rows of each window of an epoch, counted by hand: it ends with the loader batch in which it is full."""
-    windows: list[list[torch.Tensor]] = [[]]
-    for index in range(max(map(len, of_ranks))):
-        windows[-1] += [row for batches in of_ranks if index < len(batches) for row in batches[index]]
-        if tokens_of(windows[-1]) >= size:
-            windows.append([])
-    return [window for window in windows if window]
-
-
 ENGINES = [
     on("accum"),
     on("ddp"),
@@ -53,6 +32,24 @@ ENGINES = [
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("engine", "options"), ENGINES)
 def test_windows_of_tokens_are_their_full_batches(engine: str, options: dict[str, Any], optimizer: str, has_length: bool) -> None:
+    def tokens_of(rows: list[torch.Tensor]) -> int:
+        """A row has one prediction less than tokens."""
+        return sum(len(row) - 1 for row in rows)
+
+    def windows_of_tokens(of_ranks: list[list[list[torch.Tensor]]], size: int) -> list[list[torch.Tensor]]:
+        """The rows of each window of an epoch, counted by hand: it ends with the loader batch in which it is full."""
+        windows: list[list[torch.Tensor]] = [[]]
+        for index in range(max(map(len, of_ranks))):
+            windows[-1] += [row for batches in of_ranks if index < len(batches) for row in batches[index]]
+            if tokens_of(windows[-1]) >= size:
+                windows.append([])
+        return [window for window in windows if window]
+
+    def shares(ranks: int) -> list[list[list[torch.Tensor]]]:
+        """The loader batches of each rank: two rows each, the last of several ranks has fewer."""
+        of_ranks = [[ROWS[i : i + 2] for i in range(2 * rank, len(ROWS), 2 * ranks)] for rank in range(ranks)]
+        return [*of_ranks[:-1], of_ranks[-1][:-3]] if ranks > 1 else of_ranks
+
     by_rank = shares(HELD[engine].ranks)
     windows = windows_of_tokens(by_rank, 70)
     weights = [tokens_of(rows) for rows in windows]

@@ -61,8 +61,6 @@ class ExpertsWithZLoss(Experts):
 
 
 # --- several tasks -----------------------------------------------------------------------------------------------------
-
-
 def of_two_tasks(generator: Generator) -> dict[str, Tensor]:
     """Some have no value, and some no words."""
     has_value = torch.rand((), generator=generator) < 0.35
@@ -162,8 +160,6 @@ class ClassWeightsAndMaskedRegression(LightningModule):
 
 
 # --- graphs ------------------------------------------------------------------------------------------------------------
-
-
 def graph(generator: Generator) -> dict[str, Tensor]:
     """Atoms in a row, with bonds between neighbours and some others, an energy, a force on each, a kind of each bond."""
     atoms = randint(3, 6, generator)
@@ -256,8 +252,6 @@ class NodesAndEdgesOfDenseGraphs(LightningModule):
 
 
 # --- space and time ----------------------------------------------------------------------------------------------------
-
-
 def scene(generator: Generator) -> dict[str, Tensor]:
     """Agents that are seen for some steps, in a scene of up to five."""
     is_seen = torch.rand(5, 6, generator=generator) < 0.7
@@ -342,8 +336,6 @@ class PackedTimeSeries(LightningModule):
 
 
 # --- what a step does besides -------------------------------------------------------------------------------------------
-
-
 class Regression(LightningModule):
     def __init__(self) -> None:
         super().__init__()

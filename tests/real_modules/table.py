@@ -125,8 +125,6 @@ def rows() -> list[Row]:
 
 
 # --- what happens ------------------------------------------------------------------------------------------------------
-
-
 class _Steps(Callback):
     """Counts the steps that begin: before the first of them an error must come, and at the first of them a warning."""
 
@@ -206,8 +204,6 @@ def holds(row: Row, how: How, measured: Outcome) -> bool:
 
 
 # --- data --------------------------------------------------------------------------------------------------------------
-
-
 def dealt(row: Callable[[torch.Generator], Any], *sizes: int, seed: int = 0) -> Callable[[], list[list[Any]]]:
     """Loader batches of unequal sizes. ``row`` makes one of random numbers: those of noise are part of it."""
 
