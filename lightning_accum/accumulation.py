@@ -35,7 +35,7 @@ from lightning_accum.windows import Windows
 class Accumulation(Windows):
     """The windows of a fit whose Trainer optimizes.
 
-    ``sums`` hold the summed gradients, if ``parameter.grad`` does not. ``weight_scale`` is that of the first window.
+    ``sums`` hold the summed gradients, if ``parameter.grad`` does not. ``weight_scale`` is set by the first window.
     """
 
     def __init__(

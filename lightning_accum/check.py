@@ -41,7 +41,7 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
     """Check a loader batch, None on a rank that does not have it, until enough rows were checked on all ranks.
 
     If it has few rows, the next ones of its window, ``transferred`` to the device, and rows of earlier windows are checked together
-    with it; each by itself if they cannot be joined, or do not add up together. Called on all ranks.
+    with it; one by one if they cannot be joined, or do not add up together. Called on all ranks.
 
     Raises:
         DoesNotAddUpError: the weighted parts do not add up to the batch; or a loss gathers the rows of all ranks in a window of
@@ -81,7 +81,7 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
 
 
 def _rest_of_window(checked: Checked) -> Callable[[], Iterator[tuple[Any, bool]]] | None:
-    """Draws the next loader batches of the window, if it can: those of a window of tokens are not known before it ends."""
+    """Draws the other loader batches of the window; None for a window of tokens, which may end with any batch."""
     accumulation = checked.accumulation
     return None if accumulation.policy.ends_by_tokens else accumulation.rest_of_window
 
@@ -172,7 +172,7 @@ class Check:
                 accumulation.warn_once(advice.of_joined(joined.verdict))
                 self._rows = rows = alone
         if not found.adds_up and checked.on_any(rows.found.is_guess):
-            raise CannotCheckError("its rows cannot be told apart (split=function, which cuts a batch, tells them)")
+            raise CannotCheckError("its rows cannot be identified (split=function, which cuts a batch, shows them)")
         if not found.adds_up:
             raise DoesNotAddUpError(mends.of_losses(checked, rows, found.verdict, found.terms, found.mend))
         self._adopt(found)
@@ -186,7 +186,7 @@ class Check:
         accumulation.weigher.learn(now)
         is_one, before_this = not own.counts_first and len(found.terms) == 1, accumulation.window.constant
         constants = {key: number / next(iter(now.units.get(key, {}).values()), 1.0) for key, number in found.constants.items()}
-        accumulation.window.constant = next(iter(constants.values()), before_this) if is_one else None  # some rows hide it
+        accumulation.window.constant = next(iter(constants.values()), before_this) if is_one else None  # the rows may not show it
         if own.counts_first and not known.counts_first:
             if not self._is_later and checked.on_any(accumulation.window.has_weight):
                 accumulation.counted_next = [*own.modes]  # this window has begun with one weight
@@ -225,7 +225,7 @@ class Check:
     # --- measuring ------------------------------------------------------------------------------------------------------
 
     def find(self, alone: Rows | None = None) -> Found:
-        """The weights with which the rows add up, or the rows ``alone``."""
+        """Find the weights with which the parts of the rows add up to the whole; of ``alone`` if given."""
         rows = alone or self._rows
         return self._trial.in_widest_type(
             lambda trial: self._find_in(trial, rows),

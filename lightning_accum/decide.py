@@ -95,7 +95,7 @@ class Deciding:
         worst = max(wrong or [fit for fit in chosen.values() if not fit.is_open], key=lambda fit: fit.deviation.size, default=None)
         is_shown = bool(wrong) or any(fit.deviation.has_evidence and not fit.is_open for fit in chosen.values())
         if not checked.on_any(is_shown) or worst is None:
-            raise UnsuitableRowsError("the first rows have no gradient, or cannot tell a mean from a sum")
+            raise UnsuitableRowsError("the first rows have no gradient, or do not distinguish a mean from a sum")
         size, tolerance = worst.deviation.size, rounding_of_gradients(eps)
         verdict = Verdict(max(size, 2 * tolerance) if wrong else size, tolerance, worst.deviation.seen, tuple(worst.deviation.rows))
         mend = self._weight_that_adds_up(looks, terms, trial) if wrong else None
@@ -247,7 +247,7 @@ _CLEARLY = 4.0
 """By this factor a count fits better than another."""
 _ROUNDINGS = 64
 _OF_HALF = 1e-3
-"""Deviations of as many roundings tell nothing, nor does one of this size in half precision, whose roundings even out."""
+"""Deviations of this many roundings prove nothing, nor do deviations of this size in half precision, whose roundings even out."""
 
 
 def _loss_of(look: Look, known: Known, terms: Mapping[int, Term]) -> float:

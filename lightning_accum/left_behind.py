@@ -90,7 +90,7 @@ class _LeftBehind:
         after = {name: buffer.detach().clone() for name, buffer in named()}
         buffers = [name for name, old in at_first.items() if name in after and not after[name].equal(old)]
         attributes = trial.changed_attributes()
-        trial.leave(has_parameters=True)  # a step may write to them once a window, and note this in an attribute
+        trial.leave(has_parameters=True)  # a step may write to parameters only once a window, as an attribute notes
         of_all = change(self.next_step)
         trial.restore()
         write({name: _far(at_first[name], after[name]) for name in buffers})

@@ -43,7 +43,7 @@ class Checked:
     may_count_first: bool = False  # the terms of a window can be counted before it runs
     is_manual: bool = False  # the module uses manual optimization; the loss belongs to one backward call
     next_step: Callable[[Any], Any] | None = None  # runs a batch with the batch_idx of a later loader batch
-    of_dataset: Callable[[], FewRows] | None = None  # draws rows of the dataset, if those of a loader batch cannot be told apart
+    of_dataset: Callable[[], FewRows] | None = None  # draws rows of the dataset, if a loader batch shows none
 
     @property
     def module(self) -> nn.Module:

@@ -138,8 +138,8 @@ class MainGradients(GradientSums):
         gradient, parameter.grad = parameter.grad.detach(), None
         if gradient.layout != torch.strided:
             raise UsageError(
-                f"accumulate_dtype={self.dtype} adds up dense gradients, but that of a parameter of shape {tuple(parameter.shape)} "
-                f"is {gradient.layout}. Leave accumulate_dtype out, or make the gradients dense."
+                f"accumulate_dtype={self.dtype} sums dense gradients, but a parameter of shape {tuple(parameter.shape)} has a "
+                f"gradient of layout {gradient.layout}. Leave accumulate_dtype out, or make the gradients dense."
             )
         self.add(parameter, gradient, factor)
 

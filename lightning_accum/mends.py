@@ -33,7 +33,7 @@ def of_losses(checked: Checked, rows: Rows, verdict: Verdict, terms: Mapping[int
     sizes = "single rows" if len(verdict.rows) > 3 else f"{', '.join(first)} and {last} rows"
     before = " Earlier optimizer steps used batches that could not be checked." * checked.accumulation.is_step
     messages = checked.of_all(
-        "The losses of micro-batches do not add up to that of their batch, so a window would not take the step of its full batch: "
+        "The losses of micro-batches do not add up to the loss of their batch, so a window would not take its full batch's step: "
         f"{sum(verdict.rows)} rows of a batch, in parts of {sizes} weighted by weight={weight}: {verdict.in_words}. {mend} "
         f'weight="equal" takes the classic mean of means instead; check=False turns the check off.{before}'
     )

@@ -43,7 +43,7 @@ class Guard:
     warn: Callable[[str], None] = warn
 
     def __post_init__(self) -> None:
-        self.has_skipped = self._has_warned = False  # the last micro-batch was left out; one was
+        self.has_skipped = self._has_warned = False  # the last micro-batch was left out; a warning was given
         self._group, self._looks_at_gradients = self.trained.ranks_of_micro_batch(), self.trained.scaler is None
         self._micro_batch = MicroBatch(None)
         self._snapshot: Snapshot | None = None

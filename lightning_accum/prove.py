@@ -31,7 +31,7 @@ class Measured:
     gradients: dict[int, dict[int, Tensor]]  # of each term, by parameter: some of their elements, in double precision
     function: FunctionOfMean | None  # set if the loss is a function of a mean; the gradients are then gradients of the mean
     batch: Callable[[], Any]  # returns a copy of the rows, for counting
-    rows: Sequence[int]  # their places in the whole of ``total`` rows; ``total`` is 0 if random numbers do not belong to rows
+    rows: Sequence[int]  # their indices in the whole batch of ``total`` rows; ``total`` is 0 if random numbers belong to no row
     total: int = 0
     # returns the gradient of a multiple of a term, reduced over the ranks. Called on all ranks
     rerun: Callable[[int, float], dict[int, Tensor]] | None = None
@@ -194,7 +194,7 @@ def _apart(whole: Measured, parts: Sequence[Measured], factors: Sequence[float],
 def apart(
     expected: Mapping[int, Tensor], given: Sequence[Mapping[int, Tensor]], of_all: float = 0.0, is_finite: bool = True
 ) -> float | None:
-    """The largest relative error of a sum of gradients, by parameter; None if all are 0 beside one of size ``of_all``.
+    """The largest relative error of a sum of gradients, by parameter; None if all are 0 compared with ``of_all``.
 
     If the losses are not finite, as means of nothing, neither are the gradients of their learned factors.
     """

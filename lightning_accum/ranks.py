@@ -91,7 +91,7 @@ class Ranks:
 def of_all_ranks(
     loader: Iterable[Any], longest: int | None, ranks: Ranks, is_to_end: Callable[[], bool] = lambda: False
 ) -> Iterator[LoaderBatch]:
-    """The batches of a loader, with the same number on every rank: that of the longest loader. Used on all ranks.
+    """The batches of a loader, as many on every rank as the longest loader has. Used on all ranks.
 
     A rank without a batch gets its last one again, as a shadow batch, or the batch of another rank if it never had one. If lengths
     are known (``longest`` is the number of batches of the rank that has the most), no batch is drawn before it is needed, so that

@@ -279,7 +279,7 @@ class Session:
     # --- the end of a window --------------------------------------------------------------------------------------
 
     def end_window(self, seen: int, is_reduced: bool) -> Tensor | None:
-        """End the window with loader batch ``seen``, whose last backward has reduced the gradients, or not. Called on all ranks.
+        """End the window with loader batch ``seen``, in which gradients are already reduced or not. Called on all ranks.
 
         Returns its loss; None if it had no weight.
         """

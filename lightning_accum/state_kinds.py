@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     restore: Callable[[Any, Any], Any]
     contents: Callable[[Kinds, Any], _Contents] | None = None
     is_module: bool = False
-    is_changed: Callable[[Any, Any], bool] | None = None  # of a MODULE see changed_names
+    is_changed: Callable[[Any, Any], bool] | None = None  # for MODULE see changed_names
 
 
 class Kinds(dict[type, "Kind | None"]):

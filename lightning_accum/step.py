@@ -108,7 +108,7 @@ class Backward(Protocol):
         """Clear the gradients of an earlier window."""
 
     def backward(self, loss: Tensor, grad_output: Tensor | None, /) -> None:
-        """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
+        """Add the gradients of ``loss`` to the window's, times ``grad_output`` (None for 1)."""
 
 
 class CountsAhead(Protocol):

@@ -78,7 +78,7 @@ class Trial:
     def widened(self, dtype: torch.dtype) -> Trial:
         """A trial of the module in a wider type. The values stay rounded to the module's own type.
 
-        A CannotCheckError, on all ranks, if its own type is as wide, the module cannot run in the wider type, or it is too large.
+        Raises CannotCheckError on all ranks if its own type is as wide, or the module is too large or cannot run in the wider type.
         """
         is_narrower = any(is_narrow(p, dtype) for p in self.module.parameters() if p.requires_grad)
         is_large = sum(parameter.numel() for parameter in self.module.parameters()) * dtype.itemsize > _MOST_BYTES

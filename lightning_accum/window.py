@@ -187,7 +187,7 @@ class Window:
             self._totals, self._copy = self._totals.to("cpu", non_blocking=True), stream.record_event()
 
     def close(self, gradients: Callable[[], Sequence[Tensor]]) -> ClosedWindow:
-        """End the window: scale its gradients in place to those of the full batch.
+        """End the window: scale its gradients in place to the full batch's.
 
         Args:
             gradients: returns the accumulated gradients, averaged over the ranks. Not called if they are the full batch's already.

@@ -213,7 +213,7 @@ class Loop(Passes):
         if not self._has_warned and any(own.grad is not None for _, own in self._kept.parameters):
             self._has_warned = True
             found = "The next window clears gradients that accumulator.backward did not compute"
-            rank_zero_warn(f"{found}. Add the other loss to that of a micro-batch: accumulator.backward(loss_a + loss_b).")
+            rank_zero_warn(f"{found}. Add the other loss to the loss of a micro-batch: accumulator.backward(loss_a + loss_b).")
 
 
 def _warn_of_factors(loss: Tensor, size: float) -> None:

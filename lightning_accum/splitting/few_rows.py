@@ -36,7 +36,7 @@ class FewRows:
             layout = Layout(batches[0], known, samples)
         except UnsplittableBatchError as error:
             raise CannotCheckError(
-                "the rows of the batch cannot be told apart (pass split=, a function that splits the batch)"
+                "the rows of the batch cannot be identified (pass split=, a function that splits the batch)"
             ) from error
         if not layout.size:
             raise CannotCheckError("the first batch has no rows")

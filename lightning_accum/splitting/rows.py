@@ -91,7 +91,7 @@ class Layout:
         earlier, may_be = known.get(root.path), not of_loader and (root.size in sizes_of_loader or may_be_samples(batch))
         if root.is_list and (earlier == "rows" or (earlier is None and may_be)):  # samples that were not collated
             if earlier is None and root.size not in sizes_of_loader and _may_be_of_several_loaders(root):
-                raise _unsplittable(root, f"either its {root.size} entries or what is in each could be the samples")
+                raise _unsplittable(root, f"either its {root.size} entries or their contents could be the samples")
             root.kind, self.size, self.parts = "rows", root.size or 0, [root]
         else:
             self.size = next((sizes.pop() for sizes in (of_known, of_loader) if len(sizes) == 1), None) or _most_frequent(root)

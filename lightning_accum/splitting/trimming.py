@@ -1,4 +1,4 @@
-"""The padding of rows: their lengths, read from the batch, and whether the loss depends on what is behind them.
+"""The padding of rows: their lengths, read from the batch, and whether the loss depends on it.
 
 The module itself is tried, once for each kind of padding, before it is trimmed.
 """
@@ -116,7 +116,7 @@ def _explicit(path: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Tenso
         if sizes:
             columns = longest if longest in sizes else sizes[0]  # as a rule the longest row has no padding
             return torch.arange(columns, device=tensor.device) < tensor[:, None]
-        raise ArgumentError(f"the lengths in {path!r} are up to {longest}, but no tensor of the batch has so many columns")
+        raise ArgumentError(f"the lengths in {path!r} are up to {longest}, but no tensor of the batch has as many columns")
     found = f"{path!r} has the shape {tuple(tensor.shape)} and type {tensor.dtype}"
     raise ArgumentError(f"{found}: expected a mask of shape (rows, columns) or whole numbers of shape (rows,)")
 

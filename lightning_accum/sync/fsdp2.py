@@ -248,7 +248,7 @@ def _has_partial_sum(group: Any) -> bool:
 
 
 def _whole_parameter(sharded: Any) -> nn.Parameter | None:
-    """The compute type of a module; None before its first forward."""
+    """The unsharded parameter; None before its first forward."""
     whole: nn.Parameter | None = getattr(sharded, "_unsharded_param", None)
     return whole
 

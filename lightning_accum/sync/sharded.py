@@ -34,8 +34,8 @@ class ShardedSync(WrappedSync):
     before training_step returned None, or by repeating the last micro-batch with a loss. Its gradients are zeros, its logs are
     dropped, and its changes to the module are undone. It cannot do so without ``may_lack_loss``.
 
-    If ranks have parts of the same rows, as in context parallelism, ``of_same_rows`` has the ranks, and a number that those with
-    parts of the same rows share.
+    If ranks have parts of the same rows, as in context parallelism, ``of_same_rows`` has the ranks, and a number for each group of
+    ranks that share rows.
     """
 
     is_waited_for_in_forward = True

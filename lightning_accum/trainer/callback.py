@@ -52,7 +52,7 @@ class GradientAccumulation(pl.Callback):
             window ends with the loader batch in which the weights of all ranks reach this count. A window keeps its initial size.
         micro_batch: the size of the micro-batches that each loader batch is split into: a number of samples; :class:`Tokens`,
             padding included; ``"auto"``, as large as memory allows, found by trial; None for the loader's batch as it is.
-            ``training_step`` runs once for each micro-batch, and its logs and outputs are combined into those of the whole batch.
+            ``training_step`` runs once for each micro-batch, and its logs and outputs are combined as for the whole batch.
             Or ``"offload"``: the loader's batch runs whole, and tensors that autograd saves wait in host memory, which is exact for
             any module (BatchNorm, manual optimization) and any loss. A CPU has no second memory.
         row_wise: the name of a submodule of the module (``"encoder"``, ``"model.vision"``), or several. ``training_step`` then runs

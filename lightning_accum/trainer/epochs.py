@@ -1,4 +1,4 @@
-"""The loop over batches: it begins and ends loader batches and windows, and runs what is due then."""
+"""The loop over batches: it begins and ends loader batches and windows, and runs everything due there."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def result_of(output: Any) -> ClosureResult:
 
 
 class DatasetRows(FewRows):
-    """Batches of samples from the dataset, built by the loader's ``collate_fn``, if the rows of a batch cannot be told apart.
+    """Batches of samples from the dataset, built by the loader's ``collate_fn``, if the rows of a batch cannot be identified.
 
     They are drawn from a copy of the dataset, and changes by ``collate_fn`` are undone. If there are none, a CannotCheckError says
     why.
@@ -317,8 +317,8 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, batches: Sequence[
 
 
 def _try_steps(checked: Checked, windows: ManualWindows, batches: Sequence[Any]) -> None:
-    """Whether optimizers step with the same gradients if fewer rows are given those of more, as the last micro-batch of a window
-    is given the full batch's; and whether a loss depends on an earlier step. Called on all ranks.
+    """Try the steps of optimizers with gradients of more rows than they saw, as on the last micro-batch of a window, which gets the
+    full batch's: are they the same steps, and does no loss depend on an earlier step? Called on all ranks.
 
     Raises:
         CannotCheckError: the rows cannot be run, or draw other random numbers. On all ranks.

@@ -60,7 +60,7 @@ class AccumulatingFitLoop(_FitLoop):
             self._refuse_other_lengths(strategy.ranks)
             return
         if strategy.accumulation is not None:
-            strategy.accumulation.rest_of_window = None  # of the loaders before
+            strategy.accumulation.rest_of_window = None  # it draws from the earlier loaders
         longest, policy = self._longest(strategy.ranks), strategy.policy
         draws_ahead = policy.may_count_terms and policy.may_be_longer_than_one(longest_window(self.trainer))
         if type(fetcher) is _PrefetchDataFetcher and (strategy.ranks.world_size > 1 or draws_ahead):  # else training_step draws

@@ -71,12 +71,12 @@ class ManualWindows(Windows):
         self.row_wise, self.checks = row_wise, checks
         self.tried: TriedStep | None = None  # the ``training_step`` of a trial
         self.most_tried = 1  # the largest number of losses in a trial
-        self.are_steps_tried = False  # what they use of a batch was checked
+        self.are_steps_tried = False  # how they depend on the batch was checked
         self.is_free_of_steps = False  # no loss depends on an earlier step of the same ``training_step``
         self._module = cast("pl.LightningModule", trained.module)
         self._named, self._named_parameters = dict(trained.module.named_parameters()), trained.parameters_by_name
         self._parameters, self._loss_scale, self._reduces_by_itself = trained.parameters, trained.loss_scale, reduces_by_itself
-        self.micro_batches_begun = 0  # those of the window
+        self.micro_batches_begun = 0  # in this window
         self._most_calls = 0  # of ``manual_backward``, in any ``training_step`` so far
         self._of_first: tuple[list[str], int] | None = None
         """What the first micro-batch of the window stepped, and how many backward calls it made."""
@@ -87,7 +87,7 @@ class ManualWindows(Windows):
         self.steps = DeferredSteps(trained, self.may_step, are_deferred)
 
     def begin_loader_batch(self) -> None:
-        """Begin the hooks before training_step. In a window, only those of its first loader batch may step."""
+        """Begin the hooks before training_step. In a window, only hooks of its first loader batch may step."""
         self.current = ManualMicroBatch(defers_steps=self.micro_batches_begun > 0)
 
     def takes_check(self) -> bool:

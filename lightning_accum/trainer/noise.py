@@ -217,7 +217,7 @@ class GradientNoiseScale(pl.Callback):
         if ranks.size > 1:
             dist.all_reduce(over_ranks, group=ranks.group)
         squares, weight, counted, as_counted, samples, sums, gradient = over_ranks.unbind()
-        squares = squares * (closed.slope / scale) ** 2  # for a function of a mean, the gradients are those of the mean
+        squares = squares * (closed.slope / scale) ** 2  # for a function of a mean, these are gradients of the mean
         if getattr(optimizer, "_step_supports_amp_scaling", False):  # it unscales in its step
             gradient = gradient / scale**2
         gradient = torch.where(sums > 0, gradient / weight**2, gradient)
@@ -278,6 +278,6 @@ def _norm_of(gradient: Tensor) -> Tensor:
 
 
 def _sum_of_squares(norms: Iterable[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The sum of squared numbers, one number of ``dtype`` on ``device``, without waiting for it."""
+    """The sum of the squared norms, as a tensor of ``dtype`` on ``device``, which is not waited for."""
     found = [norm.to(device) for norm in norms]
     return torch.stack(found).to(dtype).square().sum() if found else torch.zeros((), dtype=dtype, device=device)

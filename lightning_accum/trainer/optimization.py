@@ -176,7 +176,7 @@ class WindowOptimization(_AutomaticOptimization):
             self._optimizer_zero_grad(self.epoch_loop.batch_idx, optimizer)
 
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
-        """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
+        """Add the gradients of ``loss`` to the window's, times ``grad_output`` (None for 1)."""
         strategy = self.strategy
         is_users = not self._is_silent and not is_lightnings(self.trainer.lightning_module, "backward")
         if not is_users and not loss.requires_grad:

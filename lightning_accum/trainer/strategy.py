@@ -168,7 +168,7 @@ class AccumulationMixin(Engine):
         if "_fit" not in vars(self):
             return
         self._hiding.close()
-        every = _policies(trainer)[0].policy.validate_every  # several raise an error later
+        every = _policies(trainer)[0].policy.validate_every  # several callbacks raise an error later
         if every is not None and not trainer.fast_dev_run:
             self._fit.enter_context(validating_every(every, trainer))
 

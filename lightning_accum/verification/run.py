@@ -226,7 +226,7 @@ def _read_data(module: pl.LightningModule, state: ModuleState, data: Any, window
         if window == 1:
             return whole
         if whole.layout is None or whole.layout.size < window:
-            found = "its rows cannot be told apart" if whole.layout is None else f"it has {whole.rows} rows"
+            found = "its rows cannot be identified" if whole.layout is None else f"it has {whole.rows} rows"
             raise MisconfiguredError(
                 f"verify(window={window}) splits one batch, but {found}. Pass a loader, a list of batches, or micro_batch=."
             )

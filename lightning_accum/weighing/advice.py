@@ -58,8 +58,8 @@ OF_STEPS = (
     "memory. check=False turns the check off."
 )
 OF_GRADIENTS = (
-    "An optimizer steps with gradients, or a learning rate, that depend on the batch beside the gradients of self.manual_backward: "
-    "in a window on its last micro-batch. Compute all gradients by self.manual_backward, and scale them by no loss or count of the "
+    "An optimizer steps with gradients, or a learning rate, that depend on the batch without self.manual_backward: in a window, on "
+    "its last micro-batch only. Compute all gradients by self.manual_backward, and do not scale them by a loss or a count of the "
     "batch. Or have the loader yield your effective batch, with a window of 1. check=False turns the check off."
 )
 
@@ -147,8 +147,8 @@ OF_MADE_BATCHES = (
     "micro_batch=, and a window of 1. verify(module, loader, window=...) compares a window with its full batch."
 )
 OF_BATCH_IDX = (
-    "The loss depends on the batch_idx of training_step, or on the Trainer's accumulate_grad_batches or num_training_batches: the "
-    "same rows have another loss or gradient for other ones, as in the full batch. Count in optimizer steps instead (global_step, "
+    "The loss depends on the batch_idx of training_step, or on the Trainer's accumulate_grad_batches or num_training_batches: with "
+    "the full batch's values the same rows have another loss or gradient. Count in optimizer steps instead (global_step, "
     "trainer.estimated_stepping_batches); or have the loader yield the full batch: micro_batch=, and a window of 1."
 )
 

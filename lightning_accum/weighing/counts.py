@@ -109,7 +109,7 @@ def count_samples(batch: Any) -> int | None:
 
 
 def _with_attributes(root: Part, depth: int) -> Iterator[Part]:
-    """All parts, and the attributes of unknown classes. An iterator is not drawn from."""
+    """Yield all parts, and the attributes of unknown classes. Nothing is drawn from iterators."""
     for part in root.walk():
         yield part
         if part.problem and depth and not isinstance(part.value, (Tensor, Iterator)):

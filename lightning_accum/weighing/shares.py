@@ -135,7 +135,7 @@ def _below(node: Node, index: int, arrived: Arrived, found: _Found) -> _Below:
     inputs = [(place, child, at) for place, (child, at) in enumerate(node.next_functions) if child is not None]
     if own == 0:  # an empty selection has no losses, whatever divides them
         arrived = arrived._replace(share=0.0)
-        if kind in nodes.SELECTIONS and len(inputs) == 1:  # its term is the same as that of others
+        if kind in nodes.SELECTIONS and len(inputs) == 1:  # it is the same term as a selection of some losses
             return [(*inputs[0][1:], arrived.through(kind))]
     elif arrived.is_vector and inputs and (numbers := _of_vector(node, kind, index, inputs, own, arrived)):
         return numbers

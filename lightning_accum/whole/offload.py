@@ -141,7 +141,7 @@ class Offload:
 
 
 class _Stored:
-    """One saved storage: leaving, on the host, or back."""
+    """One saved storage: on its way to the host, there, or back on the device."""
 
     def __init__(self, tensor: Tensor, stream: CopyStream, order: list[ReferenceType[_Stored]]) -> None:
         self._stream, self._device, self._version = stream, tensor.device, tensor._version

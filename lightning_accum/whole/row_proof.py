@@ -79,7 +79,7 @@ def unproven(row_wise: RowWise, reason: str) -> str:
 
 
 def _rows_of(trained: Trained, batches: Sequence[Any], samples: Any) -> tuple[Callable[[Any], Any], int]:
-    """A function from rows to a batch, and the number of rows; the whole batch if rows cannot be told apart."""
+    """A function from rows to a batch, and the number of rows; the whole batch if rows cannot be identified."""
     if held := trained.snapshotter.iterators():
         raise CannotCheckError(f"the module holds an iterator, {held[0]}, whose items cannot be put back")
     if not batches:
@@ -170,7 +170,7 @@ class _Proof:
         return fit_of([Look(whole, [part])], ALL, ONCE, trial.mode.eps).deviation
 
     def _is_wrong(self, trial: Trial, found: Deviation) -> bool:
-        """On any rank."""
+        """Whether the deviation exceeds rounding on any rank."""
         return trial.largest(found.size / rounding_of_gradients(trial.mode.eps)) > 1
 
     def _refuse(self, trial: Trial, found: Deviation, number: int) -> None:
@@ -186,7 +186,7 @@ class _Proof:
         kind = type(self.row_wise.module.get_submodule(name)).__name__
         seen = found.seen if found.size == math.inf else f"relative error of {found.seen}: {found.size:.2g}"
         raise RowWiseError(
-            f"row_wise={first!r}: with {name} ({kind}) in micro-batches the step of some rows is not that of the rows together"
+            f"row_wise={first!r}: with {name} ({kind}) in micro-batches the step of some rows is not the step of all together"
             f" ({seen}). Its outputs or gradients for a row depend on other rows; or the loss reads an attribute or a hook, which"
             f" holds one micro-batch only: have {first!r} return this value, with one entry a row. {HINT}"
         )

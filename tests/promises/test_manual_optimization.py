@@ -531,7 +531,7 @@ def test_the_loss_of_each_backward_has_to_add_up(kind: type[Manual], mend: str, 
             assert not steps
             assert all(parameter.requires_grad and parameter.grad is None for parameter in self.parameters())
 
-    with pytest.raises(Exception, match=f"add up to that of their batch.*{mend}"):
+    with pytest.raises(Exception, match=f"add up to the loss of their batch.*{mend}"):
         fit(Made(), None, accumulate_grad_batches=3, **({"strategy": ddp(), "devices": 2} if ranks == 2 else {}))
 
 
