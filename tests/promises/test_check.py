@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from changing import Changes
+from known import rows_of
 from lightning.pytorch.callbacks import LambdaCallback
 from loss_table import BY_NAME
 from loss_table.rows import Trained, rows
@@ -140,28 +141,20 @@ def test_a_part_without_a_finite_loss_is_no_part_of_a_batch_with_one(seed: int) 
     assert module.trainer.global_step == 0
 
 
-@pytest.mark.parametrize("begins", ["with an epoch", "with the second step"])
+@pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 4}])
-def test_a_term_that_begins_takes_the_steps_of_full_batches_from_the_first_on(policy: Any, begins: str) -> None:
-    def loss(net: nn.Module, batch: Any) -> Tensor:  # its window was left out
-        share = module.trainer.current_epoch if begins == "with an epoch" else module.trainer.global_step
-        return F.cross_entropy(outputs := net(batch[0]), batch[1]) + share * outputs.square().mean()
+def test_a_term_that_begins_takes_the_steps_of_full_batches_from_the_first_on(policy: Any, steps: int) -> None:
+    class Begins(Toy):
+        """Another term, after a step or an epoch: its window was left out."""
 
-    batches, modules = labelled(*[8] * 8, ignored=0.4), list[Toy]()
-    joined = [[torch.cat(parts) for parts in zip(*pair, strict=True)] for pair in zip(batches[::2], batches[1::2], strict=True)]
-    for own, how in ((batches if "window" in policy else joined, [GradientAccumulation(**policy)]), (joined, [])):
-        modules.append(module := Toy(loss))
-        with warned() as messages:
-            fit(module, own, *how, max_epochs=2)
-        assert not messages
-    assert relative_error(*(module.parameters() for module in modules)) <= 1e-12
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            outputs, share = self.net(batch[0]), self.trainer.global_step // steps
+            return F.cross_entropy(outputs, batch[1]) + share * outputs.square().mean()
 
-
-def by_scores(net: nn.Module, batch: Any) -> Tensor:  # as YOLOv8's
-    outputs, scores = net(batch[0]), batch[1]
-    weights, total = scores.amax(1), max(scores.sum(), 1)
-    distances = ((outputs - batch[0]).abs().sum(1) * weights)[weights > 0]
-    return 0.5 * F.binary_cross_entropy_with_logits(outputs, scores, reduction="none").sum() / total + 7.5 * distances.sum() / total
+    rows = rows_of(*([8] * 8 if "window" in policy else [16] * 4), ignored=0.4)
+    with warned() as messages:
+        assert_window_equals_batch(Begins(classified), rows, GradientAccumulation(**policy), epochs=2, optimizers=[None])
+    assert not messages
 
 
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 8}])
@@ -169,6 +162,13 @@ def by_scores(net: nn.Module, batch: Any) -> Tensor:  # as YOLOv8's
 def test_a_count_that_is_raised_to_1_in_single_rows_is_exact_until_it_is_raised_in_training(
     policy: Any, is_raised_later: bool
 ) -> None:
+    def by_scores(net: nn.Module, batch: Any) -> Tensor:  # as YOLOv8's
+        outputs, scores = net(batch[0]), batch[1]
+        weights, total = scores.amax(1), max(scores.sum(), 1)
+        distances = ((outputs - batch[0]).abs().sum(1) * weights)[weights > 0]
+        of_classes = F.binary_cross_entropy_with_logits(outputs, scores, reduction="none")
+        return 0.5 * of_classes.sum() / total + 7.5 * distances.sum() / total
+
     x, scores = torch.randn(2, 64, 4, dtype=torch.float64)
     scores = 0.4 * scores.sigmoid() * (scores > 0)
     scores[40:48] *= 0.01 if is_raised_later else 1.0
@@ -301,30 +301,24 @@ def test_a_factor_that_is_0_in_the_first_epoch_is_checked_again_in_the_next(poli
     assert module.current_epoch == 1
 
 
-@pytest.mark.parametrize(
-    "as_input",
-    [
-        lambda x: x.to_sparse(),
-        lambda x: torch.nested.nested_tensor([*x]),
-        lambda x: x.numpy(),
+FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "sparse": (Tensor.to_sparse, Tensor.to_dense),
+    "nested": (lambda x: torch.nested.nested_tensor([*x]), lambda nested: torch.stack(nested.unbind())),
+    "an array": (Tensor.numpy, torch.as_tensor),
+    "strings": (
         lambda x: [" ".join(map(repr, row)) for row in x.tolist()],
-    ],
-    ids=["sparse", "nested", "an array", "strings"],
-)
-def test_a_batch_without_dense_tensors_is_no_fault(as_input: Callable[[Tensor], Any]) -> None:
-    def loss(net: Any, batch: Any) -> Tensor:
-        given, classes = batch
-        if isinstance(given, list):
-            given = [[*map(float, words.split())] for words in given]
-        dense = given.to_dense() if isinstance(given, Tensor) and given.is_sparse else given
-        dense = torch.stack(dense.unbind()) if isinstance(dense, Tensor) and dense.is_nested else dense
-        return F.cross_entropy(net(torch.as_tensor(dense, dtype=torch.float64)), torch.as_tensor(classes))
+        lambda rows: torch.tensor([[*map(float, row.split())] for row in rows], dtype=torch.float64),
+    ),
+}
 
-    plain, other = Toy(classified), Toy(loss)
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_batch_without_dense_tensors_is_no_fault(name: str) -> None:
+    given, dense = FORMS[name]
+    plain, other = Toy(classified), Toy(lambda net, batch: F.cross_entropy(net(dense(batch[0])), torch.as_tensor(batch[1])))
     fit(plain, labelled(8, 8), GradientAccumulation(2))
-    data = [(as_input(x), y.tolist()) for x, y in labelled(8, 8)]
     with warned():  # of torch, that nested tensors may change; and that they are not checked
-        fit(other, data, GradientAccumulation(2))
+        fit(other, [(given(x), y.tolist()) for x, y in labelled(8, 8)], GradientAccumulation(2))
     assert relative_error(other.parameters(), plain.parameters()) <= 1e-15
 
 

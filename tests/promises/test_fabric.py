@@ -320,11 +320,6 @@ def test_a_weight_for_each_term_needs_no_loss_of() -> None:
     assert_steps_of(found, "adamw", WINDOWS, of_terms(), shown=slice(0))  # it is shown by the first weight
 
 
-def test_a_window_of_tokens_is_counted_up_to_its_end() -> None:
-    found = loop_of_terms("adamw", BATCHES, window=Tokens(30), loss_of=call)
-    assert_steps_of(found, "adamw", windows_of_tokens(BATCHES, 30), of_terms())
-
-
 def test_without_loss_of_the_terms_are_told_of_before_or_at_the_first_step() -> None:
     with warned() as messages:
         loop_of_terms("sgd", BATCHES, window=4)

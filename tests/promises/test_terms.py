@@ -41,13 +41,12 @@ POLICIES = {"windows": {"window": 4}, "split in 2": {"micro_batch": 2}, "split i
 
 
 def assert_exact(
-    loss: Function, policy: dict[str, Any], batches: Any = BATCHES, optimizers: Any = (sgd, adamw), windows: Any = None
+    loss: Function, policy: dict[str, Any], batches: Any = BATCHES, optimizers: Any = (sgd, adamw), kind: Any = OfTerms, **more: Any
 ) -> None:
     """On one process, in windows of four loader batches or of one that is split; nothing is warned of."""
-    own = windows_of([batches], 4) if "micro_batch" in policy else batches
-    arguments = {"windows": windows, "collate": default_collate, "optimizers": optimizers}
+    own, more = windows_of([batches], 4) if "micro_batch" in policy else batches, {"optimizers": optimizers, **more}
     with warned() as messages:
-        assert_one_window_one_batch(partial(OfTerms, loss), [own], GradientAccumulation(**policy), **arguments)
+        assert_one_window_one_batch(partial(kind, loss), [own], GradientAccumulation(**policy), collate=default_collate, **more)
     assert [message for message in messages if not message.startswith("Padding")] == []
 
 
@@ -67,8 +66,7 @@ def test_the_loaders_may_be_there_before_the_windows() -> None:  # refused befor
     class AskingOfTerms(Asking, OfTerms):
         pass
 
-    of = partial(AskingOfTerms, LOSSES["tokens and samples"].of)
-    assert_one_window_one_batch(of, [BATCHES], GradientAccumulation(4), collate=default_collate)
+    assert_exact(LOSSES["tokens and samples"].of, POLICIES["windows"], kind=AskingOfTerms)
 
 
 @pytest.mark.some_cases(4, 14)
@@ -104,9 +102,7 @@ def test_a_step_may_write_into_its_batch(policy: str) -> None:
             batch["x"].mul_(2)
             return super().training_step({**batch, "labels": batch.pop("labels")}, batch_idx)
 
-    own = windows_of([BATCHES], 4) if policy != "windows" else BATCHES
-    make, policy_of = partial(WritesIntoItsBatch, LOSSES["tokens and samples"].of), GradientAccumulation(**POLICIES[policy])
-    assert_one_window_one_batch(make, [own], policy_of, collate=default_collate)
+    assert_exact(LOSSES["tokens and samples"].of, POLICIES[policy], kind=WritesIntoItsBatch)
 
 
 @pytest.mark.parametrize("name", ["tokens and samples", "samples and tokens"])
@@ -276,9 +272,7 @@ def test_terms_of_a_compiled_network(name: str, policy: str) -> None:  # refused
             self.net.compile(backend="aot_eager", dynamic=True)
 
     torch._dynamo.reset()
-    of, own = partial(CompiledNetwork, LOSSES[name].of), windows_of([BATCHES], 4) if policy != "windows" else BATCHES
-    how = GradientAccumulation(**POLICIES[policy])
-    assert_one_window_one_batch(of, [own], how, collate=default_collate, optimizers=[sgd])
+    assert_exact(LOSSES[name].of, POLICIES[policy], optimizers=[sgd], kind=CompiledNetwork)
 
 
 def test_terms_that_are_compiled_away_are_an_error_that_says_so() -> None:
