@@ -104,11 +104,11 @@ class Accumulation(Windows):
 
     @property
     def is_checked(self) -> bool:
-        """Parts of some rows add up."""
+        """Whether parts of some rows have added up."""
         return self.verdict is not None and self.verdict.deviation is not None
 
     def take_look(self) -> bool:
-        """Whether the window that is next is checked before it begins. The same on all ranks."""
+        """Whether the next window is checked before it begins. The same on all ranks."""
         if self.position or self.checks_left or not self.is_checked:
             return False
         is_due, self._looks_anew = self._looks_anew or self.clock.optimizer_steps + 1 in WINDOWS_TO_LOOK_AT, False
@@ -118,7 +118,7 @@ class Accumulation(Windows):
     @override
     def begin_epoch(self, epoch: int) -> None:
         super().begin_epoch(epoch)
-        # in epochs 1, 2, 4, 8, ..., and in others where it takes little time beside the windows since the last
+        # in epochs 1, 2, 4, 8, ..., and in others if it takes little time compared with the windows since the last check
         self._looks_anew = epoch.bit_count() == 1 or self.clock.optimizer_steps - self._looked_at >= WINDOWS_BETWEEN_LOOKS
         if self.splitting is not None:
             self.splitting.begin_epoch()

@@ -34,7 +34,7 @@ from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.terms import SUM
 from lightning_accum.whole.row_proof import perturbed
 
-MOST_BATCHES = 8  # loader batches that are checked at most, until there were enough rows
+MOST_BATCHES = 8  # the check ends after this many loader batches, even with few rows
 
 
 def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any], Any] | None = None) -> None:
@@ -101,7 +101,7 @@ def _with_the_next(checked: Checked, batch: Any, transferred: Callable[[Any], An
 
 
 def check_batch(checked: Checked, batches: Sequence[Any], is_later: bool = False) -> None:
-    """Check a loader batch. If a part fails as rows, it is checked as shared; if rows may be misread, by rows of the dataset."""
+    """Check a loader batch. A part that fails as rows is checked as shared; if rows may be misread, rows of the dataset are."""
     rows, splitting = agree_on_rows(checked, batches), checked.accumulation.splitting
     try:
         Check(checked, rows, is_later).run()
@@ -118,7 +118,7 @@ def check_batch(checked: Checked, batches: Sequence[Any], is_later: bool = False
 
 
 def does_dataset_add_up(checked: Checked, batches: Sequence[Any]) -> bool:
-    """Whether batches that the loader makes of other samples add up, which are not rows of one batch. Called on all ranks.
+    """Whether separate batches that the loader makes of samples add up to a batch of all of them. Called on all ranks.
 
     Raises:
         CannotCheckError: the loader cannot make such batches, or they give no answer.

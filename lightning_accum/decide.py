@@ -244,7 +244,7 @@ class Deciding:
 
 
 _CLEARLY = 4.0
-"""By this factor a count fits better than another."""
+"""A count fits clearly better than another if its deviation is smaller by this factor."""
 _ROUNDINGS = 64
 _OF_HALF = 1e-3
 """Deviations of this many roundings prove nothing, nor do deviations of this size in half precision, whose roundings even out."""

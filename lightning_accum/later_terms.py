@@ -28,7 +28,7 @@ def check_loader_batch(checked: Checked, batch: Any, transferred: Callable[[Any]
 
 
 def _check_again(checked: Checked, batches: Sequence[Any]) -> None:
-    """Check the loader batch that begins a later window, or rows that were checked if it has none. Called on all ranks."""
+    """Check the loader batch that begins a later window, or earlier rows if it gives no answer. Called on all ranks."""
     kept = [[checked.accumulation.checked_rows]]  # a rank may have no loss in a later batch, and others would wait for it
     for rows in kept if checked.sync.is_waited_for_in_forward else [batches, *kept]:
         with suppress(CannotCheckError):
@@ -38,7 +38,7 @@ def _check_again(checked: Checked, batches: Sequence[Any]) -> None:
 def _check_doubted(checked: Checked) -> bool:
     """Before the step of a window, or before it begins, check the micro-batch that differs most from the checked ones.
 
-    Called on all ranks. Returns whether the terms of the loss are weighted otherwise than before.
+    Called on all ranks. Returns whether the terms of the loss are weighted differently than before.
     """
     later, weigher = checked.accumulation.later, checked.accumulation.weigher
     before, has_lengths = weigher.known, checked.on_any(later.take_lengths())
@@ -91,7 +91,7 @@ def _others(known: Known) -> tuple[Any, ...]:
 
 
 def _beside_others(checked: Checked, trial: Trial, rows: Any) -> FewRows:
-    """Rows that alternate with the checked ones, if both are of one kind."""
+    """Rows that alternate with the checked ones, if both are of the same kind."""
     accumulation, splitting = checked.accumulation, checked.accumulation.splitting
     known = None if splitting is None else splitting.kinds
 

@@ -46,7 +46,7 @@ def leaves_nothing(checked: Checked, trial: Trial, whole: Measured) -> bool:
     trial.leave(whole.rows if whole.total else None, whole.total)
     try:
         now = trial.result(whole.batch, checked.next_step if checked.is_window_long else None)
-    except CannotCheckError:  # it runs once
+    except CannotCheckError:  # the step runs only once
         return False
     is_written = any(  # an equal value may have converged, and ``.data`` changes no version
         buffer is not before or version_of(buffer) != version or not buffer.equal(value)

@@ -151,7 +151,7 @@ def _rows_of(
     try:
         found = FewRows(batches, samples, accumulation.checked_rows, kinds)
     except CannotCheckError:
-        if len(batches) > 1:  # each is checked by itself
+        if len(batches) > 1:  # each is checked alone
             raise
         with suppress(CannotCheckError):  # as lists of images and of their targets
             return SplitRows(batches[0], split_lists, size)
@@ -176,8 +176,8 @@ def split_rows(checked: Checked, batch: Any, size: int | None = None) -> SplitRo
 
 
 def _drawn_if_misread(checked: Checked, found: FewRows | SplitRows) -> FewRows | None:
-    """Rows of the dataset, if a few samples of it show that what was read as the rows of a window's batch are none, or that a batch
-    counts them: the rows of one would share its count."""
+    """Rows of the dataset, if a few of its samples show that the rows of a window's batch were misread, or that a batch contains
+    its number of rows, which parts of one batch would share."""
     with suppress(CannotCheckError):
         is_seen = checked.accumulation.splitting is not None and not checked.is_window_long  # with shared parts of the batch itself
         if not is_seen and checked.of_dataset is not None and isinstance(found, FewRows):

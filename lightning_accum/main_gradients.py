@@ -38,7 +38,7 @@ class GradientSums:
         self.by_parameter: dict[nn.Parameter, Tensor] = {}  # the sum of each parameter that has one
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """The type that the gradients of a parameter are added up in."""
+        """The type in which the gradients of a parameter are summed."""
         return parameter.dtype
 
     @torch.no_grad()

@@ -64,7 +64,7 @@ class TriedStep:
                     own.mul_(1.01).add_(0.01)
 
     def difference(self, other: TriedStep) -> float:
-        """The relative difference of the gradients of both in the calls of step."""
+        """The relative difference of the gradients in the calls of ``step`` in both trials."""
         if len(self.stepped) != len(other.stepped):
             return math.inf
         return max((apart(one, [two]) or 0.0 for one, two in zip(self.stepped, other.stepped, strict=True)), default=0.0)

@@ -24,7 +24,7 @@ _MOST_TRIED = 8
 def of_losses(checked: Checked, rows: Rows, verdict: Verdict, terms: Mapping[int, Term], mend: str | None) -> str:
     """The error of a loss that does not add up, from the rank with the largest deviation. Called on all ranks.
 
-    ``mend`` is an argument with which the parts add up; None if none was found.
+    ``mend`` is the fix, an argument with which the parts add up; None if none was found.
     """
     own = checked.accumulation.policy.weight
     weight = f'"auto" ({", ".join(term.words or "a term" for term in terms.values())})' if own == "auto" else name_of(own)
@@ -42,7 +42,7 @@ def of_losses(checked: Checked, rows: Rows, verdict: Verdict, terms: Mapping[int
 
 
 def _of_pairs(checked: Checked, rows: Rows) -> str:
-    """The mend for a loss that compares rows: it names submodules for row_wise= that were tried."""
+    """The fix for a loss that compares rows: it names submodules for row_wise= that were tried."""
     if checked.accumulation.policy.row_wise:
         return advice.OF_ROW_WISE
     found, names = rows.found, list[str]()

@@ -82,9 +82,9 @@ class Policy:
     on_nonfinite: OnNonfinite = "propagate"
     check: bool = True
     row_wise: tuple[str, ...] = ()
-    """Submodules that run in micro-batches while the loss sees the whole batch; then :attr:`micro_batch` is None, and"""
+    """Submodules that run in micro-batches while the loss sees the whole batch."""
     row_wise_size: int | Tokens | None = None
-    """this is the size of theirs."""
+    """The size of the micro-batches of these submodules; then :attr:`micro_batch` is None."""
     offload: bool = False
     """``micro_batch="offload"``: nothing is split."""
     validate_every: int | None = None

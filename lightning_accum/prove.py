@@ -159,13 +159,13 @@ def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) ->
     is_read = all(map(math.isfinite, (*numbers, math.nan if own is None else own)))
     total = sum(numbers) - max(0, sum(number != 0 for number in numbers) - 1) * constant if is_read else 0.0
     raised = [n for part, n in zip(parts, numbers, strict=True) if look.may_be_raised and raised_in([part], {key: mode})]
-    if raised and own is not None:  # each of them counts less
+    if raised and own is not None:  # each of these parts may count less
         total = min(max(own, total - sum(raised)), total)
     found = _apart(whole, parts, [number / total if total else 0.0 for number in numbers], key, rows)  # by all ranks
     if not is_read:
         return Deviation(math.inf, True, "the weight", rows)
     assert own is not None
-    # with several terms, one of nothing spoils the gradients of all
+    # with several terms, a mean of nothing makes the gradients of all terms NaN
     lost = [part for part, n in zip(look.parts, numbers, strict=True) if n and math.isnan(part.loss) and len(part.terms) == 1]
     if whole.rerun is None and any(_is_lost(whole.gradient(key), part.gradient(key)) for part in lost):
         return Deviation(math.inf, True, "the gradient is not finite in a part", rows)
@@ -278,7 +278,7 @@ def ratios(looks: Sequence[Look], first: tuple[int, Mode], other: tuple[int, Mod
 
 
 def has_factors(looks: Sequence[Look], key: int) -> bool:
-    """Whether a sum has several constant factors, as losses have that are each divided by a count of their own."""
+    """Whether a sum has several constant factors, as if each of its losses is divided by its own count."""
     factors = [float(one.terms[key].factor(SUM)) for one in measured_of(looks) if key in one.terms]
     known = [factor for factor in factors if factor]
     return bool(known) and max(known) - min(known) > 1e-6 * abs(max(known))

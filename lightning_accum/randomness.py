@@ -133,7 +133,7 @@ def _is_same(state: Any, other: Any) -> bool:
 class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
     """Inside, random numbers belong to rows: a row gets the same numbers in the whole batch and in a part.
 
-    The noise of an autoencoder, the time steps of a diffusion model, Gumbel noise. Each draw depends on the number of draws since
+    Examples are the noise of an autoencoder and the time steps of a diffusion model. Each draw depends on the number of draws since
     :meth:`restart`; the state of the random generators does not change. If the rows are unknown, or several numbers are drawn for
     each row, all entries of dimension 0 get the same numbers. Other draws (a permutation, draws without replacement, Python's own
     numbers) stay random. If contexts are nested, only the outer one has an effect.

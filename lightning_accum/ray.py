@@ -17,7 +17,7 @@ if not issubclass(RayDDPStrategy, pl.strategies.DDPStrategy):
 class RayDDPAccumulationStrategy(DDPAccumulationStrategy, RayDDPStrategy):  # type: ignore[misc]  # Ray has no types
     """Exact gradient accumulation over DistributedDataParallel, between the workers of Ray Train.
 
-    Takes the arguments of :class:`lightning_accum.DDPAccumulationStrategy`, but for ``process_group_backend``, ``timeout`` and
+    Takes the arguments of :class:`lightning_accum.DDPAccumulationStrategy`, except ``process_group_backend``, ``timeout`` and
     ``start_method``, which Ray's ``TorchConfig`` has.
 
     Example:

@@ -311,7 +311,7 @@ class Trial:
             # FSDP sets the data of parameters by itself
             self.mode.watch(dict.fromkeys((*parameters, *of_fit)), may_be_set=not self.backward.is_waited_for_in_forward)
             self._trained = [parameter for parameter in parameters if parameter.requires_grad]
-            stack.callback(self.mode.watch, ())  # keep nothing in another type
+            stack.callback(self.mode.watch, ())  # keep no copies in a wider type
             stack.callback(self._trained.clear)
             stack.enter_context(dropout_switched_off(self.module))
             outer = self._take_snapshot()

@@ -23,16 +23,16 @@ _Watched: TypeAlias = tuple[Tensor, int, _Path]
 class Undo:
     """Takes snapshots of all state that a step of a module may change.
 
-    Kept are: random state (torch on the CPU and on ``device``, Python, numpy); buffers; whether each module is in training mode;
+    Saved are: random state (torch on the CPU and on ``device``, Python, numpy); buffers; whether each module is in training mode;
     the attributes of modules that are not torch's own, metrics among them; and objects reached from these through containers,
     functions, and objects of the user's classes. Each value is restored in the object that held it. New modules, buffers and
     attributes are removed.
 
-    Streams, locks and iterators (see :meth:`iterators`) cannot be copied, and are kept by reference. Parameters, and tensors of
+    Streams, locks and iterators (see :meth:`iterators`) cannot be copied, and are saved as references. Parameters, and tensors of
     more than 2**24 elements that are not buffers, are not copied: :meth:`Snapshot.restore` raises if their version has changed. For
-    lists of more than 1,000 entries only the references are kept.
+    lists of more than 1,000 entries only the references are saved.
 
-    With ``is_deep`` all reachable state is kept: parameters, gradients, hooks, objects of libraries, tensors of any size.
+    With ``is_deep`` all reachable state is saved: parameters, gradients, hooks, objects of libraries, tensors of any size.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, is_deep: bool = False) -> None:

@@ -72,14 +72,14 @@ class FewRows:
         return self._with(_layout=layout, of_others=of_others, number=layout.size, at_once=max(self.of_batch, others.of_batch))
 
     def may_be_misread(self, samples: Collection[int]) -> bool:
-        """Whether the rows may be in another dimension: they are not as many as samples, or there are as many columns. Or whether a
-        number in the batch may count them."""
+        """Whether the rows may be in another dimension, since their number differs from the samples' or equals the columns';
+        or whether a number in the batch may count them."""
         columns = {tensor.shape[1] for tensor in self._own.tensors.values() if tensor.dim() > 1}
         has_numbers = self.at_once > 1 and bool(_numbers_of(self._own.parts[0].value))
         return has_numbers or self.at_once in columns or bool(samples and self.at_once not in samples)
 
     def misread(self, two: Any) -> set[str]:
-        """The paths of what was read as rows, but has more than two entries in a batch of two samples."""
+        """The paths of parts that were read as rows, but have more than two entries in a batch of two samples."""
         read = {part.path for part in self._own.parts if part.kind == "rows"}
         return {part.path for part in parse(two).walk() if part.path in read and (part.size or 0) > 2}
 
@@ -329,7 +329,7 @@ def _fill(path: str, values: Sequence[Tensor], masks: Mapping[str, Sequence[Tens
         return float(name.endswith("key_padding_mask"))
     if "label" in name or any(bool((value == IGNORE_INDEX).any()) for value in values):
         return IGNORE_INDEX
-    for path_of_mask, of_batches in masks.items():  # its own value at masked positions
+    for path_of_mask, of_batches in masks.items():  # the value that it has at masked positions
         for value, mask in zip(values, of_batches, strict=True):
             is_padding = (mask != 0) if path_of_mask.endswith("key_padding_mask") else (mask == 0)
             if value.shape == mask.shape and bool(is_padding.any()):

@@ -35,7 +35,7 @@ class Part:
     size: int | None = None  # the size of dimension 0 of a tensor, or the length of a list
     problem: str = ""  # why it cannot be split
     parts: list[Part] = field(default_factory=list)
-    is_cut: bool = False  # a micro-batch gets its own of it: a slice or a copy
+    is_cut: bool = False  # a micro-batch gets its own slice or copy of it
     kind: str = "shared"
     """``rows``: a tensor or a list with one entry for each; a ``container`` of other parts; or ``shared`` by all rows."""
 
@@ -182,7 +182,7 @@ class Layout:
 
 
 def made_of(part: Part, taken: Callable[[Part], Any]) -> Any:
-    """A micro-batch's own of a container: a copy in which each part is replaced by ``taken(part)``; itself if nothing is cut."""
+    """A copy of a container for a micro-batch, with each part replaced by ``taken(part)``; the container if nothing is cut."""
     if not part.is_cut:
         return part.value
     value, inside = part.value, {inner.key: taken(inner) for inner in part.parts if inner.is_cut}
@@ -213,7 +213,7 @@ def parse(value: Any, path: str = "", key: Any = None) -> Part:
     elif isinstance(value, (list, tuple)):
         entries = [*enumerate(value)]
         kinds = {(inner.dtype, inner.dim()) if isinstance(inner, Tensor) else None for inner in value}
-        is_named = hasattr(value, "_fields") or hasattr(value, "n_fields")  # a named tuple, what torch.max returns
+        is_named = hasattr(value, "_fields") or hasattr(value, "n_fields")  # a named tuple, such as torch.max returns
         if not is_named and (not path or len(kinds) < 2 or None in kinds):  # and not inputs and labels
             size = len(value)
     elif is_record(value):

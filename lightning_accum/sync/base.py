@@ -24,7 +24,7 @@ class GradientSync:
     is_waited_for_in_forward = False
     """Whether the forward and backward of a micro-batch always wait for the other ranks."""
     can_forget_forward = True  # whether a forward may fail half-way
-    notes_parameters = False  # which a backward has reached, also of no micro-batch
+    notes_parameters = False  # notes those that a backward has reached, even one outside of micro-batches
     is_reduced_inside = False  # the gradients of an unfinished window are averaged over the ranks already
 
     @property

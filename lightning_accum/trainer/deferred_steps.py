@@ -50,7 +50,7 @@ class DeferredSteps:
         self._undo.close()
 
     def on_step(self, optimizer: Optimizer, run: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """The step of an optimizer is called, which ``run`` makes, with a closure or without."""
+        """Called instead of the step of an optimizer, which ``run`` makes, with a closure or without."""
         given = () if closure is None else (closure,)  # some optimizers take none
         if self._is_stepping:  # Lightning's step calls the optimizer's step
             return run(*given)

@@ -112,7 +112,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
 
     @property
     def _runs(self) -> str:
-        """The method of Lightning's that runs a loader batch."""
+        """Lightning's method that runs a loader batch."""
         return f"{'_AutomaticOptimization' if self.strategy.manual is None else '_ManualOptimization'}.run"
 
     def _is_cut_by_the_end(self, boundary: Boundary) -> bool:

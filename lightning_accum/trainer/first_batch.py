@@ -175,7 +175,7 @@ def transferred(trainer: pl.Trainer, batch: Any) -> Any:
     """A batch of the loader, as passed to ``training_step``."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-    with replacing(cast("Engine", trainer.strategy).sync, batch_on_host=None):  # it stays that of the batch that runs
+    with replacing(cast("Engine", trainer.strategy).sync, batch_on_host=None):  # the sync holds the batch that runs, not this one
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
 
@@ -199,7 +199,7 @@ def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> No
     later = unlogged_step(trainer, ahead=_far_from(batch_idx, trainer.num_training_batches) - batch_idx)
 
     def after(batch: Any) -> Any:
-        """The step as a later loader batch, and as with full batches: a loss may be divided by either number of the Trainer."""
+        """The step of a later loader batch, and of a full batch: a loss may be divided by these numbers of the Trainer."""
         number = trainer.num_training_batches / trainer.accumulate_grad_batches
         with replacing(trainer, accumulate_grad_batches=1), replacing(trainer.fit_loop, max_batches=number):
             return later(batch)
@@ -250,7 +250,7 @@ def _try_hooks(checked: Checked, trainer: pl.Trainer, batches: Sequence[Any]) ->
     whole, *halves = _whole_and_halves(agree_on_rows(checked, batches))
 
     def step(micro_batches: Sequence[Callable[[], Any]]) -> None:
-        """Note the gradients with which the optimizer would step after these, given the first step's before the hooks."""
+        """Note the gradients after the hooks, which get the gradients of the first step, and what these micro-batches left."""
         loss = [trial.step(micro_batch()) for micro_batch in micro_batches][-1]
         tried.append(TriedStep(tried[0].gradients if tried else ()))
         with gradients_set_aside(parameters), logging_nothing(trainer):

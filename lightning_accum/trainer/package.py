@@ -37,7 +37,7 @@ def take(wanted: str | None = None) -> str:
 
 
 def check_package(value: object) -> None:
-    """Refuse an object whose class is derived from one of the other package, by a TypeError."""
+    """Raise a TypeError for an object whose class derives from a class of the other package."""
     (other,) = (name for name in PACKAGES if name != take())
     if any(f"{base.__module__}.".startswith(f"{other}.") for base in type(value).__mro__):
         raise WrongTypeError(_other(f"{type(value).__name__} is of", other))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from lightning_accum.errors import SeamError
 from lightning_accum.trainer.from_lightning import pl
 
-READ = "Lightning 2.6.0 to 2.6.6"  # the versions that fingerprints are of
+READ = "Lightning 2.6.0 to 2.6.6"  # the versions whose methods have the fingerprints below
 
 
 class Seam(NamedTuple):

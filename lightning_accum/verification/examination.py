@@ -153,7 +153,7 @@ class Diagnosis:
                 self._add(name, found, left, without)
                 self.change, full, left, batches = new_change, new_full, without, new_batches
         if refusal is not None:
-            self._add(_DOES_NOT_ADD_UP, "The check of the first batch has found that.", left, mend=str(refusal))
+            self._add(_DOES_NOT_ADD_UP, "The check of the first batch found this.", left, mend=str(refusal))
         elif left > self.tolerance:
             self._look_into_the_rest(full, batches, left)
 

@@ -28,7 +28,7 @@ class Reading(NamedTuple):
 
 
 VARIES = "varies"
-"""The constant factor of a sum is another in each part, and the parts add up."""
+"""The constant factor of a sum differs between parts, and yet the parts add up."""
 APART = "apart"
 """The weight of a term is not in proportion to the weight of the first."""
 
@@ -36,7 +36,7 @@ APART = "apart"
 class Known(NamedTuple):
     """Knowledge about the terms of a loss."""
 
-    # indices of parameters, by id, which tell the losses of several heads apart; empty if not needed
+    # indices of parameters, by id, which distinguish the losses of several heads; empty if not needed
     places: Mapping[int, int] = NOWHERE
     looped: frozenset[int] = frozenset()  # see :func:`lightning_accum.weighing.terms.alike`
     aliases: Mapping[int, int] = NOWHERE  # keys that are replaced by others
@@ -57,11 +57,11 @@ class Known(NamedTuple):
 
     @property
     def names(self) -> Known:
-        """A copy that only tells terms apart, without knowledge about each."""
+        """A copy that only distinguishes terms, without knowledge about each."""
         return Known(*self[:4])
 
     def telling_heads(self, parameters: Iterable[Tensor]) -> Known:
-        """Tell the losses of several heads apart by these parameters."""
+        """Distinguish the losses of several heads by these parameters."""
         return self._replace(places={id(parameter): place for place, parameter in enumerate(parameters, 1)})
 
     @property

@@ -16,7 +16,7 @@ from lightning_accum.weighing.weight import Contribution
 
 _IGNORED = -100
 WINDOWS_TO_LOOK_AT = frozenset(2 * 4**power for power in range(16))
-"""What was found may be so of the first parameters, or of the first batches, only."""
+"""A result may hold for the first parameters or batches only."""
 WINDOWS_BETWEEN_LOOKS = 64
 _MOST_SIZES = 4
 _COMPARED = 64

@@ -109,7 +109,7 @@ def is_compiled(edge: tuple[Node, int | None, Any]) -> bool:
 
 
 def head_of(node: Node, places: Mapping[int, int]) -> tuple[int, ...]:
-    """Tells losses of one kind apart: by their columns, and by the index in ``places`` of the parameter of their layer."""
+    """Distinguishes losses of one kind: by their columns, and by the index in ``places`` of the parameter of their layer."""
     found: list[int] = []
     for _ in range(_NODES_ABOVE_A_LAYER):
         inputs = inputs_of(node)
@@ -297,7 +297,7 @@ def numel_of(node: Node, index: int) -> int:
 
 
 def bends_numbers(node: Node, index: int) -> bool:
-    """Whether a piecewise linear function is of numbers, such as means over the batch: it chooses among them, or has a kink."""
+    """Whether a piecewise linear function takes numbers, such as means over the batch: it chooses among them, or has a kink."""
     kind, inputs = kind_of(node), inputs_of(node)
     if not inputs or not are_numbers((node, index)):
         return False

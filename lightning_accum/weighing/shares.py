@@ -78,7 +78,7 @@ def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mappin
     Args:
         loss: a scalar with its graph.
         below: the node to start from, and the index of its output; None for the loss itself.
-        places: indices of parameters, by id, which tell the terms of several heads apart.
+        places: indices of parameters, by id, which distinguish the terms of several heads.
 
     Raises:
         UnreadableLossError: a node cannot run, as after a backward.
@@ -358,7 +358,7 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
 
 
 def _of_loss(node: Node, arrived: Arrived) -> Term:
-    """A term with a single loss, without the fields that tell it apart."""
+    """A term with a single loss, without the fields that distinguish it."""
     kind, share = kind_of(node), arrived.share
     if kind in _CROSS_ENTROPIES and isinstance(share, Tensor) and share.dim():
         share = torch.where(node._saved_target == nodes.ignored_of(node), torch.zeros_like(share), share)
