@@ -48,11 +48,11 @@ def assert_equal_to_the_bit(make: Callable[[], Any], data: Any, arguments: Calla
     return plain, run
 
 
+# fmt: off
 def layers(x: Tensor) -> Tensor:
     for _ in range(12):
         x = (x.sin() * 1.5).exp().tanh() + x
     return x
-
 
 def written_views(x: Tensor) -> Tensor:
     y = x.sin()
@@ -60,31 +60,27 @@ def written_views(x: Tensor) -> Tensor:
     y[3] = 0
     return y.t()[3:9].reshape(-1)[::2] * y.cos().flatten()[:240][::2]
 
-
 def attended(x: Tensor) -> Tensor:
     heads = x.reshape(2, 20, 2, 10).transpose(1, 2)
     return F.scaled_dot_product_attention(heads, heads.sin(), heads.cos(), is_causal=True)
 
-
 def penalty(x: Tensor) -> Tensor:
     (inner,) = torch.autograd.grad(layers(x).sum(), x, create_graph=True)
     return (inner.norm(dim=1) - 1) + layers(x).mean()
-
 
 def checkpointed(x: Tensor, use_reentrant: bool) -> Tensor:
     for _ in range(4):
         x = checkpoint(lambda x: (x.sin() * x).exp().tanh(), x, use_reentrant=use_reentrant)
     return x
 
-
 def users_hooks(x: Tensor) -> Tensor:
     with torch.autograd.graph.save_on_cpu():
         return x.sin().exp().tanh()
 
-
 def channels_last(x: Tensor) -> Tensor:
     wide = x.reshape(40, 5, 2, 2).contiguous(memory_format=torch.channels_last) * 1
     return F.conv2d(wide, torch.ones(3, 5, 1, 1).to(x)).relu().square()[:, ::2, 1:].sin()
+# fmt: on
 
 
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {

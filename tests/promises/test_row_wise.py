@@ -151,18 +151,16 @@ class Encoder(nn.Module):
         return self.forward_of(self, *args, **kwargs)
 
 
+# fmt: off
 def of(forward: Callable[..., Any]) -> Callable[[], Encoder]:
     return lambda: Encoder(forward)
-
 
 def mlp(*more: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), *more)
 
-
 def sharing() -> dict[str, nn.Module]:
     linear = nn.Linear(5, 6)
     return {"a": linear, "b": nn.Sequential(linear, nn.Tanh())}
-
 
 def model(make: Callable[[], Any]) -> nn.ModuleDict:
     """Named submodules, a stem before them and a number."""
@@ -171,13 +169,11 @@ def model(make: Callable[[], Any]) -> nn.ModuleDict:
     net.weight = nn.Parameter(torch.tensor(1.3))
     return net
 
-
 @dataclass
 class Output:
     hidden: Tensor
     nothing: None
     more: dict[str, Any]
-
 
 def nested(self: Encoder, x: Tensor, mask: dict[str, Tensor], names: list[str] | None = None, factor: Any = 1.0) -> Output:
     hidden = self.net(x) * mask["rows"][:, None] * factor + mask["columns"]
@@ -185,20 +181,16 @@ def nested(self: Encoder, x: Tensor, mask: dict[str, Tensor], names: list[str] |
     more = {"pair": (hidden.square().sum(1), None), "shared": self.temperature.exp(), "argmax": hidden.argmax(1)}
     return Output(hidden, None, more)
 
-
 def pair(self: Encoder, x: Tensor, y: Tensor) -> dict[str, Any]:
     """Outputs that share memory with each other, and with an argument."""
     z = self.net(x)
     return {"z": z, "first": z[:, :3], "again": (z, y)}
 
-
 def spread(z: Tensor) -> Tensor:
     return z.std(0).sum() + (z @ z.T).logsumexp(1).mean()
 
-
 def encoded(net: Any, x: Tensor) -> Tensor:
     return spread(net.a(x))
-
 
 def with_nested(net: Any, x: Tensor) -> Tensor:
     mask = {"rows": torch.arange(len(x)) % 4 + 0.5, "columns": torch.linspace(0, 1, 6).to(x) * net.weight}
@@ -206,18 +198,15 @@ def with_nested(net: Any, x: Tensor) -> Tensor:
     assert (output.nothing, output.more["argmax"].shape, output.more["argmax"].requires_grad) == (None, (len(x),), False)
     return spread(output.hidden) * output.more["shared"] + output.more["pair"][0].var()
 
-
 def with_stages(net: Any, x: Tensor) -> Tensor:
     hidden = net.stem(x)
     first, second = net.a(hidden), net.a(x)
     deeper = net.b(first.tanh()[:, :5] + hidden)
     return spread(deeper) + spread(second * deeper) + hidden.square().mean() + net.b(hidden).var()
 
-
 def over_time(net: Any, x: Tensor) -> Tensor:
     output, (state, _) = net.a(torch.stack([x, x.flip(1), x + 1], 1))
     return spread(output.mean(1)) + spread(state[0])
-
 
 def square_mask(net: Any, x: Tensor) -> Tensor:
     length = len(x)  # as many positions as rows, by chance
@@ -225,16 +214,13 @@ def square_mask(net: Any, x: Tensor) -> Tensor:
     mask = torch.full((length, length), -math.inf, dtype=x.dtype).triu(1)
     return spread(net.a(tokens, src_mask=mask).mean(1))
 
-
 def shared(net: Any, x: Tensor) -> Tensor:
     return encoded(net, x) + spread(net.b(net.stem(x))) + net.a.weight.square().sum()
-
 
 def sharing_memory(net: Any, x: Tensor) -> Tensor:
     hidden = net.stem(x)
     outputs = net.a(hidden, hidden + 1)
     return spread(outputs["z"]) + spread(outputs["first"].tanh()) + spread(outputs["again"][0] * 2) + outputs["again"][1].var()
-
 
 def in_other_modes(net: Any, x: Tensor) -> Tensor:
     frozen = net.a.eval().requires_grad_(False)(net.stem(x))
@@ -242,22 +228,17 @@ def in_other_modes(net: Any, x: Tensor) -> Tensor:
     net.a.train()
     return spread(frozen * evaluated)
 
-
 def in_a_checkpoint(net: Any, x: Tensor, use_reentrant: bool = False) -> Tensor:
     return checkpoint(lambda x: encoded(net, x), net.stem(x), use_reentrant=use_reentrant) + encoded(net, x)
-
 
 # --- as others write them
 LENGTH, CLASSES = 6, 31
 
-
 def sequences(x: Tensor) -> Tensor:
     return torch.stack([x + step for step in range(LENGTH)], 1).sin()
 
-
 def images(x: Tensor) -> Tensor:
     return (x.sum(1)[:, None] * torch.linspace(-2, 2, 3 * 16 * 16).to(x)).sin().reshape(-1, 3, 16, 16)
-
 
 def texts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Numbers of words, their mask and the lengths of rows."""
@@ -265,13 +246,10 @@ def texts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     mask = (torch.arange(LENGTH) < lengths[:, None]).long()
     return ((x.sum(1).abs()[:, None] * 1000).long() + torch.arange(LENGTH) * 7) % (CLASSES - 3) * mask + 3 * mask, mask, lengths
 
-
 def alike(a: Tensor, b: Tensor) -> Tensor:
     return clip(a, b, a, torch.tensor(1.1).to(a))
 
-
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-
 
 def clip_model() -> nn.Module:
     transformers = pytest.importorskip("transformers")
@@ -279,16 +257,13 @@ def clip_model() -> nn.Module:
     vision = {**SMALL, "image_size": 16, "patch_size": 8}
     return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
 
-
 def clip_step(net: Any, x: Tensor) -> Tensor:
     ids, mask, _ = texts(x)
     return net.a(input_ids=ids, attention_mask=mask, pixel_values=images(x), return_loss=True).loss
 
-
 def gpt_model() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     return transformers.GPT2Model(transformers.GPT2Config(vocab_size=CLASSES, n_positions=16, n_embd=16, n_layer=1, n_head=2))
-
 
 class Packed(nn.Module):
     """An LSTM over packed sequences."""
@@ -301,10 +276,8 @@ class Packed(nn.Module):
         output, _ = self.rnn(rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
         return rnn.pad_packed_sequence(output, batch_first=True, total_length=x.shape[1] if self.is_padded_to_batch else None)[0]
 
-
 def packed(net: Any, x: Tensor) -> Tensor:
     return spread(net.a(sequences(x), texts(x)[2]).mean(-2))
-
 
 def with_teachers(net: Any, x: Tensor) -> Tensor:
     older = {name: 0.9 * value for name, value in net.a.named_parameters()}
@@ -312,20 +285,16 @@ def with_teachers(net: Any, x: Tensor) -> Tensor:
         targets = net.a(x + 1), torch.func.functional_call(net.a, older, x)
     return alike(net.a(x), targets[0]) + alike(net.a(x), targets[1])
 
-
 def critic_penalty(net: Any, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(net.a(x).sum(), x, create_graph=True)
     return gradient.norm()
 
-
 def embedding(**options: Any) -> nn.Module:
     return nn.Sequential(nn.Embedding(CLASSES, 6, **options), nn.Flatten(), nn.Linear(6 * LENGTH, 6))
 
-
 def of_ids(net: Any, x: Tensor) -> Tensor:
     return spread(net.a(texts(x)[0]) @ net.a[0].weight.T) + net.a[0].weight.square().sum()
-
 
 def keeps(what: Callable[[Any, Tensor], Any]) -> Callable[[], nn.Module]:
     """Leaves something in an attribute."""
@@ -337,10 +306,8 @@ def keeps(what: Callable[[Any, Tensor], Any]) -> Callable[[], nn.Module]:
 
     return of(forward)
 
-
 def of_attribute(net: Any, x: Tensor) -> Tensor:
     return encoded(net, x) + net.a.kept
-
 
 def by_hook(register: Callable[[Any], Any]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
@@ -349,6 +316,7 @@ def by_hook(register: Callable[[Any], Any]) -> Callable[[], nn.Module]:
         return made
 
     return make
+# fmt: on
 
 
 KEPT: list[Tensor] = []
@@ -439,10 +407,8 @@ def with_gradient(hidden: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 NAMED = {"BatchNorm": "net.a.3", "attention over the batch": "net.a.3"}
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module]]] = {
-    "exchanged parameters": (
-        lambda net, x: spread(torch.func.functional_call(net.a, {n: p * 2 for n, p in net.a.named_parameters()}, x)),
-        mlp,
-    ),
+    "exchanged parameters": (lambda net, x:
+        spread(torch.func.functional_call(net.a, {n: p * 2 for n, p in net.a.named_parameters()}, x)), mlp),
     "changed parameters": (lambda net, x: encoded(net, x) + 0 * net.a[0].weight.detach().mul_(2).sum(), mlp),
     "changed input": (lambda net, x: encoded(net, x) + 0 * x.add_(1).sum(), mlp),
     "not called": (lambda net, x: spread(net.a.forward(x)), mlp),
@@ -454,48 +420,31 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module
     "rows in dimension 1": (lambda net, x: spread(net.a(x[:, None].repeat(1, 4, 1))[0].mean(1)), lambda: nn.LSTM(5, 6)),
     "a number of rows": (lambda net, x: net.a(x)[0].sum(), of(lambda self, x: ((z := self.net(x)), float(z.detach().norm())))),
     "an output for all rows that one row changes": (last_is_large, of(lambda self, x: (self.net(x), (x[:, 0] > 5).any()))),
-    "an attribute that is set between calls": (
-        lambda net, x: spread(net.a(x) * (setattr(net.a, "factor", 2.0) or net.a(x))),
-        of(lambda self, x: self.net(x) * self.factor),
-    ),
+    "an attribute that is set between calls": (lambda net, x:
+        spread(net.a(x) * (setattr(net.a, "factor", 2.0) or net.a(x))), of(lambda self, x: self.net(x) * self.factor)),
     "no rows": (lambda net, x: net.a(x[0, 0]).sum(), nn.Tanh),
-    "an argument of an unknown class": (
-        lambda net, x: spread(net.a(x, SimpleNamespace(hidden=torch.zeros(2)))),
-        of(lambda self, x, kept: self.net(x)),
-    ),
+    "an argument of an unknown class": (lambda net, x:
+        spread(net.a(x, SimpleNamespace(hidden=torch.zeros(2)))), of(lambda self, x, kept: self.net(x))),
     "a cache of keys and values": (lambda net, x: spread(net.a(input_ids=texts(x)[0]).last_hidden_state.mean(1)), gpt_model),
     "packed sequences, padded to the longest": (packed, lambda: Packed(False)),
     "a mean over rows where there are several": (encoded, of(lambda self, x: self.net(x) - (len(x) > 2) * self.net(x).mean(0))),
-    "a mode in which rows are not independent": (
-        lambda net, x: spread(net.a(x, False)) + spread(net.a(x, True)),
-        of(lambda self, x, centred: self.net(x) - centred * self.net(x).mean(0)),
-    ),
+    "a mode in which rows are not independent": (lambda net, x: spread(net.a(x, False)) + spread(net.a(x, True)),
+        of(lambda self, x, centred: self.net(x) - centred * self.net(x).mean(0))),
     "spectral norms that are updated": (encoded, lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 6)))),
     "a generator": (lambda net, x: sum(map(spread, net.a(x))), of(lambda self, x: (layer(x) for layer in self.net[:1]))),
     "a loss in an attribute": (of_attribute, keeps(lambda net, z: z.square().mean())),
     "a number in an attribute": (of_attribute, keeps(lambda net, z: z.detach().mean())),
-    "what a hook keeps": (
-        lambda net, x: encoded(net, x) * KEPT[-1].square().mean(),
-        by_hook(lambda m: m[1].register_forward_hook(lambda module, args, output: KEPT.append(output.detach()))),
-    ),
+    "what a hook keeps": (lambda net, x: encoded(net, x) * KEPT[-1].square().mean(),
+        by_hook(lambda m: m[1].register_forward_hook(lambda module, args, output: KEPT.append(output.detach())))),
     "gradients that depend on each other below a layer of zeros": (  # where they are 0 == 0
         lambda net, x: F.cross_entropy(net.a(x), torch.arange(len(x)) % 6),
-        lambda: nn.Sequential(of(lambda self, x: with_gradient(self.net(x), lambda g: g - g.mean(0)))(), zeros()),
-    ),
-    "gradients that are normalised in a reentrant checkpoint": (
-        encoded,
-        of(
-            lambda self, x: checkpoint(
-                lambda x: self.net[2](with_gradient(self.net[0](x), lambda g: g / g.norm())), x.requires_grad_(), use_reentrant=True
-            )
-        ),
-    ),
+        lambda: nn.Sequential(of(lambda self, x: with_gradient(self.net(x), lambda g: g - g.mean(0)))(), zeros())),
+    "gradients that are normalised in a reentrant checkpoint": (encoded, of(lambda self, x: checkpoint(
+        lambda x: self.net[2](with_gradient(self.net[0](x), lambda g: g / g.norm())), x.requires_grad_(), use_reentrant=True))),
     "gradients by frequency": (lambda net, x: spread(net.a(texts(x)[0])), lambda: embedding(scale_grad_by_freq=True)),
-    "gradients that a hook of a module normalises": (
-        encoded,
-        by_hook(lambda m: m[1].register_full_backward_hook(lambda module, given, of_output: (given[0] / given[0].norm(),))),
-    ),
-}
+    "gradients that a hook of a module normalises": (encoded,
+        by_hook(lambda m: m[1].register_full_backward_hook(lambda module, given, of_output: (given[0] / given[0].norm(),)))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

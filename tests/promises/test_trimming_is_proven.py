@@ -55,30 +55,26 @@ class Reader(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+# fmt: off
 def of_tokens(module: Reader, batch: Row) -> Tensor:
     """The loss of each token, none of padding."""
     logits = module.head(module.token(batch["input_ids"]))
     losses = F.cross_entropy(logits.flatten(0, 1), (batch["input_ids"] % 3).flatten(), reduction="none").reshape(logits.shape[:2])
     return losses * batch["attention_mask"]
 
-
 def mean_of_tokens(module: Reader, batch: Row) -> Tensor:
     return of_tokens(module, batch).sum() / batch["attention_mask"].sum()
-
 
 def error_over_padding(module: Reader, batch: Row) -> Tensor:
     mask = batch["attention_mask"][..., None]
     return F.mse_loss(module.head(module.token(batch["input_ids"])) * mask, mask.expand(-1, -1, 3).to(module.head.weight))
 
-
 def pooled_over_padding(module: Reader, batch: Row) -> Tensor:
     return F.cross_entropy(module.head(module.token(batch["input_ids"]).mean(1)), batch["y"])
-
 
 def pooled_over_labelled(module: Reader, batch: Row) -> Tensor:
     logits = module.head(module.token(batch["input_ids"]).mean(1))
     return F.cross_entropy(logits, batch["y"], reduction="sum") / (batch["y"] >= 0).sum().clamp(min=1)
-
 
 def untrained_head(module: Reader, batch: Row) -> Tensor:
     if not module.trainer.global_step:
@@ -86,24 +82,21 @@ def untrained_head(module: Reader, batch: Row) -> Tensor:
         module.head.bias.data.zero_()
     return pooled_over_padding(module, batch)
 
-
 def source_of(module: Reader, batch: Row) -> Tensor:
     mask = batch["attention_mask"][..., None]
     return (module.token(batch["input_ids"]) * mask).sum(1) / mask.sum(1)
-
 
 def in_training_only(module: Reader, batch: Row) -> Tensor:
     loss = F.cross_entropy(module.head(source_of(module, batch)), batch["y"])
     return loss + module.token(batch["input_ids"]).mean(1).square().mean() if module.training else loss
 
-
 def from_the_second_epoch(module: Reader, batch: Row) -> Tensor:
     return (pooled_over_padding if module.current_epoch else mean_of_tokens)(module, batch)
-
 
 def of_targets_over_padding(module: Reader, batch: Row) -> Tensor:
     pooled = module.target(batch["decoder_input_ids"]).mean(1)
     return F.cross_entropy(module.head(source_of(module, batch) + pooled), batch["y"])
+# fmt: on
 
 
 @pytest.mark.parametrize(

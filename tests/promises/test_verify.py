@@ -220,31 +220,28 @@ def test_what_is_equal_is_found_to_be_and_stays_as_it_was(name: str) -> None:
 
 
 # --- what breaks equality ------------------------------------------------------------------------------------------------
+# fmt: off
 def reads_batch_idx(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> Tensor:
     return F.cross_entropy(logits, batch[1]) * (1.0 if batch_idx % 2 == 0 else 0.5)
 
-
 def contrastive(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> Tensor:
     return F.cross_entropy(logits @ self.net(batch[0] * 0.9).T, torch.arange(len(logits)))
-
 
 def warm(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> Tensor:
     self.seen += 1
     return F.cross_entropy(logits, batch[1]) * self.seen
 
-
 def counting(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> Tensor:
     self.calls += 1
     return F.cross_entropy(logits, batch[1])
-
 
 def two_means(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> Tensor:
     chosen = (batch[0][:, :1] > 0.5).to(logits.dtype)
     return F.cross_entropy(logits, batch[1]) + ((logits**2) * chosen).sum() / chosen.sum()
 
-
 def mixed(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> Tensor:
     return F.cross_entropy(logits + logits[torch.randperm(len(logits))], batch[1])
+# fmt: on
 
 
 class ByBatches(Classifier):
