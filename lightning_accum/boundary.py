@@ -22,7 +22,7 @@ class TailRule(NamedTuple):
 TAILS: dict[Tail, TailRule] = {
     "step": TailRule("there is one optimizer step an epoch, on all of its data"),
     "drop": TailRule("nothing is trained", is_dropped=True),
-    "carry": TailRule("it goes on in the next epoch", goes_on=True),
+    "carry": TailRule("it continues in the next epoch", goes_on=True),
 }
 """All values of ``tail=``."""
 

@@ -108,7 +108,7 @@ class Guard:
             return f"its loss is {value}"
         for name, number in zip(names, numbers, strict=True):
             if not math.isfinite(number):
-                return f"the gradient of '{name}' has {'NaN' if math.isnan(number) else 'an infinity'} in it"
+                return f"the gradient of '{name}' contains {'NaN' if math.isnan(number) else 'an infinity'}"
         return "its gradient is not finite on another rank that has a part of it"
 
     @torch.no_grad()

@@ -137,7 +137,7 @@ def elements_of(tensor: Tensor | None) -> Tensor:
 def _message(changed: dict[str, float], once_a_window: str) -> str:
     first, *others = changed
     more = f" and {len(others)} more change" if others else " changes"
-    size = f"by {'up to ' * bool(others)}{max(changed.values()):.1g} of {'their' if others else 'its'} size in this one"
+    size = f"relative change in this one: {'up to ' * bool(others)}{max(changed.values()):.1g}"
     return (
         f"The parameter{'s' * bool(others)} '{first}'{more} between the micro-batches of a window ({size}): all but the first see "
         "different values than the full batch would. Change parameters (a moving average, a copy, a normalisation) once a window: "

@@ -45,7 +45,7 @@ class Verdict:
     def in_words(self) -> str:
         """The quantity that deviates, and its error."""
         if self.adds_up:
-            return "it is so on another rank"
+            return "they deviate on another rank"
         return self.seen if self.deviation == math.inf else f"relative error of {self.seen}: {self.deviation:.2g}"
 
     @property

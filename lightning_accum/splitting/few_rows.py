@@ -278,7 +278,7 @@ def join(batches: Sequence[Any], known: Mapping[str, str] | None = None) -> tupl
             raise _not_joined(str(error).partition(": ")[2].partition(". Say how")[0]) from error
         found.append({part.path: part.value for part in layouts[-1].parts})
         if others := sorted(found[-1].keys() ^ found[0].keys()):
-            raise _not_joined(f"batch {number} has other parts than batch 0 ({', '.join(others[:5])})")
+            raise _not_joined(f"batch {number} has different parts than batch 0 ({', '.join(others[:5])})")
     values = {path: [own[path] for own in found] for path in found[0]}
     padded, description = _padded({path: values[path] for path in layouts[0].tensors})
 

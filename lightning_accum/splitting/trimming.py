@@ -252,7 +252,7 @@ def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, batches: Sequence
     fits = [fit_of([look], key, mode, trial.mode.eps) for key, mode in (modes if weigh is None else {ALL: weigh}).items()]
     if any(fit.mode is None for fit in fits):
         worst = max(fits, key=lambda fit: fit.deviation.size).deviation
-        seen = f"{worst.seen} differs by {worst.size:.2g} of its size"
+        seen = f"relative error of {worst.seen}: {worst.size:.2g}"
         with_it, without = measured[0].loss, measured[-1].loss
         if len(batches) == 2 and not math.isclose(with_it, without, rel_tol=trial.tolerance):
             seen = f"its loss is {with_it:.9g} with it, {without:.9g} without"

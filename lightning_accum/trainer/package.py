@@ -32,7 +32,7 @@ def take(wanted: str | None = None) -> str:
             raise ModuleNotFoundError("lightning_accum needs Lightning: pip install lightning (or pytorch-lightning).")
         _taken = wanted or found[0]
     if wanted not in (None, _taken):
-        raise WrongTypeError(_other("lightning_accum is wanted for", wanted))
+        raise WrongTypeError(_other("lightning_accum was asked for", wanted))
     return _taken
 
 

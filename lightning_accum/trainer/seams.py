@@ -76,7 +76,7 @@ def in_words(differing: list[Seam]) -> str:
     if not differing:
         return f"All methods of {_lightning()} match the versions read."
     number = f"{len(differing)} method{'s differ' if len(differing) > 1 else ' differs'}"
-    return f"{_lightning()}: {number} from those read: {', '.join(map(str, differing))}."
+    return f"{_lightning()}: {number} from the versions read: {', '.join(map(str, differing))}."
 
 
 def _lightning() -> str:

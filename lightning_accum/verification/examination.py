@@ -122,7 +122,7 @@ class Diagnosis:
             noise = self._from_itself(self._comparison.reversed())
         of_itself = noise if noise <= most else self._from_itself(self._comparison.full)
         if of_itself > most:
-            found = "The full batch has another gradient each time, from operations that are not deterministic or a permutation."
+            found = "The full batch has a different gradient each time: an operation is not deterministic, or draws a permutation."
             self._add("random numbers", found, of_itself)
         elif self.full.noise:
             found = f"Random numbers ({', '.join(sorted(self.full.noise))}) were made the same for every row"

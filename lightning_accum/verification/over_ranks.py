@@ -82,7 +82,7 @@ class OverRanks:
     def _of_step(self) -> list[Break]:
         """Steps of ranks that differ from the full batch's, though the gradients are equal."""
         moved = {rank: off for rank, step in enumerate(self._steps) if (off := moved_differently(step, self._full))}
-        found = "Rank {} has the gradient of the full batch, but its step moves {} differently."
+        found = "Rank {} has the gradient of the full batch, but its step changes {} differently."
         return [
             self._break(f"optimizer step of rank {rank}", found.format(rank, listed(off)), _OTHER_STEPS)
             for rank, off in moved.items()

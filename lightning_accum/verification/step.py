@@ -75,7 +75,7 @@ class Step(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         found = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         if found != self._ranks:
-            raise MisconfiguredError(f"verify(devices={self._ranks}): the strategy has {found} data-parallel ranks, not as many.")
+            raise MisconfiguredError(f"verify(devices={self._ranks}): the strategy has {found} data-parallel ranks instead.")
         self.dropout, self.batch_norm = switch_off_dropout(pl_module), batch_norm_layers(pl_module)
         seed_everything(self._seed)
 

@@ -325,8 +325,8 @@ class Call:
     def _refuse_others(self) -> None:
         is_equal, self._is_equal = self._is_equal, []
         if is_equal and not bool(torch.stack([flag.to(is_equal[0].device) for flag in is_equal]).all()):
-            found = "a call has other outputs when it runs again for its backward: it depends on an attribute that is set between"
-            found += " calls, its own generator, or parameters of functional_call. Pass this as an argument."
+            found = "a call has different outputs when it runs again in the backward: it depends on an attribute that changes"
+            found += " between calls, its own generator, or parameters of functional_call. Pass this as an argument."
             raise RowWiseError.of(self.layer.name, f"{found} {HINT}")
 
 
