@@ -109,7 +109,7 @@ class Accumulation(Windows):
 
     def take_look(self) -> bool:
         """Whether the next window is checked before it begins. The same on all ranks."""
-        if self.position or self.checks_left or not self.is_checked:
+        if self.position or self.checks_left or self.verdict is None or not (self.is_checked or not self.verdict.is_suitable):
             return False
         is_due, self._looks_anew = self._looks_anew or self.clock.optimizer_steps + 1 in WINDOWS_TO_LOOK_AT, False
         self._looked_at = self.clock.optimizer_steps if is_due else self._looked_at
@@ -310,7 +310,7 @@ class Accumulation(Windows):
         is_auto = self.policy.weight == "auto" and self.may_count_first and self.window.counted is None
         if disagrees and is_auto and self.ranks.largest(float(self.closed.do_terms_disagree))[0]:
             self.counted_next = ()
-        else:
+        elif not self.closed.is_empty:
             self.window.warn_of(self.closed, self.warn_once)
         if self.sums is not None:
             self.sums.write_to_grad()

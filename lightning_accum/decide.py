@@ -32,6 +32,7 @@ class Found(NamedTuple):
     mend: str | None = None  # an argument with which the parts add up, if one was found
     are_alike: bool = False  # all single rows have the same loss
     leaves_something: bool = True  # a step changed the module, or the next step has a different loss for the same rows
+    size: float = math.inf  # of the gradient
     is_loss_off: bool = False  # windows do not show the loss of the whole
 
 
@@ -127,8 +128,10 @@ class Deciding:
         are_alike = checked.on_any(max(losses) - min(losses) <= trial.tolerance * abs(max(losses)))
         is_read = weight == "auto" and not (wrong or known.counts_first or looks[0].whole.function is not None)
         of_loss = _loss_of(looks[0], known, terms) - looks[0].whole.loss if is_read else 0.0
-        is_loss_off = checked.on_any(abs(of_loss) > trial.tolerance * max(map(abs, losses)))
-        return Found(verdict, not wrong, known, constants, terms, mend, are_alike, is_loss_off=is_loss_off)
+        largest = max(map(abs, filter(math.isfinite, losses)), default=0.0)
+        is_loss_off = checked.on_any(abs(of_loss) > max(eps, trial.tolerance * largest))
+        size = checked.largest(math.sqrt(sum(float(own.square().nansum()) for own in looks[0].whole.gradient(ALL).values())))
+        return Found(verdict, not wrong, known, constants, terms, mend, are_alike, size=size, is_loss_off=is_loss_off)
 
     def _units(self, looks: Sequence[Look], key: int, fit: Fit) -> dict[Mode, float]:
         """The weight of a term in each mode that adds up, relative to its first mode; the known units if it is absent."""
@@ -192,8 +195,8 @@ class Deciding:
         measured, mode_of, is_function = prove.measured_of(looks), known.modes, checked.on_any(looks[0].whole.function is not None)
         is_free = checked.may_count_terms and not is_function and not checked.on_any(checked.accumulation.window.has_weight)
         unseen = [key for key in terms if all(one.weight(key, mode_of.get(key, COUNT)) == 0 for one in measured)]
-        # a term with weight 0, but not by a factor of 0, may have any weight later
-        are_unseen = checked.on_any(is_free and any(terms[key].number for key in unseen))
+        # a term with weight 0, but not by a factor of 0, may have any weight later; beside a factor of 0 a penalty keeps its weight
+        are_unseen = checked.on_any(is_free and any(terms[key].number or ONCE in mode_of.values() for key in unseen))
         if len(modes) < 2 and not are_unseen and (len(known.modes) < 2 or SUM not in modes.values()):
             return known, None
         main = next((key for key in modes if terms[key].words == "cross entropy"), next(iter(modes), None))

@@ -226,7 +226,7 @@ class Window:
             )
         disagree = totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
         if (totals.weight == 0 and not is_sum) or (of_terms is not None and is_sum and is_counted_empty):
-            return totals.closed()
+            return totals.closed_without_weight() if self.weigher.is_auto else totals.closed()
         mean, slope = totals.loss if is_sum else totals.loss / weight, 1.0
         loss: Denominator = mean
         if is_function:

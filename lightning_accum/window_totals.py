@@ -33,7 +33,7 @@ class ClosedWindow(NamedTuple):
         slope: the derivative, if the loss is a function of a mean.
         is_flagged: a rank had raised its :attr:`Window.flag`.
         is_last: a rank had raised its :attr:`Window.is_last`.
-        is_empty: no micro-batch had weight, so there is no gradient.
+        is_empty: no micro-batch had weight, or a loss of 0 without it, so there is no gradient.
         do_terms_disagree: the terms of the loss have denominators that are not proportional.
         do_factors_differ: a constant that the loss is multiplied or divided by differs between micro-batches.
         is_miscounted: the listed weights of loader batches differ from the sums over their micro-batches.
@@ -109,9 +109,10 @@ class Totals(NamedTuple):
     negative: float  # weights below 0
     terms: float  # of d, the denominators of other terms and n times a number that stands for constant factors
     spread: float  # of d^2 / n, where n is 1 for a sum
-    micro_batches: float  # those with a loss
-    sums: float  # those whose loss is a sum
+    sums: float  # of micro-batches, those whose loss is a sum
     weighted: float  # those whose weight is not 0
+    zeros: float  # those whose loss is 0; inf if another loss is finite
+    micro_batches: float  # those with a loss
     left_out: float  # those that were not finite, and are in none of the above
     flagged: float  # ranks with Window.flag
     last: float  # with Window.is_last
@@ -122,6 +123,16 @@ class Totals(NamedTuple):
         """The closed window, empty if it had no weight; ``others`` are further fields."""
         window = ClosedWindow(loss, weight, int(self.micro_batches), left_out=int(self.left_out), is_empty=weight == 0, **others)
         return window._replace(is_flagged=self.flagged > 0, is_last=self.last > 0, has_doubts=self.doubtful > 0)
+
+    def closed_without_weight(self) -> ClosedWindow:
+        """The closed window, if ``"auto"`` has found no weight.
+
+        Losses of 0 have a factor of 0: the optimizer steps with gradients of 0, as on the full batch. Other losses have a term that
+        lacks its weight.
+        """
+        is_zero = 0 < self.zeros < math.inf
+        closed = self.closed(0.0 if is_zero else math.nan, do_terms_disagree=self.zeros == math.inf)
+        return closed._replace(is_empty=not is_zero)
 
     def check(self) -> None:
         """Refuse totals that do not add up to a full batch."""
@@ -171,12 +182,12 @@ def summed(
         counted: further numbers, of terms that are counted first.
         tensor_of: converts numbers to a tensor on that device.
     """
-    contributions, others = [entry.contribution for entry in entries], [*of_rank, *counted]
+    contributions, others = [entry.contribution for entry in entries], [float(len(entries)), *of_rank, *counted]
     is_read = bool(contributions) and contributions[0].is_read and all(c.weight is not None for c in contributions)
     rows: list[tuple[Any, ...]] = [
-        (0.0 if c.weight is None else c.weight, float(c.weight is None), entry.added, c.factors, _of_other_terms(c), 1.0)
+        (0.0 if c.weight is None else c.weight, float(c.weight is None), entry.added, c.factors, _of_other_terms(c), entry.loss)
         for entry, c in zip(entries, contributions, strict=True)
-    ] or [(0.0,) * 6]
+    ] or [(*(0.0,) * 5, math.nan)]
     if any(isinstance(number, Tensor) for numbers in (*rows, others) for number in numbers):
         summands = _summands(*map(tensor_of, zip(*rows, strict=True)), is_read=is_read, where=torch.where)
         of_rows = torch.stack([own.to(summands[0].dtype) for own in summands]).sum(1)
@@ -186,7 +197,7 @@ def summed(
 
 
 def _summands(
-    n: Any, is_sum: Any, added: Any, factors: Any, others: Any, one: Any, *, is_read: bool, where: Callable[..., Any]
+    n: Any, is_sum: Any, added: Any, factors: Any, others: Any, loss: Any, *, is_read: bool, where: Callable[..., Any]
 ) -> tuple[Any, ...]:
     """The first fields of :class:`Totals` of one micro-batch, as numbers, or of each, as tensors."""
     if is_read:
@@ -195,7 +206,8 @@ def _summands(
     is_nothing = times == 0
     d = times * factors + others
     spread = where(is_nothing, where(d == 0, 0.0, math.inf), d**2 / where(is_nothing, 1.0, times))
-    return n, where(is_nothing, 0.0, added * times), n < 0, d, spread, one, is_sum, n != 0
+    zeros = where(abs(loss) < math.inf, where(loss == 0, 1.0, math.inf), 0.0)
+    return n, where(is_nothing, 0.0, added * times), n < 0, d, spread, is_sum, n != 0, zeros
 
 
 def read(numbers: Sequence[float]) -> tuple[Totals, Sequence[float]]:

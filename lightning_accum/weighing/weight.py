@@ -63,7 +63,7 @@ class Weigher:
     """
 
     def __init__(self, weight: Literal["auto", "equal"] | Weight | tuple[Weight, ...]) -> None:
-        self._weight = weight
+        self._weight, self.is_auto = weight, weight == "auto"
         self.known = Known(takes_functions=weight != "equal")
         self.criterion: str | None = None
         self._plain: tuple[type, Any, Contribution] | None = None
@@ -98,7 +98,7 @@ class Weigher:
         if self._weight == "equal":
             self.criterion = "mean of the micro-batches' means"
             return Contribution(1.0), reading
-        if self._weight == "auto":
+        if self.is_auto:
             return self._weigh(reading, loss, batch, rows), reading
         if isinstance(batch, Iterator):
             raise WrongTypeError(

@@ -15,7 +15,7 @@ import torch
 from known import case, classified, open_until, outcome, outcome_split, rows_of, scheduled
 from lightning.pytorch.callbacks import LambdaCallback
 from processes import run_ranks
-from support import Hide, LooksAhead, ManualToy, Toy, fit, joined, labelled, loader, noted, relative_error, warned
+from support import Hide, LooksAhead, ManualToy, Toy, error_of_updates, fit, joined, labelled, loader, noted, relative_error, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -99,6 +99,62 @@ def test_rows_that_are_centered_from_a_later_step_on_are_refused_before_it() -> 
     with pytest.raises(AccumulationError):
         fit(module := Toy(loss), labelled(*[8] * 8), GradientAccumulation(2))
     assert module.global_step == 2
+
+
+def ignored_by_half(net: nn.Module, batch: Any) -> Tensor:
+    return classified(net, batch, "sum") / (batch[1] >= 0).sum().clamp(min=1)
+
+
+def with_a_penalty(net: Any, batch: Any) -> Tensor:
+    return 0.01 * net.weight.square().sum()
+
+
+FADED: dict[str, tuple[Any, Any]] = {  # what fades in, and what does not; the first two never began to train
+    "mean": (classified, lambda *_: 0.0),
+    "two means": (lambda *nb: ignored_by_half(*nb) + nb[0](nb[1][0]).square().mean(), lambda *_: 0.0),
+    "a mean beside a penalty": (classified, with_a_penalty),
+    "a mean beside a sum by its count": (classified, ignored_by_half),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 2}])
+@pytest.mark.parametrize("name", FADED)
+def test_a_loss_that_fades_in_from_0_takes_the_steps_of_its_full_batch(name: str, policy: dict[str, Any], optimizer: str) -> None:
+    def trained(batches: list[Any], policy: GradientAccumulation) -> Toy:
+        fading, own = FADED[name]
+        module = Toy(lambda *nb: min(1.0, module.global_step / 3) * fading(*nb) + own(*nb), optimizer)
+        fit(module, batches, policy)
+        assert module.global_step == 6
+        return module
+
+    batches = labelled(*[4] * 12, ignored=0.3)
+    full = [joined(batches[at : at + 2]) for at in range(0, 12, 2)]
+    found = trained(batches if "window" in policy else full, GradientAccumulation(**policy))
+    assert error_of_updates(found, trained(full, GradientAccumulation(1)), Toy(classified)) < EXACT
+
+
+def test_a_window_without_labels_takes_the_step_of_its_full_batch() -> None:  # it took none: weights did not decay, 0.4
+    batches = labelled(4, 4, 4, 4)
+    for _, labels in batches[2:]:
+        labels.fill_(-100)
+    found, expected = Toy(ignored_by_half, "adamw"), Toy(ignored_by_half, "adamw")
+    fit(found, batches, GradientAccumulation(2))
+    fit(expected, [joined(batches[:2]), joined(batches[2:])], GradientAccumulation(1))
+    assert error_of_updates(found, expected, Toy(classified)) < EXACT
+
+
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 2}])
+def test_a_student_that_is_equal_to_its_teacher_at_first_is_trained(policy: dict[str, Any]) -> None:  # refused before
+    def distilled(net: nn.Module, batch: Any) -> Tensor:
+        own, others = net(batch[0]).log_softmax(-1), teacher(batch[0] + 0.0).softmax(-1)
+        return F.kl_div(own, others.detach(), reduction="batchmean")
+
+    teacher = Toy(distilled).net
+    module = Toy(distilled)
+    fit(module, labelled(*[4] * 6), GradientAccumulation(**policy))
+    assert module.global_step == (3 if "window" in policy else 6)
+    assert relative_error(module.net.parameters(), teacher.parameters()) < EXACT
 
 
 # --- 4, 5, 6: what others do to parameters, gradients, schedulers and hooks ---
