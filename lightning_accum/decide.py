@@ -195,17 +195,21 @@ class Deciding:
         measured, mode_of, is_function = prove.measured_of(looks), known.modes, checked.on_any(looks[0].whole.function is not None)
         is_free = checked.may_count_terms and not is_function and not checked.on_any(checked.accumulation.window.has_weight)
         unseen = [key for key in terms if all(one.weight(key, mode_of.get(key, COUNT)) == 0 for one in measured)]
-        # a term with weight 0, but not by a factor of 0, may have any weight later; beside a factor of 0 a penalty keeps its weight
-        are_unseen = checked.on_any(is_free and any(terms[key].number or ONCE in mode_of.values() for key in unseen))
+        # a term with weight 0, but not by a factor of 0, may have any weight later
+        are_unseen = checked.on_any(is_free and any(terms[key].number for key in unseen))
         if len(modes) < 2 and not are_unseen and (len(known.modes) < 2 or SUM not in modes.values()):
             return known, None
-        main = next((key for key in modes if terms[key].words == "cross entropy"), next(iter(modes), None))
+        ordered = sorted(
+            modes, key=lambda key: (not terms[key].number, terms[key].words != "cross entropy")
+        )  # a factor of 0 is last
+        main = next(iter(ordered), None)
         has_sum = any(mode == SUM for mode in modes.values())
         is_one = main is not None and not (has_sum and (len(set(modes.values())) > 1 or len(known.modes) > len(modes)))
         for key, mode in modes.items() if is_one and not has_sum else ():
             assert main is not None
             least, most = prove.ratios(looks, (main, modes[main]), (key, mode))
-            least, most = -checked.largest(-least), checked.largest(most)
+            unit = self.known.ratios.get(main, 1.0)
+            least, most = -checked.largest(-least * unit), checked.largest(most * unit)
             if 0 < most < math.inf:
                 ratio_of[key] = most
             if not (least < math.inf and math.isfinite(most) and most - least <= 1e-9 * most):

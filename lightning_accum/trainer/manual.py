@@ -143,7 +143,7 @@ class ManualWindows(Windows):
             reading.function.leave_out(loss)
         del reading  # free its terms before the backward, which may be as large as the losses
         if call.verdict is not None:  # else it is not checked
-            is_new = contribution.is_new and not call.checks_left  # else it has just been checked
+            is_new = contribution.is_new * (not call.checks_left)  # else it has just been checked
             call.window.note_doubt(is_new + contribution.doubt)
         factor = as_number(call.window.add(loss.detach().to(call.window.dtype), contribution))
         before = {p: p.grad for p in self._parameters() if p.grad is not None}

@@ -90,11 +90,12 @@ class LaterLooks:
             contribution: the contribution of its loss.
             is_other: whether its graph differs, so that it is checked in any case.
         """
-        doubt: Denominator = 1.0 if contribution.is_new else contribution.doubt if self.counts_left else 0.0
+        is_new = isinstance(contribution.is_new, Tensor) or contribution.is_new != 0
+        doubt: Denominator = contribution.is_new + (contribution.doubt if self.counts_left else 0.0)
         for path, tensor in tensors_of(batch) if self.alike else ():
             if self.alike and path in self.alike:
                 doubt = doubt + on_host(_unlike(tensor, self.alike[path]))
-        reason: Reason = "new terms" if contribution.is_new else "other numbers"
+        reason: Reason = "new terms" if is_new else "other numbers"
         if is_other and not (self.doubted or isinstance(doubt, Tensor) or doubt):
             doubt, reason = 1.0, "time"
         if isinstance(doubt, Tensor) or doubt:

@@ -77,13 +77,18 @@ class Term(NamedTuple):
             return quotient(1.0, self.total)
         return quotient(number if mode == MEAN else 1.0, self.losses)
 
+    @property
+    def is_off(self) -> bool:
+        """Whether it has a factor of 0 that the host knows, as one that begins with a later step."""
+        return not isinstance(self.number, Tensor) and self.number == 0
+
     def oddities(self, mode: Mode) -> dict[str, Denominator]:
         """Not 0 if it has the factor 0, or all its losses are masked or have several weights, which the check must have seen."""
         losses: Any = self.losses
         is_zero: Any = self.total == 0
         are_several = len(self.shares) != 1 or (isinstance(self.shares[0], Tensor) and self.shares[0].numel() > 1)
         return {
-            "zero": is_zero,
+            "zero": is_zero & (not self.is_off),
             "masked": (losses == 0) & (is_zero == 0) & (mode != SUM),
             "uneven": losses != losses if are_several else 0.0,
         }

@@ -33,7 +33,7 @@ class Contribution(NamedTuple):
     factors: Denominator = 0.0  # a number that depends on the constant factors of the loss; 0 if unknown
     of_mean: OfMean | None = None  # the function from the mean or sum to the loss; None if the loss is the mean or sum
     is_read: bool = False  # its terms are known
-    is_new: bool = False  # some terms are unchecked
+    is_new: Denominator = 0.0  # not 0 if some terms are unchecked
     of_terms: Mapping[int, Denominator | None] | None = None  # the weight of each term, by key, if terms are counted first
     of_factors: Mapping[int, Denominator] | None = None  # the ``factors`` of each term
     doubt: Denominator = 0.0  # not 0 if its weight may be a raised count of 0: see :meth:`Term.may_be_raised`
@@ -116,11 +116,13 @@ class Weigher:
         kept = {key: {mode: unit for mode, unit in units.items() if not callable(mode)} for key, units in self.known.units.items()}
         return {key: units for key, units in kept.items() if units}
 
-    def _is_new(self, keys: set[int]) -> bool:
-        """Whether terms are unchecked, or some of several similar terms are absent."""
-        known = self.known.units.keys()
+    def _is_new(self, terms: Sequence[Term]) -> Denominator:
+        """Not 0 if terms without a factor of 0 are unchecked, or some of several similar terms are absent."""
+        known, keys = self.known.units.keys(), {term.key for term in terms}
         kinds = {key >> 8 for key in keys}
-        return (bool(known) and not keys <= known) or any(key >> 8 in kinds and key not in keys for key in known)
+        if any(key >> 8 in kinds and key not in keys for key in known):
+            return 1.0
+        return sum(on_host(term.number != 0) for term in terms if term.key not in known) if known else 0.0
 
     def _read(self, loss: Tensor) -> Reading:
         reading, words = self.known.read(loss), self.known.words
@@ -153,7 +155,7 @@ class Weigher:
         if len(terms) == 1 and callable(terms[0].mode) and terms[0].weight is not None:
             doubt = doubt + is_lost(loss, terms[0].weight, reading.terms)
         keys = {term.key for term in reading.terms}
-        of_mean, is_read, is_new = reading.of_mean, True, self._is_new(keys)
+        of_mean, is_read, is_new = reading.of_mean, True, self._is_new(reading.terms)
         adopted = [(key, units) for key, units in self.known.units.items() if key not in keys and callable(next(iter(units)))]
         of_absent = {key: count_by_all(units, batch) for key, units in adopted}  # a count holds for a term that is absent, too
         if self.known.counts_first:
@@ -166,8 +168,9 @@ class Weigher:
             of_factors = {term.key: self.known.factor_of(term, mode) for term, mode, *_ in terms}
             return Contribution(None, (), 0.0, None, True, is_new, of_terms, of_factors, doubt)
         of_batch = [one for one in terms if one.mode != ONCE]
-        # the term whose weight is logged: a cross entropy if there is one
-        main = next((one for one in of_batch if one.term.words == "cross entropy"), next(iter(of_batch), None))
+        # the term whose weight is logged: a cross entropy if there is one, but none that is new or has a factor of 0
+        is_known = {one.term.key: one.term.key in self.known.units and not one.term.is_off for one in of_batch}
+        main = max(of_batch, key=lambda one: (is_known[one.term.key], one.term.words == "cross entropy"), default=None)
         if main is None and terms and not self.known.of_samples:
             main = terms[0]._replace(weight=1.0)  # the mean of equal penalties
         if main is None:
@@ -176,13 +179,15 @@ class Weigher:
         if not main.term.words and main.term.key not in self.known.units:
             if not self.known.hidden or len(terms) > 1:
                 raise UnreadableLossError(how_to_mend("a node that hides its sum"))
-            is_read = is_new = False
+            is_read, is_new = False, 0.0
         weight, others = self._of_all(terms, main)
         others += tuple(count / self.known.ratios.get(key, 1.0) for key, count in of_absent.items())
         if isinstance(weight, float) and math.isnan(weight):
             if loss.isfinite():
                 raise UnreadableLossError(how_to_mend("a sum of losses with several factors"))
             weight = 1.0  # its gradient is not finite for any weight
+        if len(of_batch) < len(terms) and all(one.term.is_off for one in of_batch):
+            weight = 1.0  # beside a factor of 0, which all micro-batches have, a penalty keeps its gradient
         factors, kinks = self.known.factor_of(main.term, main.mode), math.prod(one.term.kink for one in terms if one is not main)
         factors = factors * kinks if isinstance(factors, Tensor) or factors else kinks - 1.0
         self.criterion = self.criterion or words_of(main.term, main.mode)
