@@ -11,21 +11,7 @@ import pytest
 import torch
 from harness import Dealt
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
-from support import (
-    Language,
-    Manually,
-    Scalar,
-    csv_logger,
-    ddp,
-    fit,
-    language_loss,
-    logged,
-    pad,
-    sentences,
-    trainer,
-    warned,
-    x,
-)
+from support import Language, Manually, Scalar, csv_logger, ddp, fit, language_loss, logged, pad, sentences, trainer, warned, x
 from torch import Tensor, nn
 from torchmetrics.aggregation import RunningMean
 

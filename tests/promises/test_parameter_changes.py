@@ -124,14 +124,6 @@ class ByGlobalStep(Net):
         return super().training_step(batch, batch_idx) + self.online(batch)[batch > 0].mean()  # is counted first
 
 
-class Anneals(Net):
-    steps = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.steps += 1
-        return super().training_step(batch, batch_idx) * min(1.0, self.steps / 100)
-
-
 def _backward(self: Net, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     Net.backward(self, loss, *args, **kwargs)
     self.clamp()
@@ -165,7 +157,6 @@ CASES: dict[str, tuple[type[Net], type[pl.Callback] | None, str | None, str | No
     "what no loss depends on": (Memory, None, None, None),
     "an average in an attribute": (OfStatistic, None, "attribute", "attribute"),
     "a gradient by batch_idx": (with_(training_step=_reverses_more), None, "batch_idx", None),
-    "a number of steps": (Anneals, None, "attribute", "attribute"),
     "clamped gradients": (with_(on_after_backward=Net.clamp), None, "on_after_backward", "on_after_backward"),
     "gradients measured by a callback": (Net, Measures, "Measures", "Measures"),
     "a penalty's own backward": (with_(on_after_backward=lambda self: self.online[2].bias.sum().backward()), None,

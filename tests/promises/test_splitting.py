@@ -158,10 +158,7 @@ UNSPLITTABLE: dict[str, tuple[Any, str]] = {
     "samples or batches of two loaders": ([{"x": rows(3, 2)}, {"x": rows(3, 2)}], "2 entries"),
     "a class of its own": ({"x": X, "o": Opaque({"deep": [X]})}, "o is a Opaque"),
     "graphs packed end to end": ({"position": torch.rand(25, 3), "batch": OF_GRAPHS, "energy": torch.rand(4)}, "batch"),
-    "texts packed end to end": (
-        {"input_ids": rows(18), "labels": rows(18), "cu_seqlens": torch.tensor([0, 5, 14, 18])},
-        "cu_seqlens",
-    ),
+    "texts packed end to end": ({"input_ids": rows(18), "labels": rows(18), "cu_seqlens": torch.tensor([0, 18])}, "cu_seqlens"),
     "an array of another library": ({"x": X, "a": np.arange(8)}, "a is a ndarray"),
     "more rows than samples": (DataLoader(range(8), 4, collate_fn=lambda samples: {"x": rows(12, 2)}), "12 samples.*4.*: x is a"),
 }
@@ -288,39 +285,28 @@ TRIMMED: dict[str, tuple[dict[str, Tensor], Spans]] = {
     **{f"beside {name}": (masked(BOTH, more=make(mask_of(BOTH))), BEHIND_BOTH) for name, make in IN_PADDING.items()},
     "a key padding mask": ({"ids": fill(RIGHT, 0), "src_key_padding_mask": mask_of(RIGHT) == 0}, RIGHT),
     "an additive mask": (
-        {"ids": fill(RIGHT, 0), "key_padding_mask": torch.zeros(6, LENGTH).masked_fill(mask_of(RIGHT) == 0, -torch.inf)},
-        RIGHT,
-    ),
+        {"ids": fill(RIGHT, 0), "key_padding_mask": torch.zeros(6, LENGTH).masked_fill(mask_of(RIGHT) == 0, -torch.inf)}, RIGHT),
     "labels and constant padding": ({"ids": fill(RIGHT, 50256), "labels": fill(RIGHT, -100)}, RIGHT),
     "labels beside positions": (
-        {"ids": fill(RIGHT, 0), "labels": fill(RIGHT, -100), "position_ids": torch.arange(LENGTH).repeat(6, 1)},
-        RIGHT,
-    ),
+        {"ids": fill(RIGHT, 0), "labels": fill(RIGHT, -100), "position_ids": torch.arange(LENGTH).repeat(6, 1)}, RIGHT),
     "prompts without labels": (
-        {
-            "ids": torch.tensor([[5, 6, 7, 8, 9, 4], [5, 6, 7, 0, 0, 0], [5, 0, 0, 0, 0, 0]]),
-            "labels": torch.tensor([[-100, -100, 7, 8, 9, 4], [-100, 6, -100, -100, -100, -100], [-100] * 6]),
-        },
-        [(0, 6), (0, 3), (0, 1)],
-    ),
+        {"ids": torch.tensor([[5, 6, 7, 8, 9, 4], [5, 6, 7, 0, 0, 0], [5, 0, 0, 0, 0, 0]]),
+         "labels": torch.tensor([[-100, -100, 7, 8, 9, 4], [-100, 6, -100, -100, -100, -100], [-100] * 6])},
+        [(0, 6), (0, 3), (0, 1)]),
     "an end that is the padding token": (
         {"ids": torch.tensor([[5, 6, 7, 8], [5, 2, 2, 2]]), "labels": torch.tensor([[5, 6, 7, 8], [5, 2, -100, -100]])},
-        [(0, 4), (0, 2)],
-    ),
+        [(0, 4), (0, 2)]),
     "holes in a row": (
         {"attention_mask": torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0]]), "ids": torch.tensor([[5, 6, 7, 8], [5, 4, 7, 0]])},
-        [(0, 4), (0, 3)],
-    ),
+        [(0, 4), (0, 3)]),
     "labels that go farther": (
-        masked(RIGHT, labels=fill(OTHER, -100)),
-        [(0, max(s[1] for s in both)) for both in zip(RIGHT, OTHER, strict=True)],
-    ),
+        masked(RIGHT, labels=fill(OTHER, -100)), [(0, max(s[1] for s in both)) for both in zip(RIGHT, OTHER, strict=True)]),
     # not padding, or not safe to trim
     "nothing tells of padding": ({"ids": fill(RIGHT, 0), "x": torch.rand(6, LENGTH)}, ALL),
     "padding in front without a mask": ({"ids": fill(LEFT, 0), "labels": fill(LEFT, -100)}, ALL),
     "ignored labels of other inputs": ({"ids": fill(ALL, 0), "labels": fill(RIGHT, -100)}, ALL),
     "numbers that rise in leaps": (masked(RIGHT, labels=MORE_LABELS), ALL),
-}
+}  # fmt: skip
 
 
 def assert_trimmed(found: Sequence[dict[str, Tensor]], batch: dict[str, Tensor], spans: Spans) -> None:

@@ -81,10 +81,7 @@ class Talking(Language):
 
 OTHERS: dict[str, Any] = {
     "BoringModel": (BoringModel, lambda: torch.randn(8, 32)),
-    "LightningTransformer": (
-        lambda: LightningTransformer(40),
-        lambda: (torch.randint(0, 40, (6, 9)), torch.randint(0, 40, (6, 9))),
-    ),
+    "LightningTransformer": (lambda: LightningTransformer(40), lambda: tuple(torch.randint(0, 40, (2, 6, 9)))),
     "a classifier with torchmetrics": (Classifier, points),
     "a module that talks to its Trainer": (Talking, lambda: pad(sentences(8))),
 }
@@ -259,12 +256,7 @@ BREAKS: list[Any] = [
     ("BatchNorm", of(plain, nn.BatchNorm1d(8)), SPLIT, 'micro_batch="offload"'),
     ("batch_idx", of(reads_batch_idx), WINDOW, "micro_batch="),
     ("losses that do not add up", of(contrastive), SPLIT, "row_wise="),
-    (
-        "losses that do not add up",
-        of(lambda m, y, b, i: (contrastive if y.dtype == torch.float32 else plain)(m, y, b, i)),
-        SPLIT,
-        "",
-    ),
+    ("losses that do not add up", of(lambda m, *y: (contrastive if y[0].dtype == torch.float32 else plain)(m, *y)), SPLIT, ""),
     ("state", of(warm), WINDOW, ""),
     ("state", lambda: Classifier(plain, nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))), SPLIT, ""),
     ("buffers", of(counting), SPLIT, ""),
@@ -447,12 +439,7 @@ WRONG: dict[str, Any] = {
     "an argument that does not exist": (BoringModel, BATCH, {**IN_TWOS, "wieght": "auto"}, "wieght"),
     "an argument of the policy": (BoringModel, BATCH, {**IN_TWOS, "weight": "auo"}, "weight"),
     "a gradient that is not finite": (BoringModel, BATCH / 0, IN_TWOS, "finite"),
-    "a weight that cannot be read": (
-        of(lambda m, y, b, i: F.cross_entropy(y, b[1]).sin()),
-        points(),
-        {**IN_TWOS, "check": False},
-        "weight",
-    ),
+    "a weight that cannot be read": (of(lambda *y: plain(*y).sin()), points(), {**IN_TWOS, "check": False}, "weight"),
     "no loss": (of(lambda *_: None), points(), IN_TWOS, "training_step"),
 }
 

@@ -81,21 +81,6 @@ def test_every_private_name_of_a_library_is_in_the_table() -> None:
     assert used == set(), "\n".join(sorted(used))
 
 
-def words_in(file: str) -> Iterator[str]:
-    for node in ast.walk(FILES[file]):
-        fields = (getattr(node, name, None) for name in ("attr", "id", "name", "value", "arg"))
-        yield from (field for field in fields if isinstance(field, str))
-
-
-def test_every_private_name_that_is_listed_is_used() -> None:
-    assert PRIVATE - {word for file in FILES if file != "trainer/seams.py" for word in words_in(file)} - used_modules() == set()
-
-
-def used_modules() -> set[str]:
-    nodes = [node for tree in FILES.values() for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {part for node in nodes for part in (node.module or "").split(".")}
-
-
 BELOW_THE_LINE = ("trainer", "demo", "names", "pytorch_lightning", "ray", "testing", "verification", "__main__")
 """What may import lightning. The package's own ``__init__`` gives out what is below, and is imported by nobody."""
 MODULES = {module_of(file): tree for file, tree in FILES.items()}
