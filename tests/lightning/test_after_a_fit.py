@@ -14,22 +14,7 @@ import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
-from support import (
-    Manually,
-    ManualToy,
-    Scalar,
-    Toy,
-    classified,
-    fit,
-    joined,
-    labelled,
-    loader,
-    noted,
-    relative_error,
-    train_by_hand,
-    trainer,
-    x,
-)
+from support import Manually, ManualToy, Scalar, Toy, classified, fit, joined, labelled, noted, relative_error, trainer, x
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -220,9 +205,9 @@ def test_validation_after_a_fit_shows_none_of_its_metrics_and_the_next_fit_all()
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_copy_trains_and_so_does_the_trainer_that_was_copied(optimizer: str, kind: type[Toy], hook: str) -> None:
     batches, (copying, copies) = labelled(1, 4, 2, 3), noted(hook, copy.deepcopy)
-    found, of_the_copy = kind(classified, optimizer), kind(classified, optimizer)
+    found, of_the_copy, expected = (own(classified, optimizer) for own in (kind, kind, Toy))
     fit(found, batches, GradientAccumulation(2), copying, max_epochs=2)
-    copies[0].fit(of_the_copy, loader(batches))
-    expected = train_by_hand(Toy(classified, optimizer), [joined(batches[:2]), joined(batches[2:])], 2)
+    copies[0].fit(of_the_copy, DataLoader(batches, batch_size=None))
+    fit(expected, [joined(batches[:2]), joined(batches[2:])], strategy="auto", max_epochs=2)
     for module in (found, of_the_copy):
         assert relative_error(module.parameters(), expected.parameters()) <= 1e-12

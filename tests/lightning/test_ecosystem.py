@@ -7,15 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    Callback,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-)
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from resumed import Module
 from support import (
@@ -158,7 +150,7 @@ def test_a_second_fit_goes_on_where_the_first_ended(policy: str, is_other: bool)
 
 def test_gradient_accumulation_scheduler_of_lightning() -> None:
     module, estimates = Scalar([x(1), x(2), x(3), x(4)]), []
-    run = trainer(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})], max_epochs=2)
+    run = trainer(callbacks=[pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})], max_epochs=2)
     module.on_train_start = lambda: estimates.append(run.estimated_stepping_batches)
     run.fit(module)
     assert module.gradients == [1, 2, 3, 4, 1.5, 3.5]
@@ -178,7 +170,7 @@ OF_WINDOWS = pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize("micro_batch", [None, 1])
 def test_throughput_monitor_measures_loader_batches_at_the_ends_of_windows(name: str, micro_batch: int | None) -> None:
     policy, windows = WINDOWS[name]
-    monitor = ThroughputMonitor(batch_size_fn=len, length_fn=lambda batch: 10 * len(batch))
+    monitor = pl.callbacks.ThroughputMonitor(batch_size_fn=len, length_fn=lambda batch: 10 * len(batch))
     callbacks = [GradientAccumulation(policy, micro_batch=micro_batch), monitor]
     fit(Distance(SEVEN, lr=0.1), None, *callbacks, max_epochs=2, **csv_logger())
     rows = [row for row in logged() if "train/batches" in row]
@@ -230,7 +222,7 @@ def eight(rows: int = 1) -> Any:
 
 
 def on_exception() -> Callback:
-    return OnExceptionCheckpoint(".", "failed")
+    return pl.callbacks.OnExceptionCheckpoint(".", "failed")
 
 
 def of_model_checkpoint() -> Callback:
@@ -351,7 +343,7 @@ LIKE_TWO: dict[str, Any] = {"2": 2, "tokens": Tokens(8), "by step": lambda step:
 @pytest.mark.parametrize("policy", LIKE_TWO)
 def test_stochastic_weight_averaging_as_with_lightnings_windows_of_the_same_batches(policy: str) -> None:
     plain, ours = Regression(), Regression()
-    swa = [StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=1) for _ in range(2)]
+    swa = [pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=1) for _ in range(2)]
     fit(plain, None, swa[0], strategy="auto", accumulate_grad_batches=2, max_epochs=5)
     run = fit(ours, None, swa[1], GradientAccumulation(LIKE_TWO[policy]), max_epochs=5)
     assert plain.steps == ours.steps

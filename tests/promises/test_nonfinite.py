@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, default_collate
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accum import AccumulationWarning, GradientAccumulation, ModelParallelAccumulationStrategy
+from lightning_accum import AccumulationWarning, GradientAccumulation
 from lightning_accum.testing import adamw
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -63,8 +63,7 @@ class Classifier(Toy):
         return loader(self.by_rank[self.global_rank])
 
     def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, ModelParallelAccumulationStrategy):
-            shard(self, [self.net.first, self.net])
+        shard(self, [self.net.first, self.net])
 
 
 def labels(*ys: int, fault: int = FINE, seed: int = 0) -> Batch:

@@ -27,15 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 from whole_batch_losses import LOSSES, Loss, barlow_twins, clip, siglip
 
-from lightning_accum import (
-    AccumulationError,
-    AccumulationWarning,
-    DoesNotAddUpError,
-    GradientAccumulation,
-    ModelParallelAccumulationStrategy,
-    RowWiseError,
-    Tokens,
-)
+from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUpError, GradientAccumulation, RowWiseError, Tokens
 from lightning_accum.testing import adamw, assert_window_equals_batch, sgd
 
 ROWS = 10
@@ -535,8 +527,7 @@ class Gathering(Toy):
             self.net.scale = None
 
     def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, ModelParallelAccumulationStrategy):
-            shard(self, [self.net.encoder[0], self.net.encoder[-1], self.net.encoder, self.head])
+        shard(self, [self.net.encoder[0], self.net.encoder[-1], self.net.encoder, self.head])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, classes = batch

@@ -9,19 +9,7 @@ import pytest
 import torch
 from harness import Dealt, assert_one_window_one_batch, on, windows_of
 from lightning.pytorch.callbacks import Callback
-from losses_of_terms import (
-    COUNTS,
-    LOSSES,
-    OF_NOTHING,
-    Function,
-    OfTerms,
-    each,
-    rows,
-    that_only_shows,
-    value,
-    where_there_is,
-    windows_of_tokens,
-)
+from losses_of_terms import COUNTS, LOSSES, OF_NOTHING, Function, OfTerms, rows, that_only_shows, where_there_is, windows_of_tokens
 from support import Asking, SaveAfter, StatefulLoader, ddp, error_of_updates, fit, warned
 from torch import Tensor
 from torch.multiprocessing import ProcessRaisedException
@@ -89,7 +77,7 @@ def test_a_term_without_a_gradient_is_shown_with_the_weight_of_another_and_chang
 
 
 def test_a_part_of_the_loss_that_only_shows_and_is_no_mean_is_told_of() -> None:
-    make = partial(OfTerms, lambda o, b, m: value(o, b) + o.values.detach().sum())
+    make = partial(OfTerms, lambda o, b, m: F.mse_loss(o.values, b.y) + o.values.detach().sum())
     with pytest.warns(AccumulationWarning, match="window/loss"):
         found = compare_window_with_batch(make, BATCHES, GradientAccumulation(4), windows=windows_of([BATCHES], 4))
     assert found.parameters <= EXACT
@@ -403,7 +391,7 @@ FEW = [0, 0, 0, 0], [0, 0, 1], [0, 1], [0, 1, 1, 1, 1]
 def test_the_unit_of_weights_does_not_change_inside_of_the_first_window() -> None:  # refused before
     flags = [torch.tensor(some) > 0 for some in FEW]
     batches = [[{**row, "some": is_some} for row, is_some in zip(rows(len(f), n), f, strict=True)] for n, f in enumerate(flags)]
-    assert_exact(lambda o, b, m: (each(o, b).mean(1) * b.some).sum() / (b.some.sum() + 1e-8), {"window": 4}, batches)
+    assert_exact(lambda o, b, m: ((o.values - b.y).square().mean(1) * b.some).sum() / (b.some.sum() + 1e-8), {"window": 4}, batches)
 
 
 @pytest.mark.some_cases(6)
