@@ -216,7 +216,7 @@ def _is_other_object(value: Any, saved: Any) -> bool:
 
 
 def _are_others(now: Any, saved: Any) -> bool:
-    if isinstance(saved, dict):  # by identity
+    if isinstance(saved, dict):  # values are compared by identity
         now, saved = [*now, *now.values()], [*saved, *saved.values()]
     return len(now) != len(saved) or any(a is not b for a, b in zip(now, saved, strict=True))
 

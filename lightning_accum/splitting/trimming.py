@@ -195,7 +195,7 @@ class Trimming:
         return kept
 
     def _check(self, kind: _Kind, tries: Iterator[Sequence[Any]], step: Step) -> None:
-        """Compare rows with all of their padding with the same rows without, and note the first answer."""
+        """Compare rows with all of their padding and the same rows without it, and note the first answer."""
         reason: CannotCheckError | None = None
         for batches in tries:
             try:
