@@ -233,7 +233,7 @@ def is_of_parameters_only(root: Node) -> bool:
             operands = [getattr(node, side, None) for side in ("_saved_self", "_saved_other")]
             if len(inputs) < 2 and any(isinstance(t, Tensor) and t.dim() > 0 for t in operands):
                 return False
-        elif kind not in _OF_PARAMETERS or (kind in _OF_TWO and len(inputs) < 2 and node.name() != "RsubBackward1"):  # number - tensor
+        elif kind not in _OF_PARAMETERS or (kind in _OF_TWO and len(inputs) < 2 and node.name() != "RsubBackward1"):  # of a number
             return False  # an operand without a gradient is not saved, and may be the batch
     return True
 
