@@ -53,6 +53,11 @@ def on(engine: str, *values: Any, marks: Any = (), **options: Any) -> Any:
     return pytest.param(engine, options, *values, id=name, marks=marks)
 
 
+def on_each(engines: str, *values: Any, **options: Any) -> list[Any]:
+    """A row for each of several engines, divided by commas."""
+    return [on(engine, *values, **options) for engine in engines.split(", ")]
+
+
 def dealt(rows: Rows, size: int, engine: str) -> list[list[Rows]]:
     """Loader batches of ``size`` rows, which the ranks of an engine take in turns."""
     batches, ranks = [rows[i : i + size] for i in range(0, len(rows), size)], ENGINES[engine].ranks
@@ -90,22 +95,12 @@ def assert_one_window_one_batch(
         windows = windows_of(by_rank, size, epochs, tail) if windows is None else windows
         by_rank = Dealt(by_rank, collate, has_length)
     assert_window_equals_batch(
-        make,
-        by_rank,
-        policy,
-        windows=windows,
-        weights=weights,
-        optimizers=optimizers,
-        limit=limit,
-        by_rank=isinstance(by_rank, Sequence),
-        collate=collate,
-        strategy=lambda: of.strategy(**(options or {})),
-        devices=of.ranks * of.tensor,
-        epochs=epochs,
-        ckpt_path=ckpt_path,
+        make, by_rank, policy, windows=windows, weights=weights, optimizers=optimizers, limit=limit,
+        by_rank=isinstance(by_rank, Sequence), collate=collate, strategy=lambda: of.strategy(**(options or {})),
+        devices=of.ranks * of.tensor, epochs=epochs, ckpt_path=ckpt_path,
         trainer={"plugins": of.plugins() or [DoublePrecisionPlugin()], **arguments},
         reference={"plugins": [DoublePrecisionPlugin()]},
-    )
+    )  # fmt: skip
 
 
 def trained(

@@ -95,7 +95,7 @@ def install(environment: Environment, options: argparse.Namespace) -> None:
         return
     pinned = lower_bounds()
     second = [f"pytorch-{pin}" for pin in pinned if pin.startswith("lightning==")]  # which lightning requires in any version
-    environment.pip_install(*pinned, *second, *TEST_TOOLS, "tensorboard>=2.18")
+    environment.pip_install(*pinned, *second, *TEST_TOOLS)
     environment.pip_install("--no-deps", "--force-reinstall", str(ROOT))
 
 

@@ -61,11 +61,7 @@ def test_a_padded_batch_is_its_split_and_trimmed_micro_batches(name: str, side: 
         lengths = torch.arange(7) % 4 + 1
         batch["labels"] = torch.where(torch.arange(4) < lengths[:, None], 5, -100)
     rows = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(7)]
-    assert_window_equals_batch(
-        partial(Recorded, lambda model, batch: model(**batch).loss, net=MODELS[name]),
-        [rows],
-        GradientAccumulation(micro_batch=3),
-        collate=lambda rows: transformers.BatchEncoding(joined(rows)),
-        limit=TOLERANCE,
-    )
+    make = partial(Recorded, lambda model, batch: model(**batch).loss, net=MODELS[name])
+    arguments = {"collate": lambda rows: transformers.BatchEncoding(joined(rows)), "limit": TOLERANCE}
+    assert_window_equals_batch(make, [rows], GradientAccumulation(micro_batch=3), **arguments)
     assert (min(widths) < 10) == (side == "right")  # on the left it stays

@@ -116,14 +116,9 @@ def test_a_term_that_begins_in_a_later_window_leaves_that_window_out_and_is_exac
     first, second, begins, after = windows_of([NONE_AT_FIRST], 4)
     own = [first, second, begins, after] if "micro_batch" in POLICIES[policy] else NONE_AT_FIRST
     for optimizer in (sgd, adamw):
+        make, arguments = partial(OfTerms, LOSSES[name].of), {"optimizer": optimizer, "windows": [first, second, after]}
         with pytest.warns(AccumulationWarning, match="is left out, without an optimizer step"):
-            found = compare_window_with_batch(
-                partial(OfTerms, LOSSES[name].of),
-                own,
-                GradientAccumulation(**POLICIES[policy]),
-                optimizer=optimizer,
-                windows=[first, second, after],
-            )
+            found = compare_window_with_batch(make, own, GradientAccumulation(**POLICIES[policy]), **arguments)
         assert found.steps == (3, 3)
         assert max(found.parameters, found.losses) <= EXACT
 

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import ENGINES as HELD
-from harness import Unsized, assert_one_window_one_batch, on, trained
+from harness import Unsized, assert_one_window_one_batch, on, on_each, trained
 from sharded import ShardedScalar, needs_sharding_on_cpu
 from support import Asking, Toy, loader, x
 from torch import Tensor, nn
@@ -103,17 +103,17 @@ CASES = [  # an engine, so many loader batches of each rank, and how they make w
     on("ddp of 3", (2, 5, 1), {"window": 2}),
     on("fsdp2 of 4", (2, 5, 1, 3), {"window": 2}),
     on("fsdp2 of 4", (2, 5, 1, 3), {"window": 2}, sync="shard"),
-    *(on(engine, lengths, {"window": 2}) for engine in ("ddp", "fsdp2", "fsdp1") for lengths in ((3, 0), (0, 3))),
-    *(on(engine, (3, 0), {"window": 2, "tail": "drop"}) for engine in ("ddp", "fsdp2", "fsdp1")),
+    *on_each("ddp, fsdp2, fsdp1", (3, 0), {"window": 2}),
+    *on_each("ddp, fsdp2, fsdp1", (0, 3), {"window": 2}),
+    *on_each("ddp, fsdp2, fsdp1", (3, 0), {"window": 2, "tail": "drop"}),
     on("fsdp2 and tensor", (1, 4), {"window": 3}),
     on("ddp", (5, 2), {"window": 3, "tail": "carry"}),
     on("ddp of 3", (0, 5, 2), {"window": 3}, sync="micro_batch"),
-    *(
-        on("ddp of 3", (0, 5, 2), {"window": 3}, **{option: True})
-        for option in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
-    ),
-    *(on(engine, (6, 9), {"window": window, "micro_batch": 2}) for engine, window in (("ddp", 1), ("ddp", 2), ("fsdp2", 2))),
-    on("fsdp1", (6, 9), {"window": 2, "micro_batch": 2}),
+    on("ddp of 3", (0, 5, 2), {"window": 3}, find_unused_parameters=True),
+    on("ddp of 3", (0, 5, 2), {"window": 3}, static_graph=True),
+    on("ddp of 3", (0, 5, 2), {"window": 3}, gradient_as_bucket_view=True),
+    on("ddp", (6, 9), {"window": 1, "micro_batch": 2}),
+    *on_each("ddp, fsdp2, fsdp1", (6, 9), {"window": 2, "micro_batch": 2}),
 ]
 
 

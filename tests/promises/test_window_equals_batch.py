@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ENGINES as HELD
-from harness import assert_one_window_one_batch, dealt, on, windows_of
+from harness import assert_one_window_one_batch, dealt, on, on_each, windows_of
 from sharded import ShardedLanguage
 from support import OPTIMIZERS, fit, pad, relative_error, sentences, train_by_hand
 from torch import Tensor
@@ -17,14 +17,8 @@ from lightning_accum import GradientAccumulation, SameOrderSampler, Tokens
 ROWS, MICRO_BATCH, EPOCHS = sentences(44), 2, 2
 SMALL = 4096 / 2**20  # 4 KiB, of some 40 that the parameters take: several buckets
 ENGINES = [
-    on("accum"),
-    on("ddp"),
-    on("fsdp2"),
-    on("fsdp1"),
-    on("fsdp2 and tensor"),
-    on("ddp of 4"),
-    on("fsdp2 of 4"),
-    *(on(engine, sync="micro_batch") for engine in ("ddp", "fsdp2", "fsdp1", "fsdp2 and tensor", "fsdp1 by layer")),
+    *on_each("accum, ddp, fsdp2, fsdp1, fsdp2 and tensor, ddp of 4, fsdp2 of 4"),
+    *on_each("ddp, fsdp2, fsdp1, fsdp2 and tensor, fsdp1 by layer", sync="micro_batch"),
     on("fsdp1 by layer"),
     on("ddp", static_graph=True),
     on("fsdp2 of 4", sync="shard"),
@@ -55,10 +49,7 @@ def test_so_it_does_with_every_option_of_a_strategy(engine: str, options: dict[s
 
 
 CLIPS = {"norm": 0.05, "value": 1e-3}
-CLIPPED = [
-    *(on(engine, kind) for engine in ("accum", "ddp", "fsdp2 and tensor") for kind in ("norm", "value")),
-    on("fsdp2", "norm"),
-]
+CLIPPED = [*on_each("accum, ddp, fsdp2 and tensor, fsdp2", "norm"), *on_each("accum, ddp, fsdp2 and tensor", "value")]
 
 
 @pytest.mark.some_cases(2, 2)
@@ -79,11 +70,7 @@ def test_these_limits_change_the_steps(algorithm: str) -> None:
 @pytest.mark.parametrize("tail", ["step", "drop", "carry"])
 @pytest.mark.parametrize(
     ("engine", "options"),
-    [
-        *(on(engine) for engine in ("accum", "fsdp2", "ddp", "fsdp1")),
-        *(on(engine, sync="micro_batch") for engine in ("fsdp2", "fsdp1")),
-        on("fsdp2", sync="shard"),
-    ],
+    [*on_each("accum, fsdp2, ddp, fsdp1"), *on_each("fsdp2, fsdp1", sync="micro_batch"), on("fsdp2", sync="shard")],
 )
 def test_the_tail_of_an_epoch_is_a_window_or_dropped_or_carried(engine: str, options: dict[str, Any], tail: Any) -> None:
     by_rank, policy = dealt(ROWS[:20], MICRO_BATCH, engine), GradientAccumulation(3, tail=tail)
@@ -114,9 +101,8 @@ def test_a_split_batch_takes_the_step_of_the_whole_one(size: Any, trim: bool, op
     assert_one_window_one_batch(partial(ShardedLanguage, optimizer), dealt(SPLIT, BATCH, "accum"), policy)
 
 
-OF_SIZES = [on(engine, size) for engine in ("ddp", "fsdp2", "fsdp1", "accum") for size in (3, Tokens(40))]
-OF_SIZES += [on(engine, "auto") for engine in ("ddp", "accum")]
-OF_SIZES += [on(engine, 3, sync="micro_batch") for engine in ("ddp", "fsdp2", "fsdp1")]
+OF_SIZES = [case for size in (3, Tokens(40)) for case in on_each("ddp, fsdp2, fsdp1, accum", size)]
+OF_SIZES += [*on_each("ddp, accum", "auto"), *on_each("ddp, fsdp2, fsdp1", 3, sync="micro_batch")]
 OF_SIZES += [on("fsdp2", 3, sync="shard"), on("ddp", 3, static_graph=True)]
 
 
@@ -220,15 +206,10 @@ def assert_the_rest_is_the_window(
 
 
 WITH_HOLES = [
-    *(on(engine) for engine in ("ddp", "fsdp2", "fsdp1")),
-    *(on(engine, sync="micro_batch") for engine in ("ddp", "fsdp2", "fsdp1")),
-    on("ddp", find_unused_parameters=True),
-    on("ddp", static_graph=True),
-    on("fsdp2 and tensor"),
-    on("fsdp1 by layer"),
-    on("fsdp1 by layer", sync="micro_batch"),
-    on("fsdp2", sync="shard"),
-]
+    *on_each("ddp, fsdp2, fsdp1"), *on_each("ddp, fsdp2, fsdp1", sync="micro_batch"),
+    on("ddp", find_unused_parameters=True), on("ddp", static_graph=True), *on_each("fsdp2 and tensor, fsdp1 by layer"),
+    on("fsdp1 by layer", sync="micro_batch"), on("fsdp2", sync="shard"),
+]  # fmt: skip
 
 
 @pytest.mark.some_cases(4, 6)

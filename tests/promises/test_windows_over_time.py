@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ENGINES as HELD
-from harness import assert_one_window_one_batch, on
+from harness import assert_one_window_one_batch, on, on_each
 from sharded import ShardedLanguage
 from support import Scalar, fit, sentences, x
 
@@ -16,14 +16,8 @@ ROWS = sentences(70)
 
 
 ENGINES = [
-    on("accum"),
-    on("ddp"),
-    on("ddp", sync="micro_batch"),
-    on("fsdp2"),
-    on("fsdp2 and tensor"),
-    on("fsdp1"),
-    on("ddp of 3"),
-    on("ddp", find_unused_parameters=True),
+    *on_each("accum, ddp, fsdp2, fsdp2 and tensor, fsdp1, ddp of 3"),
+    *(on("ddp", sync="micro_batch"), on("ddp", find_unused_parameters=True)),
 ]
 
 
