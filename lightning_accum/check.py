@@ -194,7 +194,8 @@ class Check:
                 accumulation.count_first([*own.modes])
         if accumulation.window.counted is not None:
             accumulation.window.counted.constants |= constants
-        counted = accumulation.window.counted_keys  # empty if only the weights show that there are several terms
+        # empty if only the weights show that there are several terms
+        counted = set() if accumulation.window.counted is None else {*accumulation.window.counted.keys}
         accumulation.stops_counting = not own.counts_first and bool(counted) and counted <= own.modes.keys()
         is_open = checked.on_any(found.verdict.deviation is None)
         earlier, verdict = before or Verdict(0.0), found.verdict

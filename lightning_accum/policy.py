@@ -110,11 +110,6 @@ class Policy:
         return isinstance(self.window, Mapping) or callable(self.window)
 
     @property
-    def main_weight(self) -> Literal["auto", "equal"] | Weight:
-        """The weight for windows and logs."""
-        return self.weight[0] if isinstance(self.weight, tuple) else self.weight
-
-    @property
     def finishes_after_backward(self) -> bool:
         """Gradients are reduced after the last backward of a window, not in it, since its micro-batch may be left out or run
         again."""

@@ -107,7 +107,8 @@ def _how_it_runs(accumulation: Accumulation) -> str:
 
 def _unit(accumulation: Accumulation, micro_batch: MicroBatch, weighed: Weighed) -> str:
     """The unit of the weight, in words."""
-    weight = accumulation.policy.main_weight
+    weight = accumulation.policy.weight
+    weight = weight[0] if isinstance(weight, tuple) else weight
     if weight == "auto":
         if weighed.weight is not None and float(weighed.weight) == count_samples(micro_batch.batch):
             return "samples"

@@ -76,11 +76,6 @@ class Window:
             self.counted.discard()
 
     @property
-    def counted_keys(self) -> set[int]:
-        """The terms that are counted."""
-        return set() if self.counted is None else {*self.counted.keys}
-
-    @property
     def has_weight(self) -> bool:
         """Whether a micro-batch of this rank has weight so far."""
         return any(entry.has_weight for entry in self.entries)

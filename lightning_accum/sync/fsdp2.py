@@ -160,11 +160,22 @@ class FSDP2Sync(ShardedSync):
         self._is_begun = False
 
     def _leave_out_others(self) -> None:
-        """Set the gradients of parameters that no rank has reached to None. Called on all ranks."""
+        """Set the gradients of parameters that no rank has reached to None. Called on all ranks.
+
+        Raises, on all of them, if a unit did not run on all in the same micro-batches: others then used another unit's parameters.
+        """
         if not self._trained:
             return
-        is_reached = self._ranks.largest(*(float(sharded in self._reached) for sharded in self._trained))
-        for sharded, is_one in zip(self._trained, is_reached, strict=True):
+        ran, size = self._ran_in, len(self.units)
+        is_reached = (float(sharded in self._reached) for sharded in self._trained)
+        found = self._ranks.largest(*ran, *(-number for number in ran), *is_reached)
+        if others := {unit for unit, most, fewest in zip(self.units, found, found[size:], strict=False) if most != -fewest}:
+            names = listed([name for name, unit in self._engine.module.named_modules() if unit in others])
+            raise UsageError(
+                f"Not all ranks ran {names} in the same micro-batches, but fully_shard gathers parameters from all, and so perhaps "
+                "others. Have each rank run them, if only for 0 * output.sum(); or shard a module that holds them in their place."
+            )
+        for sharded, is_one in zip(self._trained, found[2 * size :], strict=True):
             if not is_one:
                 sharded.sharded_param.grad = None
 

@@ -60,11 +60,14 @@ class ShardedSync(WrappedSync):
         self._unused_roots = set(self._roots)
         self._may_lack_loss, self._of_same_rows = may_lack_loss, of_same_rows
         self._had_loss = 1  # which micro-batches of the window had a loss, as one number
+        self._ran: set[nn.Module] = set()  # the units that this micro-batch has run
+        self._ran_in = [1] * len(units)  # in which micro-batches each unit ran, as one number
         self._outputs: list[Tensor] = []
         self._handles = [unit.register_forward_hook(self._note_output) for unit in units]
 
     def _note_output(self, unit: nn.Module, arguments: Any, output: Any) -> None:
         self._unused_roots.discard(unit)
+        self._ran.update([unit] * torch.is_grad_enabled())
         if self._may_lack_loss and torch.is_grad_enabled():
             leaves = torch.utils._pytree.tree_leaves(output)
             self._outputs += [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -72,6 +75,7 @@ class ShardedSync(WrappedSync):
     @override
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._outputs.clear()
+        self._ran.clear()
         return super().forward(step, *args, **kwargs)
 
     @override
@@ -131,6 +135,8 @@ class ShardedSync(WrappedSync):
 
     def _note(self, has_loss: bool) -> None:
         self._had_loss = (3 * self._had_loss + has_loss) % _PRIME
+        self._ran_in = [(3 * ran + (unit in self._ran)) % _PRIME for unit, ran in zip(self.units, self._ran_in, strict=True)]
+        self._ran.clear()
 
     @override
     def without_weight(self, loss: Tensor, micro_batch: MicroBatch) -> AbstractContextManager[None]:

@@ -219,6 +219,22 @@ class DividesByItself(ShardedLanguage):
         self.net.set_gradient_divide_factor(3.0)
 
 
+class OneHead(ShardedLanguage):
+    """Of two heads that are alike and each sharded by itself, a rank runs one, and in its next micro-batch the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(17, 17, dtype=torch.float64) for _ in range(2))
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for head in self.heads:
+            fully_shard(head, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return language_loss(self.heads[(batch_idx + self.global_rank) % 2](self.net(batch["input_ids"])), batch["labels"])
+
+
 class Skips(ShardedLanguage):
     """Rows of zeros have no loss."""
 
@@ -257,6 +273,7 @@ def test_a_rank_that_begins_without_a_loss_equals_the_full_batch(engine: str, re
         (Unsharded, rows_of(2), 2, "fully_shard"),  # nothing would average all gradients
         (DividesByItself, rows_of(2), 2, "set_gradient_divide_factor"),
         (SkipsEarly, BEGINS_EMPTY, 1, "begin with"),
+        (OneHead, rows_of(2), GradientAccumulation(2, check=False), "heads.0, heads.1"),  # each is gathered as if it were the other
         (ShardedLanguage, rows_of(2), GradientAccumulation(micro_batch="auto"), "micro_batch"),
     ],
 )
