@@ -67,21 +67,11 @@ def dealt(rows: Rows, size: int, engine: str) -> list[list[Rows]]:
 def assert_one_window_one_batch(
     make: Callable[[], pl.LightningModule],
     by_rank: Sequence[Sequence[Rows | None]] | DataLoader | pl.LightningDataModule,
-    policy: GradientAccumulation | int,
-    engine: str = "accum",
-    options: dict[str, Any] | None = None,
-    *,
-    windows: Sequence[Rows] | None = None,
-    collate: Callable[[Any], Any] = pad,
-    clip: dict[str, float] | None = None,
-    has_length: bool = True,
-    epochs: int = 1,
-    ckpt_path: Any = None,
-    optimizers: Sequence[Any] = (None,),
-    weights: Sequence[float] | None = None,
-    limit: float = EXACT,
-    **arguments: Any,
-) -> None:
+    policy: GradientAccumulation | int, engine: str = "accum", options: dict[str, Any] | None = None, *,
+    windows: Sequence[Rows] | None = None, collate: Callable[[Any], Any] = pad, clip: dict[str, float] | None = None,
+    has_length: bool = True, epochs: int = 1, ckpt_path: Any = None, optimizers: Sequence[Any] = (None,),
+    weights: Sequence[float] | None = None, limit: float = EXACT, **arguments: Any,
+) -> None:  # fmt: skip
     """``lightning_accum.testing.assert_window_equals_batch`` on one of ``ENGINES``, with the module's own optimizer.
 
     ``by_rank`` has the rows of each loader batch of each rank, or is one loader or data module for all; ``windows`` the rows of
@@ -104,13 +94,9 @@ def assert_one_window_one_batch(
 
 
 def trained(
-    module: pl.LightningModule,
-    policy: GradientAccumulation | int,
-    engine: str = "accum",
-    options: dict[str, Any] | None = None,
-    data: Any = None,
+    module: pl.LightningModule, policy: GradientAccumulation | int, engine: str = "accum", options: Any = None, data: Any = None,
     **arguments: Any,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Returns the parameters, whole ones if they are sharded."""
     of = ENGINES[engine]
     callbacks = [*([] if isinstance(policy, int) else [policy]), *arguments.pop("callbacks", [])]

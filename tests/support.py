@@ -306,8 +306,10 @@ def joined(batches: Sequence[Any]) -> Any:
 
 
 def fit(module: pl.LightningModule, data: Any = None, *callbacks: Callback, strategy: Any = "accum", **kwargs: Any) -> pl.Trainer:
-    """Train on a list of batches, a loader or a data module, and return the Trainer."""
+    """Train on a list of batches, a loader or a data module, also on so many ``ranks`` by DDP, and return the Trainer."""
     fit_arguments = {"ckpt_path": kwargs.pop("ckpt_path")} if "ckpt_path" in kwargs else {}
+    if (ranks := kwargs.pop("ranks", 1)) > 1:
+        kwargs["devices"], strategy = ranks, ddp() if strategy == "accum" else strategy
     run = trainer(strategy, callbacks=list(callbacks), **kwargs)
     run.fit(module, loader(data) if isinstance(data, list) else data, **fit_arguments)
     return run

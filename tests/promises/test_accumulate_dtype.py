@@ -82,9 +82,8 @@ def test_of_256_micro_batches_in_bfloat16_the_error_is_at_least_8_times_smaller(
     errors = {}
     for dtype in (None, torch.float32):
         policy = GradientAccumulation(256, weight="equal", accumulate_dtype=dtype)
-        strategy = "accum" if ranks == 1 else ddp()
         module = Whole(*by_rank)
-        fit(module, None, policy, strategy=strategy, devices=ranks, precision="bf16-true")
+        fit(module, None, policy, ranks=ranks, precision="bf16-true")
         gradient = torch.load("gradient0.pt")
         assert gradient.dtype == torch.bfloat16
         errors[dtype] = relative_error([gradient], [expected]), relative_error([-module.w], [expected])

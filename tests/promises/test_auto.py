@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import Language, Scalar, Toy, ddp, fit, labelled, limited, loader, pad, relative_error, sentences, trainer, warned, x
+from support import Language, Scalar, Toy, fit, labelled, limited, loader, pad, relative_error, sentences, trainer, warned, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -204,6 +204,6 @@ def test_one_rank_or_both_out_of_memory(most: tuple[int, int], agreed: int, wher
 
     trainer("auto", max_epochs=EPOCHS).fit(whole := Language("adamw"), loader(batches(16 * window, 96)))
     policy = GradientAccumulation(window, micro_batch="auto", trim_padding=False)
-    fit(module := Ranked(most, where), None, policy, strategy=ddp(), devices=2, max_epochs=EPOCHS)
+    fit(module := Ranked(most, where), None, policy, ranks=2, max_epochs=EPOCHS)
     assert relative_error(module.parameters(), whole.parameters()) < 1e-12
     assert [torch.load(f"size-{rank}.pt") for rank in (0, 1)] == [agreed, agreed]

@@ -18,7 +18,7 @@ from known import rows_of
 from lightning.pytorch.callbacks import LambdaCallback
 from loss_table import BY_NAME
 from loss_table.rows import Trained, rows
-from support import Hide, Toy, classified, ddp, fit, labelled, loader, relative_error, warned
+from support import Hide, Toy, classified, fit, labelled, loader, relative_error, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -592,7 +592,7 @@ def is_told_of_on_two_ranks(module: Toy, by_rank: Sequence[Sequence[Any]], **pol
     with warned() as messages:
         module.on_train_end = lambda: Path(f"rank{module.global_rank}").write_text(str(len(messages)))
         try:
-            fit(module, None, GradientAccumulation(**policy), strategy=ddp(), devices=2)
+            fit(module, None, GradientAccumulation(**policy), ranks=2)
         except Exception as error:
             if "lightning_accum" not in str(error) + type(error).__module__:
                 raise

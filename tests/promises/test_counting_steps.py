@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
-from support import Distance, Interrupted, Manually, SaveAfter, ddp, fit, fp16_on_cpu, loader, trainer, x
+from support import Distance, Interrupted, Manually, SaveAfter, fit, fp16_on_cpu, loader, trainer, x
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -140,7 +140,7 @@ def test_on_two_ranks_all_validate_after_the_same_steps(policy: dict[str, Any], 
             steps = {"counted": self.trainer.global_step, "stepped": self.stepped, "heard": listens.parameters}
             torch.save({**steps, "validated": [step for step, _ in self.validated], "w": self.w.item()}, f"{self.global_rank}.pt")
 
-    counted(Ranked(), 2, GradientAccumulation(**policy, validate_every=2), strategy=ddp(), devices=2, max_epochs=2)
+    counted(Ranked(), 2, GradientAccumulation(**policy, validate_every=2), ranks=2, max_epochs=2)
     first, second = (torch.load(f"{rank}.pt") for rank in range(2))
     assert first == second
     assert first["counted"] == len(first["stepped"]) == steps

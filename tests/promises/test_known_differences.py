@@ -128,7 +128,7 @@ def test_loaders_that_are_made_anew_in_each_epoch_are_let_go(devices: int, strat
 
 
 def test_a_fit_over_ranks_leaves_the_launcher_as_it_was() -> None:
-    run = fit(Toy(classified), labelled(4, 4), strategy=ddp(), devices=2)
+    run = fit(Toy(classified), labelled(4, 4), ranks=2)
     assert "launch" not in vars(run.strategy._launcher)
 
 

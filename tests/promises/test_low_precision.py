@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from real_modules.table import Exact, Refused, happens
-from support import Toy, ddp, error_of_updates, fit, joined, labelled, loader, warned
+from support import Toy, error_of_updates, fit, joined, labelled, loader, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -94,7 +94,7 @@ def test_ranks_look_in_another_precision_together(has_break: bool) -> None:
     module.train_dataloader = lambda: loader(data[module.global_rank :: 2])
     before = module.net.weight.detach().clone()
     with pytest.raises(Exception, match="DoesNotAddUpError|add up") if has_break else nullcontext():
-        fit(module, None, GradientAccumulation(2), strategy=ddp(), devices=2)
+        fit(module, None, GradientAccumulation(2), ranks=2)
     assert torch.equal(module.net.weight, before) == has_break
 
 

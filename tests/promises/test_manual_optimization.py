@@ -246,7 +246,7 @@ def test_a_rank_without_the_last_batch_of_a_window_ends_all(rank: int) -> None:
     module, begin = Ranked(), time.monotonic()
     module.without = rank
     with pytest.raises(Exception, match="Error"):
-        fit(module, strategy=ddp(), devices=2, accumulate_grad_batches=2)
+        fit(module, ranks=2, accumulate_grad_batches=2)
     assert time.monotonic() - begin < 15  # and not after the time-out of the group
 
 
@@ -320,7 +320,7 @@ def test_ranks_that_all_leave_training_step_early_go_on() -> None:
             assert self.trainer.global_step == 2 * 3  # optimizers, and windows but the first, with the tail
 
     module = Counts("all", 0)
-    fit(module, strategy=ddp(), devices=2, accumulate_grad_batches=2)
+    fit(module, ranks=2, accumulate_grad_batches=2)
     assert not torch.equal(module.generator[0].weight, GAN().generator[0].weight)
 
 
@@ -344,7 +344,7 @@ def test_a_training_that_goes_on_inside_a_window_ends_like_one_that_never_stoppe
 
     def train(*callbacks: pl.Callback, **arguments: Any) -> Stateful:
         module = Stateful("adamw")
-        fit(module, None, *callbacks, strategy=ddp() if ranks == 2 else "accum", devices=ranks, **arguments)
+        fit(module, None, *callbacks, ranks=ranks, **arguments)
         return module
 
     whole = train(GradientAccumulation(3), SaveAfter(4))  # a third of a window
@@ -532,7 +532,7 @@ def test_the_loss_of_each_backward_has_to_add_up(kind: type[Manual], mend: str, 
             assert all(parameter.requires_grad and parameter.grad is None for parameter in self.parameters())
 
     with pytest.raises(Exception, match=f"add up to the loss of their batch.*{mend}"):
-        fit(Made(), None, accumulate_grad_batches=3, **({"strategy": ddp(), "devices": 2} if ranks == 2 else {}))
+        fit(Made(), None, accumulate_grad_batches=3, ranks=ranks)
 
 
 def test_terms_in_backwards_of_their_own_are_exact() -> None:

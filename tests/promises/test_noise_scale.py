@@ -48,8 +48,7 @@ class Kept(GradientNoiseScale):
 
 def measured(module: pl.LightningModule, policy: Any, ranks: int = 1, strategy: Any = None, data: Any = None, **kwargs: Any) -> Any:
     """The estimate, which is the same on all ranks."""
-    strategy = strategy or ("accum" if ranks == 1 else ddp())
-    fit(module, data, policy, Kept(smoothing=1), strategy=strategy, devices=ranks, **kwargs)
+    fit(module, data, policy, Kept(smoothing=1), strategy=strategy or "accum", ranks=ranks, **kwargs)
     found = [torch.load(f"estimate_{rank}.pt", weights_only=False) for rank in range(ranks)]
     assert found == found[:1] * ranks
     return found[0]

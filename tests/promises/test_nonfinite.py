@@ -74,8 +74,7 @@ def labels(*ys: int, fault: int = FINE, seed: int = 0) -> Batch:
 
 def skipping(module: Classifier, window: Any = None, *callbacks: Any, ranks: int = 1, trainer: Any = None, **policy: Any) -> Any:
     accumulation = GradientAccumulation(window, **{"on_nonfinite": "skip", **policy})
-    strategy = "accum" if ranks == 1 else ddp()
-    return fit(module, None, accumulation, *callbacks, strategy=strategy, devices=ranks, **(trainer or {}))
+    return fit(module, None, accumulation, *callbacks, ranks=ranks, **(trainer or {}))
 
 
 def assert_equal(found: nn.Module, expected: nn.Module) -> None:

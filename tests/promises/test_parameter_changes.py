@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import ddp, fit, joined, warned
+from support import fit, joined, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
@@ -201,7 +201,7 @@ def test_ranks_look_at_buffers_together() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", AccumulationWarning)
         with pytest.raises(Exception, match="'queue'"):
-            fit(Queue(), BATCHES, GradientAccumulation(2), strategy=ddp(), devices=2)
+            fit(Queue(), BATCHES, GradientAccumulation(2), ranks=2)
 
 
 class Adversarial(Net):

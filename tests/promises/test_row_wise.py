@@ -19,7 +19,7 @@ from loss_table.rows import Kind, Trained, rows
 from loss_table.rows import Loss as Row
 from manual_modules import GAN, draw
 from sharded import needs_sharding_on_cpu, shard
-from support import Toy, ddp, fit, relative_error, warned
+from support import Toy, fit, relative_error, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, rnn
@@ -562,7 +562,7 @@ def test_over_ranks_a_loss_of_one_ranks_rows_is_refused_and_a_gathered_sum_asks_
     loss: Loss, gathers: str, named: str
 ) -> None:
     with pytest.raises(Exception, match=named):
-        fit(Gathering(loss, gathers), collated(8, 8), row_wise(micro_batch=3), strategy=ddp(), devices=2)
+        fit(Gathering(loss, gathers), collated(8, 8), row_wise(micro_batch=3), ranks=2)
 
 
 @pytest.mark.some_cases(1)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Scalar, ddp, fit, fp16_on_cpu, x
+from support import Scalar, fit, fp16_on_cpu, x
 
 from lightning_accum import GradientAccumulation
 
@@ -95,7 +95,7 @@ def test_inf_on_one_rank_holds_the_scheduler_on_all_and_ranks_do_not_multiply_it
             assert self.lr_schedulers().last_epoch == 2  # an error on any rank fails the fit
 
     module = Overflows(by_rank=[[x(1)] * 6] * 2)
-    fit(module, None, GradientAccumulation(2), strategy=ddp(), devices=2, plugins=fp16_on_cpu())
+    fit(module, None, GradientAccumulation(2), ranks=2, plugins=fp16_on_cpu())
     assert module.total == 2.0
 
 
@@ -157,6 +157,4 @@ def test_a_module_that_never_gives_a_loss_comes_to_its_last_step(ranks: int, pol
         def on_train_end(self) -> None:
             assert self.trainer.global_step == 3  # an error on any rank fails the fit
 
-    strategy = "accum" if ranks == 1 else ddp()
-    limits = {"max_epochs": -1, "max_steps": 3}
-    fit(Nothing([x(1, 2)] * 4), None, GradientAccumulation(**policy), strategy=strategy, devices=ranks, **limits)
+    fit(Nothing([x(1, 2)] * 4), None, GradientAccumulation(**policy), ranks=ranks, max_epochs=-1, max_steps=3)

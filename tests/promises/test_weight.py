@@ -13,7 +13,7 @@ import pytest
 import torch
 from loss_table import BY_NAME
 from loss_table.rows import Trained, data
-from support import Hide, Scalar, Toy, ddp, fit, labelled, x
+from support import Hide, Scalar, Toy, fit, labelled, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -132,7 +132,7 @@ def test_an_explicit_weight_of_zero_keeps_a_nan_out() -> None:
     module = Scalar(by_rank=[[x(-1), x(3)], [x(1), x(-5)]])
     module.loss = lambda x: Hide.apply((module.w * x).mean()) / (0.0 if x[0] < 0 else 1.0)
     policy = GradientAccumulation(2, weight=lambda batch: (batch >= 0).sum())
-    fit(module, None, policy, strategy=ddp(), devices=2)
+    fit(module, None, policy, ranks=2)
     assert module.total == 2.0
 
 

@@ -149,15 +149,9 @@ def measure(row: Row, how: How, arguments: Mapping[str, Any] | None = None) -> O
 
 
 def happens(
-    make: Any,
-    batches: Any,
-    policy: Any,
-    optimizers: Sequence[Any],
-    limit: float = EXACT,
-    compares_losses: bool = True,
-    trainer: Any = None,
-    **arguments: Any,
-) -> Outcome:
+    make: Any, batches: Any, policy: Any, optimizers: Sequence[Any], limit: float = EXACT, compares_losses: bool = True,
+    trainer: Any = None, **arguments: Any,
+) -> Outcome:  # fmt: skip
     """What windows of a module come to, against their full batches: with arguments of ``compare_window_with_batch``."""
     messages: list[str] = []
     deviation = 0.0
