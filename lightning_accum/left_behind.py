@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,7 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
     # on another rank the next step may have no loss
     is_told = checked.is_window_long and is_moved and not checked.on_any(trial.mode.has_waited)
     with suppress(CannotCheckError), perturbed(checked.module) if is_moved else nullcontext(), trial.held():
-        for what, size in _LeftBehind(trial, rows, others, checked.next_step if is_told else None).find().items():
+        for what, size in _left_behind(trial, rows, others, checked.next_step if is_told else None).items():
             checked.accumulation.warn_once(advice.of_state(what, size) if what else advice.OF_BATCH_IDX)
 
 
@@ -42,75 +41,61 @@ def leaves_nothing(checked: Checked, trial: Trial, whole: Measured) -> bool:
         return False
     if checked.on_any(bool(trial.changed_attributes())):
         return False
-    held = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in checked.module.buffers()]
+    held = [(buffer, version_of(buffer)) for buffer in checked.module.buffers()]  # an equal value may have converged
     trial.leave(whole.rows if whole.total else None, whole.total)
     try:
         now = trial.result(whole.batch, checked.next_step if checked.is_window_long else None)
     except CannotCheckError:  # the step runs only once
         return False
-    is_written = any(  # an equal value may have converged, and ``.data`` changes no version
-        buffer is not before or version_of(buffer) != version or not buffer.equal(value)
-        for buffer, (before, version, value) in zip(checked.module.buffers(), held, strict=False)
-    )
+    are_others = [a is not b or version_of(a) != then for a, (b, then) in zip(checked.module.buffers(), held, strict=False)]
+    is_written = any(are_others) or bool(trial.changed_attributes())  # ``.data`` changes no version
     of_loss = math.inf if is_written else difference(now, (whole.loss, {**whole.gradient(ALL)}))
     return trial.largest(of_loss) <= trial.tolerance
 
 
-@dataclass(frozen=True)
-class _LeftBehind:
-    """Compares the loss and gradient of rows before and after a step on other rows. Ranks take each step together.
+def _left_behind(trial: Trial, rows: Callable[[], Any], others: Callable[[], Any], next_step: Step | None) -> dict[str, float]:
+    """The state that the loss of ``rows`` depends on after a step on others, in words, and the relative change of the loss.
 
-    Attributes:
-        trial: holds the module.
-        rows, others: return a batch.
-        next_step: runs a batch with another ``batch_idx``; None if the step takes none.
+    Empty words are the ``batch_idx``; without ``next_step``, which has another, it is not tried. Ranks take each step together.
     """
+    named = trial.module.named_buffers
+    at_first = {name: buffer.detach().clone() for name, buffer in named()}
+    before = trial.result(rows)
 
-    trial: Trial
-    rows: Callable[[], Any]
-    others: Callable[[], Any]
-    next_step: Step | None
+    def write(values: Mapping[str, Tensor]) -> None:
+        for name, buffer in named():
+            if name in values and values[name].shape == buffer.shape:
+                buffer.data.copy_(values[name])
 
-    def find(self) -> dict[str, float]:
-        """The state that the loss depends on, in words (empty for ``batch_idx``), and the relative change of the loss."""
-        trial, named = self.trial, self.trial.module.named_buffers
-        at_first = {name: buffer.detach().clone() for name, buffer in named()}
-        before = trial.result(self.rows)
+    def change(step: Step | None = None) -> float:
+        return trial.largest(difference(trial.result(rows, step), before))
 
-        def write(values: Mapping[str, Tensor]) -> None:
-            for name, buffer in named():
-                if name in values and values[name].shape == buffer.shape:
-                    buffer.data.copy_(values[name])
-
-        def change(step: Step | None = None) -> float:
-            return trial.largest(difference(trial.result(self.rows, step), before))
-
-        trial.restore()
-        trial.result(self.others)
-        after = {name: buffer.detach().clone() for name, buffer in named()}
-        buffers = [name for name, old in at_first.items() if name in after and not after[name].equal(old)]
-        attributes = trial.changed_attributes()
-        trial.leave(has_parameters=True)  # a step may write to parameters only once a window, as an attribute notes
-        of_all = change(self.next_step)
-        trial.restore()
-        write({name: _far(at_first[name], after[name]) for name in buffers})
-        of_far = change() if trial.largest(len(buffers)) else 0.0
-        if max(of_all, of_far) <= trial.tolerance:
-            return {}
-        trial.restore()
-        if change() > trial.tolerance:
-            raise CannotCheckError("training_step returns a different loss for the same rows each time")
-        trial.restore()
-        write(after)
-        found = {_named("buffer", buffers): max(change(), of_far)}
-        trial.restore()
-        trial.result(self.others)
-        trial.leave()
-        write(at_first)
-        found[_named("attribute", attributes)] = change()
-        trial.restore()
-        found[""] = change(self.next_step)
-        return {what: size for what, size in found.items() if size > trial.tolerance}
+    trial.restore()
+    trial.result(others)
+    after = {name: buffer.detach().clone() for name, buffer in named()}
+    buffers = [name for name, old in at_first.items() if name in after and not after[name].equal(old)]
+    attributes = [name for name in trial.changed_attributes() if name not in after]
+    trial.leave(has_parameters=True)  # a step may write to parameters only once a window, as an attribute notes
+    of_all = change(next_step)
+    trial.restore()
+    write({name: _far(at_first[name], after[name]) for name in buffers})
+    of_far = change() if trial.largest(len(buffers)) else 0.0
+    if max(of_all, of_far) <= trial.tolerance:
+        return {}
+    trial.restore()
+    if change() > trial.tolerance:
+        raise CannotCheckError("training_step returns a different loss for the same rows each time")
+    trial.restore()
+    write(after)
+    found = {_named("buffer", buffers): max(change(), of_far)}
+    trial.restore()
+    trial.result(others)
+    trial.leave()
+    write(at_first)
+    found[_named("attribute", attributes)] = change()
+    trial.restore()
+    found[""] = change(next_step)
+    return {what: size for what, size in found.items() if size > trial.tolerance}
 
 
 def _far(before: Tensor, after: Tensor) -> Tensor:

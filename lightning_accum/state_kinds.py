@@ -73,7 +73,8 @@ class Kinds(dict[type, "Kind | None"]):
 def _contents_of_registry(kinds: Kinds, module: nn.Module) -> _Contents:
     if not (module._modules or module._buffers):
         return []
-    return [("", held) for held in (*module._modules.values(), *module._buffers.values()) if held is not None]
+    named = (*(("", child) for child in module._modules.values()), *module._buffers.items())
+    return [(name, held) for name, held in named if held is not None]
 
 
 def _contents_of_module(kinds: Kinds, module: nn.Module) -> _Contents:
@@ -205,8 +206,9 @@ def _restore_module(module: nn.Module, saved: Any) -> None:
 
 
 def changed_names(module: nn.Module, saved: Any) -> list[str]:
-    """The names of a module's attributes that differ from the saved ones."""
-    return [name for name, value in vars(module).items() if value is not saved[1].get(name, _NOTHING)]
+    """The names of a module's attributes and buffers that are other objects than the saved ones."""
+    pairs = ((vars(module), saved[1]), (module._buffers, saved[0][2]))
+    return [name for now, before in pairs for name, value in now.items() if value is not before.get(name, _NOTHING)]
 
 
 def _is_other_object(value: Any, saved: Any) -> bool:

@@ -258,12 +258,13 @@ class Trial:
 
     def gradients(self, loss: Tensor, share: float, scale: float = 1.0, keeps_graph: bool = False) -> dict[int, Tensor]:
         """The gradients of ``share`` times a loss, divided by ``scale``, by parameter: some elements, in double precision."""
-        if not self._trained:
+        trained = {index: own for index, own in enumerate(self._trained) if own.requires_grad}  # a step may freeze some
+        if not trained:
             return {}
         with _users_code(), self.mode:
-            gradients = self.backward.gradients_of(loss, share, self._trained, keeps_graph)
-        most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(self._trained)))
-        return {index: sample(gradient, most) / scale for index, gradient in enumerate(gradients) if gradient is not None}
+            gradients = self.backward.gradients_of(loss, share, [*trained.values()], keeps_graph)
+        most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(trained)))
+        return {index: sample(own, most) / scale for index, own in zip(trained, gradients, strict=True) if own is not None}
 
     def together(self, function: Callable[[], _T]) -> _T:
         """Call a function on all ranks. If it fails on one, it fails on all.
@@ -310,7 +311,7 @@ class Trial:
             self.backward.reshard()  # after a forward without a backward, gathered parameters remain in memory
             # FSDP sets the data of parameters by itself
             self.mode.watch(dict.fromkeys((*parameters, *of_fit)), may_be_set=not self.backward.is_waited_for_in_forward)
-            self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+            self._trained = parameters
             stack.callback(self.mode.watch, ())  # keep no copies in a wider type
             stack.callback(self._trained.clear)
             stack.enter_context(dropout_switched_off(self.module))

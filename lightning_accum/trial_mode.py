@@ -31,15 +31,19 @@ class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_
         self._parameters: dict[int, list[Tensor]] = {}
         self.written: dict[Tensor, Tensor] = {}  # the parameters that were written to, and their values before
         self._data: list[tuple[nn.Parameter, Tensor]] = []
-        for parameter in parameters:
+        self._are_trained = [(parameter, parameter.requires_grad) for parameter in parameters]
+        for parameter, _ in self._are_trained:
             if parameter.device.type != "meta":
                 self._data += [(parameter, parameter.data)] * may_be_set
                 self._parameters.setdefault(_storage_of(parameter), []).append(parameter)
 
     def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
-        """Restore the parameters that were written to, and draw the same random numbers again."""
+        """Restore the parameters that were written to or frozen, and draw the same random numbers again."""
         self.restart(rows, total)
         with torch.no_grad():
+            for own, is_trained in self._are_trained:
+                if own.requires_grad != is_trained:
+                    own.requires_grad_(is_trained)
             for own, data in self._data:
                 if own.data_ptr() != data.data_ptr():
                     own.data = data

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_accum import check
 from lightning_accum.errors import DoesNotAddUpError
-from lightning_accum.exact import exact_dtype
+from lightning_accum.exact import exact, exact_dtype
 from lightning_accum.later_terms import check_loader_batch
 from lightning_accum.looks import Checked, Rows, agree_on_rows
 from lightning_accum.manual_calls import TriedStep
@@ -233,8 +233,8 @@ def _far_from(batch_idx: int, number: float) -> int:
 
 
 def _try_hooks(checked: Checked, trainer: pl.Trainer, batches: Sequence[Any]) -> None:
-    """Whether the module's own hooks of a step change the same gradients alike after two micro-batches and after both together:
-    they may use what ``training_step`` has left in the module. Called on all ranks.
+    """Whether the module's own hooks of a step change the same gradients, and buffers, alike after two micro-batches and after both
+    together: they may use what ``training_step`` has left in the module. Called on all ranks.
 
     Raises:
         CannotCheckError: the rows cannot be run. On all ranks.
@@ -253,6 +253,7 @@ def _try_hooks(checked: Checked, trainer: pl.Trainer, batches: Sequence[Any]) ->
         """Note the gradients after the hooks, which get the gradients of the first step, and what these micro-batches left."""
         loss = [trial.step(micro_batch()) for micro_batch in micro_batches][-1]
         tried.append(TriedStep(tried[0].gradients if tried else ()))
+        buffers = [(own, own.clone()) for own in checked.module.buffers()]
         with gradients_set_aside(parameters), logging_nothing(trainer):
             tried[-1].backward(loss, [parameter for parameter in parameters if parameter.requires_grad])
             for hook, given in own.items():
@@ -261,14 +262,15 @@ def _try_hooks(checked: Checked, trainer: pl.Trainer, batches: Sequence[Any]) ->
                 except Exception as error:
                     raise CannotCheckError(f"{hook} raises {type(error).__name__}: {error}") from error
             tried[-1].step(optimizer)
+        tried[-1].stepped.append({place: exact(own).clone() for place, (own, kept) in enumerate(buffers) if not own.equal(kept)})
 
     with trial.held():
-        for micro_batches in ([whole], [whole], halves):
+        for micro_batches in ([whole], [whole], halves, halves[::-1]):
             trial.restore()
             trial.together(partial(step, micro_batches))
-    expected, again, of_halves = tried
-    is_off, is_random = (checked.on_any(one.difference(expected) > trial.tolerance) for one in (of_halves, again))
-    if is_off and not is_random:
+    expected, again, *of_halves = tried
+    is_random, *are_off = (checked.on_any(one.difference(expected) > trial.tolerance) for one in (again, *of_halves))
+    if any(are_off) and not is_random:
         raise DoesNotAddUpError(advice.of_hooks(own))
 
 

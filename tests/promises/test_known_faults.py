@@ -355,6 +355,21 @@ class Normalised(Toy):
         self.tokens = 0
 
 
+class Balanced(Toy):
+    """A buffer that a hook of the step changes by the rows of the last batch, as a router that balances the load of its experts."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__(loss)
+        self.register_buffer("bias", torch.zeros(4, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.load = F.one_hot((self.net(batch[0]) + self.bias).argmax(1), 4).double().sum(0)
+        return F.cross_entropy(self.net(batch[0]) + self.bias, batch[1])
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.bias -= 0.1 * self.load
+
+
 class Focal(Toy):
     def on_before_backward(self, loss: Tensor) -> None:
         loss.register_hook(lambda gradient: gradient * loss.detach())
@@ -372,10 +387,10 @@ class Clipped(Toy):
 
 
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 4}])
-@pytest.mark.parametrize("kind", [Normalised, Focal, Clipped])
+@pytest.mark.parametrize("kind", [Normalised, Balanced, Focal, Clipped])
 def test_hooks_that_use_what_one_training_step_left_are_refused(kind: type[Toy], policy: dict[str, Any]) -> None:  # 0.05 to 2.8
     module = kind(classified)
-    with pytest.raises(AccumulationError, match="changes gradients by|do not add up"):
+    with pytest.raises(AccumulationError, match="changes gradients or buffers by|do not add up"):
         fit(module, labelled(8, 8), GradientAccumulation(**policy))
     assert module.trainer.global_step == 0
 

@@ -112,6 +112,11 @@ def _reverses_more(self: Net, batch: Any, batch_idx: int) -> Tensor:  # as domai
     return F.mse_loss(self.online[2](features), self.target(batch).detach())
 
 
+def _freezes(self: Net, batch: Any, batch_idx: int) -> Tensor:
+    self.online[0].requires_grad_(batch_idx == 0)
+    return Net.training_step(self, batch, batch_idx)
+
+
 class ByGlobalStep(Net):
     """Changes its teacher when ``global_step`` has grown."""
 
@@ -157,6 +162,7 @@ CASES: dict[str, tuple[type[Net], type[pl.Callback] | None, str | None, str | No
     "what no loss depends on": (Memory, None, None, None),
     "an average in an attribute": (OfStatistic, None, "attribute", "attribute"),
     "a gradient by batch_idx": (with_(training_step=_reverses_more), None, "batch_idx", None),
+    "a layer frozen by batch_idx": (with_(training_step=_freezes), None, "batch_idx", None),
     "clamped gradients": (with_(on_after_backward=Net.clamp), None, "on_after_backward", "on_after_backward"),
     "gradients measured by a callback": (Net, Measures, "Measures", "Measures"),
     "a penalty's own backward": (with_(on_after_backward=lambda self: self.online[2].bias.sum().backward()), None,
