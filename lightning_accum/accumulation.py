@@ -19,11 +19,11 @@ from lightning_accum.policy import Policy, Tokens
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.step import BackwardObserver
-from lightning_accum.verdict import Verdict
+from lightning_accum.verdict import Progress
 from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
 from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.known import Reading
-from lightning_accum.weighing.later import WINDOWS_BETWEEN_LOOKS, WINDOWS_TO_LOOK_AT, LaterLooks
+from lightning_accum.weighing.later import LaterLooks
 from lightning_accum.weighing.terms import Denominator, Term, keep_weight, scale_terms
 from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.whole.row_wise import RowWise
@@ -71,16 +71,9 @@ class Accumulation(Windows):
         """The window that ended last counts as an optimizer step: it has weight, or, as in Lightning, no loss at all."""
         self.observer: BackwardObserver | None = None
         """Called around the backward of every micro-batch that is added to the window."""
-        self.checks_left = 0
-        """How many more loader batches the check may use, until it has seen enough rows on every rank."""
-        self.has_joint_loss = False  # the loss of a rank depends on the rows of all ranks
-        self.verdict: Verdict | None = None
-        self.checked_rows: Any = None  # a few rows of the last loader batch that was checked
+        self.check = Progress()
         self.written: set[str] = set()  # the parameters that a forward writes to
         self.later = LaterLooks()
-        self._looks_anew = False
-        """The next window is checked again: a loss may change with the epoch, for example by a factor in a buffer."""
-        self._looked_at = 0  # optimizer steps before the last check
         self.may_count_first = False  # the terms of a window can be counted before it runs
         self.counted_next: Sequence[int] | None = None
         """Terms found in this window to have different weights: the window is left out, and later windows are counted first."""
@@ -97,29 +90,14 @@ class Accumulation(Windows):
         self.stops_counting = False
         self.window.counted = Counted(range(len(weights)) if isinstance(weights, tuple) else keys, self.ranks, is_listed)
 
-    def begin_check(self, most_batches: int, reason: str | None) -> None:
-        """Check at most this many of the first loader batches; or none, for a reason."""
-        self.checks_left = 0 if reason else most_batches
-        self.verdict = Verdict(None, seen=reason) if reason else None
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether parts of some rows have added up."""
-        return self.verdict is not None and self.verdict.deviation is not None
-
     def take_look(self) -> bool:
         """Whether the next window is checked before it begins. The same on all ranks."""
-        if self.position or self.checks_left or self.verdict is None or not (self.is_checked or not self.verdict.is_suitable):
-            return False
-        is_due, self._looks_anew = self._looks_anew or self.clock.optimizer_steps + 1 in WINDOWS_TO_LOOK_AT, False
-        self._looked_at = self.clock.optimizer_steps if is_due else self._looked_at
-        return is_due
+        return not self.position and self.check.take_look(self.clock.optimizer_steps)
 
     @override
     def begin_epoch(self, epoch: int) -> None:
         super().begin_epoch(epoch)
-        # in epochs 1, 2, 4, 8, ..., and in others if it takes little time compared with the windows since the last check
-        self._looks_anew = epoch.bit_count() == 1 or self.clock.optimizer_steps - self._looked_at >= WINDOWS_BETWEEN_LOOKS
+        self.check.begin_epoch(epoch, self.clock.optimizer_steps)
         if self.splitting is not None:
             self.splitting.begin_epoch()
 
@@ -163,7 +141,7 @@ class Accumulation(Windows):
         if self.sums is not None:
             self.sums.begin_backward(is_adding=not is_left)
         if micro_batch.is_shadow_batch:
-            if self.has_joint_loss:
+            if self.check.has_joint_loss:
                 raise UsageError(
                     "This rank has run out of data and repeats its last batch, but the loss gathers the rows of all ranks, so the "
                     "rows of this rank would count twice. Give all ranks equally many batches (drop_last=True)."
@@ -183,9 +161,9 @@ class Accumulation(Windows):
         if is_left:
             self.closed = ClosedWindow.alone(on_host(loss), 1.0 if contribution.weight is None else contribution.weight)
             return Weighed(self.closed.weight, is_weightless=False)
-        if not self.checks_left:
+        if not self.check.batches_left:
             doubt: Denominator = 0.0
-            is_checked, counted = self.is_checked, self.window.counted
+            is_checked, counted = self.check.is_checked, self.window.counted
             is_noted = counted is not None and counted.is_agreed and not counted.is_listed  # as it was counted
             if (is_checked and is_new_graph) or not is_noted:
                 doubt = self.later.note(micro_batch.batch, contribution, is_checked and is_new_graph)
@@ -197,7 +175,7 @@ class Accumulation(Windows):
         if contribution.of_terms is not None:
             return self._add_terms(loss, contribution, reading.terms, micro_batch)
         weight = contribution.weight
-        if self.has_joint_loss and weight is None:
+        if self.check.has_joint_loss and weight is None:
             raise ArgumentError(
                 "The loss gathers the rows of all ranks, and is a sum: it may be the same on all ranks, or the sum of the rank's "
                 'own rows. Pass GradientAccumulation(weight="equal") for the mean over the ranks, as in DistributedDataParallel; '
@@ -246,7 +224,7 @@ class Accumulation(Windows):
         if self.is_passthrough():
             self.closed = ClosedWindow.empty()
             return
-        is_looked_at = has_batch and may_be_checked and self.is_checked and not self.checks_left
+        is_looked_at = has_batch and may_be_checked and self.check.is_checked and not self.check.batches_left
         if is_looked_at and self.later.note_missing_loss(micro_batch.batch):
             self.window.note_doubt(1.0)
         self._add_empty(micro_batch)

@@ -48,7 +48,7 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
         DoesNotAddUpError: the weighted parts do not add up to the batch; or a loss gathers the rows of all ranks in a window of
             several loader batches.
     """
-    accumulation, before = checked.accumulation, checked.accumulation.verdict
+    accumulation, before = checked.accumulation, checked.accumulation.check.verdict
     accumulation.may_count_first = checked.may_count_first
     is_held, is_drawn = checked.sync.is_waited_for_in_forward, _rest_of_window(checked) is not None
     if accumulation.position and (is_held or (is_drawn and not checked.on_any(before is None or not before.is_suitable))):
@@ -56,14 +56,14 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
     if is_held and before is not None and before.looked_at > 1:
         return _end(checked)  # later batches may have no loss on one rank, and the others would wait for it
     batches = [batch] if transferred is None else _with_the_next(checked, batch, transferred)
-    accumulation.checks_left -= len(batches)
+    accumulation.check.use(len(batches))
     try:
         check_batch(checked, [own for own in batches if own is not None])
     except (CannotCheckError, DoesNotAddUpError) as reason:
         if len(batches) > 1 and not checked.on_any(isinstance(reason, UnsuitableRowsError)):
-            accumulation.checks_left += len(batches)
+            accumulation.check.use(-len(batches))
             for own in batches:
-                if accumulation.checks_left:
+                if accumulation.check.batches_left:
                     check_first_batch(checked, own)
             return
         if isinstance(reason, DoesNotAddUpError):
@@ -71,9 +71,10 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
         is_one = checked.is_one_micro_batch and accumulation.world_size > 1
         if accumulation.policy.weight == "auto" and is_one and accumulation.window.counted is None:
             accumulation.count_first()  # free if a window is one micro-batch on each rank
-        accumulation.verdict = before if (known := accumulation.is_checked) else Verdict.unknown(reason)
-        if not known and not (accumulation.checks_left and checked.on_any(isinstance(reason, UnsuitableRowsError))):
-            accumulation.checks_left = 0
+        known = accumulation.check.is_checked
+        accumulation.check.find(before if known else Verdict.unknown(reason))
+        if not known and not (accumulation.check.batches_left and checked.on_any(isinstance(reason, UnsuitableRowsError))):
+            accumulation.check.end()
             if not isinstance(reason, GathersError):  # such a loss sees all rows of its window
                 accumulation.warn_once(advice.of_unchecked(Verdict.unknown(reason), checked.is_manual))
             can_count = accumulation.policy.weight == "auto" and accumulation.window.counted is None and checked.may_count_first
@@ -95,7 +96,7 @@ def _with_the_next(checked: Checked, batch: Any, transferred: Callable[[Any], An
     def rows() -> int:
         return sum(0 if own is None else count_samples(own) or 1 for own in batches)
 
-    while len(batches) < accumulation.checks_left and checked.on_any(rows() < MOST_ROWS) and (drawn := next(ahead, None)):
+    while len(batches) < accumulation.check.batches_left and checked.on_any(rows() < MOST_ROWS) and (drawn := next(ahead, None)):
         batches.append(None if drawn[1] else drawn[0])
     with checked.trained.snapshotter.take(watches_parameters=False):  # hooks of the transfer may draw random numbers
         return [batch, *(None if own is None else transferred(copied(own)) for own in batches[1:])]
@@ -110,7 +111,7 @@ def check_batch(checked: Checked, batches: Sequence[Any], is_later: bool = False
         for paths in parts_to_share(checked, rows, error):
             with suppress(CannotCheckError, DoesNotAddUpError):
                 Check(checked, agree_on_rows(checked, batches, paths), is_later).run()
-                if splitting is not None and checked.accumulation.is_checked:
+                if splitting is not None and checked.accumulation.check.is_checked:
                     return splitting.share(paths)
         with suppress(CannotCheckError):
             if may_be_misread(checked, rows, error):
@@ -132,8 +133,8 @@ def _end(checked: Checked) -> None:
     """End the check after enough rows, and report results found after training began."""
     accumulation = checked.accumulation
     if accumulation.position or accumulation.closed is not None:
-        checked.inform(f"loss of the first loader batches: {accumulation.verdict}")
-    accumulation.checks_left = 0
+        checked.inform(f"loss of the first loader batches: {accumulation.check.verdict}")
+    accumulation.check.end()
 
 
 class Check:
@@ -142,7 +143,7 @@ class Check:
     def __init__(self, checked: Checked, rows: Rows, is_later: bool = False) -> None:
         self._checked, self._accumulation, self._rows, self._is_later = checked, checked.accumulation, rows, is_later
         self._trial, self._deciding = checked.trial(), Deciding(checked, rows)
-        self._before = self._accumulation.verdict if self._accumulation.is_checked else None  # in earlier rows
+        self._before = self._accumulation.check.verdict if self._accumulation.check.is_checked else None  # in earlier rows
 
     def run(self) -> None:
         """Find the weights with which the parts add up, and have windows use them.
@@ -159,9 +160,9 @@ class Check:
         if may_hide if found.adds_up else not checked.sync.is_waited_for_in_forward:
             found = self._perturbed(found)
         if not found.adds_up and rows.are_single:
-            if accumulation.verdict is None or accumulation.verdict.seen != advice.OF_ONE_ROW:
+            if accumulation.check.verdict is None or accumulation.check.verdict.seen != advice.OF_ONE_ROW:
                 accumulation.warn_once(advice.of_one_row(found.verdict, accumulation.policy.weight))
-            accumulation.verdict = Verdict(None, seen=advice.OF_ONE_ROW)
+            accumulation.check.find(Verdict(None, seen=advice.OF_ONE_ROW))
             return
         is_first = isinstance(rows.found, FewRows) and not self._is_later
         if not found.adds_up and is_first and checked.on_any(rows.number > rows.found.of_batch):
@@ -203,22 +204,20 @@ class Check:
         deviation = max(checked.largest(verdict.deviation or 0.0), earlier.deviation or 0.0)
         of_all = verdict if verdict.deviation is None else Verdict(None, seen="another rank could not be")
         verdict = (before or of_all) if is_open else replace(verdict, looked_at=looked_at, deviation=deviation)
-        accumulation.verdict = verdict
+        accumulation.check.find(verdict, None if self._is_later else rows.found.kept)
         if found.is_loss_off and accumulation.policy.log and not checked.is_manual:
             accumulation.warn_once(advice.OF_LOGGED_LOSS)
         if self._is_later:
             if any({known.modes.get(key, mode), mode} > {SUM} for key, mode in own.modes.items()):
                 accumulation.warn_once(advice.OF_ANOTHER_WEIGHT)
             return
-        if rows.found.kept is not None:
-            accumulation.checked_rows = rows.found.kept
-            if not is_open:
-                accumulation.later.learn(rows.found.kept)
+        if rows.found.kept is not None and not is_open:
+            accumulation.later.learn(rows.found.kept)
         is_cut = accumulation.splitting is not None or checked.is_window_long
         if is_cut and before is None and not is_open and found.leaves_something:
             warn_of_state(checked, self._trial, rows.found)
         lacks_terms = checked.is_manual and not own.words.keys() <= own.units.keys()  # nothing checks later windows
-        if not accumulation.checks_left or not checked.on_any(verdict.may_try_again or lacks_terms):
+        if not accumulation.check.batches_left or not checked.on_any(verdict.may_try_again or lacks_terms):
             if verdict.deviation is None:
                 accumulation.warn_once(advice.of_unchecked(verdict, checked.is_manual))
             _end(checked)

@@ -106,7 +106,7 @@ def _count_micro_batch(accumulation: Accumulation, step: CountsAhead, micro_batc
         loss = step.run_ahead(micro_batch, ahead)
     if loss is not None and loss.grad_fn is not None:
         contribution, reading = accumulation.weigher(loss, micro_batch)
-        if not accumulation.checks_left:
+        if not accumulation.check.batches_left:
             accumulation.later.note(micro_batch, contribution, False)
         counted.add(contribution.of_terms or {})
         counted.values.append(values.of(loss, reading.terms))

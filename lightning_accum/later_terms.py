@@ -29,7 +29,7 @@ def check_loader_batch(checked: Checked, batch: Any, transferred: Callable[[Any]
 
 def _check_again(checked: Checked, batches: Sequence[Any]) -> None:
     """Check the loader batch that begins a later window, or earlier rows if it gives no answer. Called on all ranks."""
-    kept = [[checked.accumulation.checked_rows]]  # a rank may have no loss in a later batch, and others would wait for it
+    kept = [[checked.accumulation.check.rows]]  # a rank may have no loss in a later batch, and others would wait for it
     for rows in kept if checked.sync.is_waited_for_in_forward else [batches, *kept]:
         with suppress(CannotCheckError):
             return check_batch(checked, rows, is_later=True)
@@ -43,8 +43,8 @@ def _check_doubted(checked: Checked) -> bool:
     later, weigher = checked.accumulation.later, checked.accumulation.weigher
     before, has_lengths = weigher.known, checked.on_any(later.take_lengths())
     if has_lengths and checked.of_dataset is not None:
-        _look_at(checked, checked.accumulation.checked_rows, "other lengths")
-    looks = later.telling(checked.accumulation.checked_rows) if not has_lengths or checked.on_any(later.is_doubtful()) else []
+        _look_at(checked, checked.accumulation.check.rows, "other lengths")
+    looks = later.telling(checked.accumulation.check.rows) if not has_lengths or checked.on_any(later.is_doubtful()) else []
     later.doubted.clear()
     for place in range(int(checked.largest(len(looks)))):
         _look_at(checked, *looks[min(place, len(looks) - 1)])
@@ -98,7 +98,7 @@ def _beside_others(checked: Checked, trial: Trial, rows: Any) -> FewRows:
     def read(batch: Any) -> FewRows:
         return FewRows([batch], checked.samples_of(batch), known=known)
 
-    own, others = trial.together(lambda: (read(rows), read(accumulation.checked_rows)))
+    own, others = trial.together(lambda: (read(rows), read(accumulation.check.rows)))
     with suppress(CannotCheckError):
         joined, turned = trial.together(lambda: (own.by_turns(others), others.by_turns(own)))
         if checked.sync.is_waited_for_in_forward or not _goes_by_order(checked, trial, joined, turned):

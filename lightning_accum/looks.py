@@ -67,7 +67,7 @@ class Checked:
 
     def samples_of(self, batch: Any) -> Collection[int]:
         """The sizes that a batch of the loader may have, in samples; empty for rows of several that were checked."""
-        return () if batch is self.accumulation.checked_rows else self.samples
+        return () if batch is self.accumulation.check.rows else self.samples
 
     def trial(self) -> Trial:
         """A trial of the step, which restores everything."""
@@ -149,7 +149,7 @@ def _rows_of(
     known = None if accumulation.splitting is None else accumulation.splitting.kinds
     kinds, samples = {**(known or {}), **dict.fromkeys(shared, "shared")}, checked.samples_of(batches[0])
     try:
-        found = FewRows(batches, samples, accumulation.checked_rows, kinds)
+        found = FewRows(batches, samples, accumulation.check.rows, kinds)
     except CannotCheckError:
         if len(batches) > 1:  # each is checked alone
             raise
@@ -352,11 +352,11 @@ def takes_rows_of_other_ranks(checked: Checked, trial: Trial, rows: Rows) -> boo
         is_joint = checked.on_any(any(differs))
     except CannotCheckError as problem:
         if not checked.on_any(isinstance(problem, UnsuitableRowsError)):  # other rows may give an answer
-            accumulation.checks_left = 0
+            accumulation.check.end()
         raise
     if is_joint:
-        accumulation.verdict = Verdict(None, seen="the loss gathers the rows of all ranks")
-        accumulation.has_joint_loss, accumulation.checks_left = True, 0
+        accumulation.check.find(Verdict(None, seen="the loss gathers the rows of all ranks"))
+        accumulation.check.end(has_joint_loss=True)
         if accumulation.boundary.size != 1:
             raise DoesNotAddUpError(advice.OF_SEVERAL_BATCHES)
     return is_joint

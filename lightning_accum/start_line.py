@@ -83,8 +83,8 @@ def start_line(
     parts = [window + _how_it_runs(accumulation)]
     if accumulation.weigher.criterion is not None:
         parts.append(f"loss: {accumulation.weigher.criterion}")
-    if accumulation.verdict is not None:
-        parts[-1] += f" ({accumulation.verdict})"
+    if accumulation.check.verdict is not None:
+        parts[-1] += f" ({accumulation.check.verdict})"
     if accumulation.sums is not None:
         parts.append(f"gradients summed in {accumulation.sums.dtype}")
     return in_lines(parts)
@@ -95,7 +95,10 @@ def manual_start_line(calls: Sequence[Accumulation], lines: Sequence[str], sampl
     first = calls[0]
     parts = [window_in_words(loader_batches, first.ranks.size, samples) + _how_it_runs(first), "manual optimization"]
     for number, (call, line) in enumerate(zip(calls, lines, strict=True), 1):
-        name, verdict = f"window/loss_{number}" if number > 1 else "window/loss", f" ({call.verdict})" if call.verdict else ""
+        name, verdict = (
+            f"window/loss_{number}" if number > 1 else "window/loss",
+            f" ({call.check.verdict})" if call.check.verdict else "",
+        )
         parts.append((f"{name} of {line}: {call.weigher.criterion}" if line else "no call of self.manual_backward") + verdict)
     return in_lines(parts)
 

@@ -1,11 +1,15 @@
-"""The result of the check."""
+"""The result of the check, and its progress over the loader batches of a fit."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 MOST_ROWS = 8
+_WINDOWS_TO_LOOK_AT = frozenset(2 * 4**power for power in range(16))
+"""A verdict may hold only for the first parameters, or for the first batches."""
+_WINDOWS_BETWEEN_LOOKS = 64
 
 
 class CannotCheckError(Exception):
@@ -58,3 +62,51 @@ class Verdict:
             return f"not checked: {self.seen}"
         rows = f" on {self.looked_at} row{'s' * (self.looked_at > 1)}" if self.looked_at < MOST_ROWS else ""
         return f"exact, checked to {self.deviation:.1g}{rows}"
+
+
+class Progress:
+    """The loader batches that the check of a loss may use, and what it has found. The same on all ranks, but for ``rows``."""
+
+    def __init__(self) -> None:
+        self.batches_left = 0
+        """How many more of the first loader batches it may use, until it has seen enough rows on every rank."""
+        self.verdict: Verdict | None = None  # None before the first loader batch, or if nothing is checked
+        self.rows: Any = None  # a few rows of the last loader batch that was checked
+        self.has_joint_loss = False  # the loss of a rank depends on the rows of all ranks
+        self._looks_anew = False
+        """The next window is checked again: a loss may change with the epoch, for example by a factor in a buffer."""
+        self._looked_at = 0  # optimizer steps before the last look
+
+    def begin(self, most_batches: int, reason: str | None = None) -> None:
+        """Check at most this many of the first loader batches; or none, for a reason."""
+        self.batches_left = 0 if reason else most_batches
+        self.verdict = Verdict(None, seen=reason) if reason else None
+
+    def use(self, batches: int) -> None:
+        """Use this many loader batches; a negative number gives them back."""
+        self.batches_left -= batches
+
+    def find(self, verdict: Verdict | None, rows: Any = None) -> None:
+        """Note a result, and rows that were checked."""
+        self.verdict, self.rows = verdict, self.rows if rows is None else rows
+
+    def end(self, has_joint_loss: bool = False) -> None:
+        """Use no more of the first loader batches."""
+        self.batches_left, self.has_joint_loss = 0, self.has_joint_loss or has_joint_loss
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether parts of some rows have added up."""
+        return self.verdict is not None and self.verdict.deviation is not None
+
+    def begin_epoch(self, epoch: int, steps: int) -> None:
+        """Look anew in epochs 1, 2, 4, 8, ..., and in others if it takes little time beside the windows since the last look."""
+        self._looks_anew = epoch.bit_count() == 1 or steps - self._looked_at >= _WINDOWS_BETWEEN_LOOKS
+
+    def take_look(self, steps: int) -> bool:
+        """Whether the window after so many optimizer steps is checked before it begins."""
+        if self.batches_left or self.verdict is None or not (self.is_checked or not self.verdict.is_suitable):
+            return False
+        is_due, self._looks_anew = self._looks_anew or steps + 1 in _WINDOWS_TO_LOOK_AT, False
+        self._looked_at = steps if is_due else self._looked_at
+        return is_due

@@ -141,10 +141,10 @@ class Accumulator(Loop):
         if is_long or is_split or training.ranks.size > 1:
             reason = 'weight="equal"' if weight == "equal" else "pass loss_of=" if loss_of is None else None
             if policy.check:
-                accumulation.begin_check(MOST_BATCHES, reason)
+                accumulation.check.begin(MOST_BATCHES, reason)
             if policy.check and loss_of is None and weight != "equal":
                 messages.rank_zero_warn(of_unchecked(Verdict(None, seen="pass loss_of="), is_manual=True))
-            warn_of_hooks(training.module, messages.rank_zero_warn, is_checked=accumulation.checks_left > 0)
+            warn_of_hooks(training.module, messages.rank_zero_warn, is_checked=accumulation.check.batches_left > 0)
         warn_of_batch_norm(training.module, is_split, is_long, messages.rank_zero_warn)
         self._around, self._kept = ExitStack(), KeptGradients()
 

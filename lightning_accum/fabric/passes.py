@@ -94,7 +94,7 @@ class Passes:
             warn, position = self._messages.rank_zero_warn, accumulation.position
             prove_row_wise(training, row_wise, loss_of, batches, self._samples, warn, position)
         is_again = accumulation.take_look()
-        if (is_again or accumulation.checks_left) and loss_of is not None:
+        if (is_again or accumulation.check.batches_left) and loss_of is not None:
             is_long = self.policy.may_be_longer_than_one(1)
             may_count = self.policy.may_count_first(is_long)
             checked = Checked(training, loss_of, accumulation, self._samples, is_long, self._say, may_count)

@@ -184,12 +184,12 @@ def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> No
     accumulation, row_wise = strategy.accumulation, strategy.row_wise
     assert accumulation is not None
     is_again = accumulation.take_look()
-    if not (is_again or accumulation.checks_left or row_wise is not None):
+    if not (is_again or accumulation.check.batches_left or row_wise is not None):
         return
     samples, step = strategy.samples_of_loader(), unlogged_step(trainer)
     if row_wise is not None and row_wise.proofs_left:
         prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn, accumulation.position)
-    if not (is_again or accumulation.checks_left):
+    if not (is_again or accumulation.check.batches_left):
         return
     is_long = accumulation.policy.may_be_longer_than_one(longest_window(trainer))
     # batches that training_step draws cannot be put back
@@ -212,7 +212,7 @@ def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> No
             _try_hooks(checked, trainer, batches)
         are_several = is_long or accumulation.world_size > 1
         with suppress(CannotCheckError):
-            is_due = are_several and accumulation.is_checked and checked.on_any(_are_made(trainer))
+            is_due = are_several and accumulation.check.is_checked and checked.on_any(_are_made(trainer))
             if is_due and not check.does_dataset_add_up(checked, batches):
                 accumulation.warn_once(advice.OF_MADE_BATCHES)
 
@@ -311,7 +311,7 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, batches: Sequence[
             windows.are_steps_tried = True
     while number < windows.ranks.largest(windows.most_tried)[0]:
         accumulation, step = windows.call(number), partial(loss_of_call, number=number)
-        if accumulation.checks_left:
+        if accumulation.check.batches_left:
             check.check_first_batch(
                 Checked(strategy, step, accumulation, samples, is_long, inform, **how), next(iter(batches), None)
             )

@@ -44,7 +44,8 @@ class Call(Accumulation):
         self.given = GradientSums()  # its gradients in this window
         self.line = ""  # the line of the user's code that calls it
         super().__init__(windows.policy, windows.ranks, windows.warn_once, None, self.given, windows.row_wise, weight_scale)
-        self.boundary, self.checks_left = windows.boundary, max(0, windows.checks)
+        self.boundary = windows.boundary
+        self.check.begin(max(0, windows.checks))
 
 
 class ManualWindows(Windows):
@@ -142,8 +143,8 @@ class ManualWindows(Windows):
         if reading.function is not None:
             reading.function.leave_out(loss)
         del reading  # free its terms before the backward, which may be as large as the losses
-        if call.verdict is not None:  # else it is not checked
-            is_new = contribution.is_new * (not call.checks_left)  # else it has just been checked
+        if call.check.verdict is not None:  # else it is not checked
+            is_new = contribution.is_new * (not call.check.batches_left)  # else it has just been checked
             call.window.note_doubt(is_new + contribution.doubt)
         factor = as_number(call.window.add(loss.detach().to(call.window.dtype), contribution))
         before = {p: p.grad for p in self._parameters() if p.grad is not None}

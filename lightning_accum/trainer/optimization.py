@@ -95,7 +95,9 @@ class WindowOptimization(_AutomaticOptimization):
         seen, ends_window = self.epoch_loop.begin_loader_batch(accumulation.boundary)
         if accumulation.splitting is not None:
             self.plan_ahead(arguments[0] if arguments else None)
-        is_looked_at = strategy.row_wise is not None or accumulation.checks_left or seen == accumulation.boundary.closed_at + 1
+        is_looked_at = (
+            strategy.row_wise is not None or accumulation.check.batches_left or seen == accumulation.boundary.closed_at + 1
+        )
         if is_looked_at and not self._skip_backward and (arguments or strategy.world_size > 1):
             try_out(self.trainer, strategy, arguments[:1])
         return seen, ends_window

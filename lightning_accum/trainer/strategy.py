@@ -225,7 +225,7 @@ class AccumulationMixin(Engine):
         if sums is not None:
             self._fit.callback(sums.close)
         if policy.check and (is_long or is_split or self.world_size > 1 or policy.ends_by_tokens):
-            self.accumulation.begin_check(MOST_BATCHES, self._why_unchecked())
+            self.accumulation.check.begin(MOST_BATCHES, self._why_unchecked())
         self.sync, guard = self._make_sync(), None
         if policy.on_nonfinite != "propagate":
             guard = Guard(self, sums or self.sync, policy.on_nonfinite == "skip", self._batch_in_words, _log.info)

@@ -15,9 +15,6 @@ from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import Contribution
 
 _IGNORED = -100
-WINDOWS_TO_LOOK_AT = frozenset(2 * 4**power for power in range(16))
-"""A result may hold for the first parameters or batches only."""
-WINDOWS_BETWEEN_LOOKS = 64
 _MOST_SIZES = 4
 _COMPARED = 64
 """How many micro-batches after the first check have their lengths compared."""
