@@ -200,9 +200,9 @@ def test_one_reduce_scatter_for_each_group_and_small_all_reduces(engine: str, sy
     assert {kind for count in kinds for kind in count} == {GATHER, SCATTER, REDUCE}  # no broadcast, of Lightning's or torch's
     if sync == "shard":
         return
-    # gloo is given the weights, 104 bytes, and nothing smaller
-    assert [size.count(13) for size in sizes] == [0, 0, 1, 0, 0, 1]
-    assert min(size for window in sizes for size in window) == 13
+    # gloo is given the weights, 112 bytes, and nothing smaller
+    assert [size.count(14) for size in sizes] == [0, 0, 1, 0, 0, 1]
+    assert min(size for window in sizes for size in window) == 14
     if reshard is False and sync == "window":
         assert [count[GATHER] for count in kinds] == [GROUPS, 0, 0] * 2
 
