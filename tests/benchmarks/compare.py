@@ -12,8 +12,7 @@ accumulation, Accelerate (``accumulate()``, and its recipe for counted tokens), 
 - thousands of tokens per second on texts of 1 to 256 bytes, in micro-batches of 4 texts: float32, medians over
   rounds in which all sides take turns in the same processes.
 
-    python tests/benchmarks/compare.py --rounds 7
-    python tests/benchmarks/compare.py --write     # also into the page of measurements, and notebooks/figures/comparison.png
+    python tests/benchmarks/compare.py --out notebooks/figures/comparison.png
 """
 
 import datetime
@@ -23,7 +22,6 @@ import json
 import logging
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -41,7 +39,6 @@ from support import error_of_updates
 from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).parents[2]
-FIGURE = Path("notebooks/figures/comparison.png")
 PAGE = ROOT / "notebooks" / "site" / "docs" / "how-it-works.md"
 EPOCHS, SAMPLES, TIMED_WINDOWS = 3, 101, 12
 BEGIN, END = "<!-- comparison -->", "<!-- end of comparison -->"
@@ -168,7 +165,9 @@ def draw(found: Mapping[int, Mapping[str, Figures]], path: Path | str) -> None:
     largest = [max(floor, *(figures[name]["deviation"] for figures in found.values())) for name in names]
     colours = ["#009E73" if name in ours else "#D55E00" for name in names]
     below = f"distance of the parameters from one large batch after {EPOCHS} epochs, relative"
-    with figure(path, f"Equal to one large batch: {_exact(found)}", size=(9, 3.9), xlabel=below) as axes:
+    exact = [name for name, value in zip(names, largest, strict=True) if value < 1e-12]
+    said = "only this package" if exact and ours.issuperset(exact) else ", ".join(exact) or "none"
+    with figure(path, f"Equal to one large batch: {said}", size=(9, 3.9), xlabel=below) as axes:
         axes.barh(range(len(names)), [value - floor for value in largest], left=floor, height=0.66, color=colours)
         for row, value in enumerate(largest):
             axes.text(value * 1.6, row, _short(value), va="center", fontsize=10)
@@ -181,38 +180,21 @@ def draw(found: Mapping[int, Mapping[str, Figures]], path: Path | str) -> None:
         axes.spines["left"].set_visible(False)
 
 
-def _exact(found: Mapping[int, Mapping[str, Figures]]) -> str:
-    """The sides that are below 1e-12 on every number of processes."""
-    known = [side for side in SIDES if side.is_there]
-    exact = [side for side in known if all(of[side.name]["deviation"] < 1e-12 for of in found.values())]
-    is_alone = exact and all(side.is_ours for side in exact)
-    return "only this package" if is_alone else ", ".join(side.name for side in exact) or "none"
-
-
-def into_page(text: str) -> None:
-    """Put the table between its marks."""
-    before = PAGE.read_text()
-    after, number = re.subn(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{text}\n{END}", before, flags=re.DOTALL)
-    if number != 1:
-        raise SystemExit(f"{PAGE.name}: expected one place between {BEGIN} and {END}, found {number}")
-    PAGE.write_text(after)
-
-
 def main(
-    rounds: int = 7, processes: tuple[int, ...] = (1, 2), optimizer: str = "adamw", write: bool = False,
-    out: str | None = None, worker: str | None = None,
-) -> None:  # fmt: skip
+    rounds: int = 7,
+    processes: tuple[int, ...] = (1, 2),
+    optimizer: str = "adamw",
+    out: str | None = None,
+    worker: str | None = None,
+) -> None:
     """Measure, print, draw; with ``--rounds 0`` nothing is timed, and ``--optimizer sgd`` is for the deviations."""
     if worker is not None:
         work(rounds, optimizer, Path(worker))
         return
     found = {number: measured(number, rounds, optimizer) for number in processes}
-    text = table(found)
-    print(text)
-    if write:
-        into_page(text)
-    if write or out:
-        draw(found, out or ROOT / FIGURE)
+    print(table(found))
+    if out is not None:
+        draw(found, out)
 
 
 if __name__ == "__main__":

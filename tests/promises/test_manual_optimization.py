@@ -133,6 +133,16 @@ def test_a_step_before_a_loss_that_depends_on_it_is_an_error(dtype: torch.dtype)
     assert not messages
 
 
+class OneOptimizer(GAN):
+    """The first optimizer steps on what ``backwards`` leaves."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()[0]
+        optimizer.zero_grad()
+        self.backwards(batch, batch_idx)
+        optimizer.step()
+
+
 class Sometimes(GAN):
     """A parameter that only some rows use, which a joined batch always has and a micro-batch may not, and one that none does."""
 
@@ -188,20 +198,18 @@ class StepsInHook(GAN):
         optimizer.zero_grad()
 
 
-class NearItsStart(GAN):
+class NearItsStart(OneOptimizer):
     """Distances to the initial parameters, which have no gradient at first, beside a loss and alone."""
 
     def build(self) -> None:
         super().build()
         self.start = [own.detach().clone() for own in self.generator.parameters()]
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer, own = self.optimizers()[0], self.generator.parameters()
-        distances = [(now - before.to(now)).square().sum() for now, before in zip(own, self.start, strict=True)]
-        optimizer.zero_grad()
-        self.manual_backward(self.generator(batch[1]).square().mean() + 0.1 * sum(distances), retain_graph=True)
-        self.manual_backward(0.2 * sum(distances))
-        optimizer.step()
+    def backwards(self, batch: Any, batch_idx: int) -> None:
+        pairs = zip(self.generator.parameters(), self.start, strict=True)
+        distance = sum((now - before.to(now)).square().sum() for now, before in pairs)
+        self.manual_backward(self.generator(batch[1]).square().mean() + 0.1 * distance, retain_graph=True)
+        self.manual_backward(0.2 * distance)
 
 
 @pytest.mark.parametrize(
@@ -374,12 +382,9 @@ class Alternates(GAN):
         optimizer.step()
 
 
-class Direct(GAN):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()[0]
-        optimizer.zero_grad()
+class Direct(OneOptimizer):
+    def backwards(self, batch: Any, batch_idx: int) -> None:
         self.discriminator(self.generator(batch[1])).square().mean().backward()
-        optimizer.step()
 
 
 class Follows(GAN):
@@ -402,7 +407,7 @@ def test_what_cannot_be_equal_is_named(kind: type[Manual], named: str) -> None:
         fit(kind(), batches_of(GAN), GradientAccumulation(2, check=kind is not Direct))
 
 
-class Changes(GAN):
+class Changes(OneOptimizer):
     """The gradients of a backward are changed before the step; the parameters are a list that a wider copy has no part of."""
 
     def __init__(self, change: Callable[..., Any], optimizer: str = "sgd") -> None:
@@ -412,13 +417,10 @@ class Changes(GAN):
     def loss(self, batch: Any) -> Tensor:
         return self.generator(batch[1]).square().mean()
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer, _ = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        self.change(self, optimizer, [own.grad.data for own in self.cached if own.grad is not None], loss.detach(), batch)
-        optimizer.step()
+    def backwards(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(loss := self.loss(batch))
+        gradients = [own.grad.data for own in self.cached if own.grad is not None]
+        self.change(self, self.optimizers()[0], gradients, loss.detach(), batch)
 
 
 def climbs(module: Changes, optimizer: Any, gradients: list[Tensor], loss: Tensor, batch: Any) -> None:  # sharpness-aware
@@ -494,24 +496,15 @@ class Compares(GAN):
         opt_d.step()
 
 
-class OfTerms(GAN):
-    """A mean over rows beside one over what is chosen: in one backward, or each in its own."""
+class OfTerms(OneOptimizer):
+    """A mean over rows beside one over what is chosen, in one backward."""
 
-    def __init__(self, backwards: int = 1) -> None:
-        super().__init__()
-        self.backwards = backwards
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        opt_g, _ = self.optimizers()
-        opt_g.zero_grad()
+    def terms(self, batch: Any) -> list[Tensor]:
         found = self.generator(batch[1])
-        chosen, all_rows = found[batch[1][:, 0] > -0.5].square().mean(), (found - 1).abs().mean()
-        if self.backwards == 1:
-            self.manual_backward(chosen + all_rows)
-        else:
-            self.manual_backward(chosen, retain_graph=True)
-            self.manual_backward(all_rows)
-        opt_g.step()
+        return [found[batch[1][:, 0] > -0.5].square().mean(), (found - 1).abs().mean()]
+
+    def backwards(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(sum(self.terms(batch)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -536,22 +529,22 @@ def test_the_loss_of_each_backward_has_to_add_up(kind: type[Manual], mend: str, 
 
 
 def test_terms_in_backwards_of_their_own_are_exact() -> None:
-    arguments: dict[str, Any] = {"optimizer": None, "collate": default_collate}
-    found = compare_window_with_batch(partial(OfTerms, 2), draw(GAN), GradientAccumulation(3), **arguments)
-    assert found.parameters <= EXACT
+    class Apart(OfTerms):
+        def backwards(self, batch: Any, batch_idx: int) -> None:
+            for term in self.terms(batch):
+                self.manual_backward(term, retain_graph=True)
+
+    assert compare_window_with_batch(Apart, draw(GAN), GradientAccumulation(3), optimizer=None).parameters <= EXACT
 
 
 def test_a_term_that_begins_later_is_warned_of() -> None:
-    class Begins(GAN):
+    class Begins(OneOptimizer):
         """Another term of the loss begins with the fourth loader batch."""
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            opt_g, _ = self.optimizers()
-            opt_g.zero_grad()
+        def backwards(self, batch: Any, batch_idx: int) -> None:
             found = self.generator(batch[1])
             loss = found.square().mean()
             self.manual_backward(loss if batch_idx < 3 else loss + (found - found.mean(0)).abs().mean())
-            opt_g.step()
 
     with pytest.warns(AccumulationWarning, match="manual_backward got a loss that is computed differently"):
         fit(Begins(), batches_of(GAN), accumulate_grad_batches=3)
