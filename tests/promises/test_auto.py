@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import Language, Scalar, Toy, fit, labelled, limited, loader, pad, relative_error, sentences, trainer, warned, x
+from support import Language, Scalar, Toy, fit, labelled, limited, loader, pad, relative_error, sentences, trainer, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -61,12 +61,11 @@ def test_the_step_is_the_one_that_was_due_with_the_gradients_of_earlier_batches(
     assert relative_error(module.parameters(), whole.parameters()) < 1e-12
 
 
+@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 @pytest.mark.some_cases(1, 1)
 @pytest.mark.parametrize("most", [2, 5, 12])
 def test_what_does_not_fit_into_memory_is_checked_all_the_same(most: int) -> None:
-    with warned() as messages:
-        run = fit(module := Limited(most), batches(), GradientAccumulation(micro_batch="auto"))
-    assert not messages
+    run = fit(module := Limited(most), batches(), GradientAccumulation(micro_batch="auto"))
     assert run.global_step == len(batches())
     assert max(module.attempts) > most  # it did run out
 

@@ -141,6 +141,7 @@ def test_a_part_without_a_finite_loss_is_no_part_of_a_batch_with_one(seed: int) 
     assert module.trainer.global_step == 0
 
 
+@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 4}])
 def test_a_term_that_begins_takes_the_steps_of_full_batches_from_the_first_on(policy: Any, steps: int) -> None:
@@ -152,9 +153,7 @@ def test_a_term_that_begins_takes_the_steps_of_full_batches_from_the_first_on(po
             return F.cross_entropy(outputs, batch[1]) + share * outputs.square().mean()
 
     rows = rows_of(*([8] * 8 if "window" in policy else [16] * 4), ignored=0.4)
-    with warned() as messages:
-        assert_window_equals_batch(Begins(classified), rows, GradientAccumulation(**policy), epochs=2, optimizers=[None])
-    assert not messages
+    assert_window_equals_batch(Begins(classified), rows, GradientAccumulation(**policy), epochs=2, optimizers=[None])
 
 
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 8}])
@@ -182,6 +181,7 @@ def test_a_count_that_is_raised_to_1_in_single_rows_is_exact_until_it_is_raised_
         assert relative_error(module.parameters(), full.parameters()) <= 1e-12
 
 
+@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 def test_batches_of_labeled_and_of_other_samples_have_rows_of_their_own() -> None:  # as FixMatch's
     def loss(net: nn.Module, batch: Any) -> Tensor:
         inputs, labels = batch["labeled"]
@@ -193,9 +193,7 @@ def test_batches_of_labeled_and_of_other_samples_have_rows_of_their_own() -> Non
         return {"labeled": [torch.stack(inputs), torch.stack(labels)], "unlabeled": [*map(torch.cat, others)]}
 
     rows = [[(x, y, *torch.randn(2, 3, 4).double()) for x, y in zip(*batch, strict=True)] for batch in labelled(4, 4, 8, 8)]
-    with warned() as messages:
-        assert_window_equals_batch(Toy(loss), rows, GradientAccumulation(2), collate=collate)
-    assert not messages
+    assert_window_equals_batch(Toy(loss), rows, GradientAccumulation(2), collate=collate)
 
 
 class Answers(list[Any]):
@@ -333,12 +331,11 @@ def test_batches_of_few_rows_are_checked_before_the_first_step_until_there_were_
     assert module.trainer.global_step == 0
 
 
+@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 @pytest.mark.parametrize("name", ["criteria: cross entropy, mean", "criteria: cross entropy, sum", "forecasting: RMSE by hand"])
 def test_loader_batches_of_single_rows_are_checked(name: str) -> None:
-    with warned() as messages:
-        own = [[row] for row in rows(BY_NAME[name], number=8)]
-        assert_window_equals_batch(Trained(BY_NAME[name]), own, GradientAccumulation(4), optimizers=[adamw])
-    assert messages == []
+    own = [[row] for row in rows(BY_NAME[name], number=8)]
+    assert_window_equals_batch(Trained(BY_NAME[name]), own, GradientAccumulation(4), optimizers=[adamw])
 
 
 @pytest.mark.parametrize("name", ["forecasting: RMSE of each column", "forecasting: mean of squares of columns' means"])
@@ -390,6 +387,7 @@ def test_rows_whose_loss_is_nothing_beside_that_of_others_do_not_end_a_fit() -> 
     assert module.trainer.global_step == 1
 
 
+@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}, {"micro_batch": 1, "row_wise": "net"}])
 def test_slopes_of_relu_that_rounding_changes_are_no_break(policy: dict[str, Any]) -> None:
     class Kernels(nn.Module):
@@ -407,9 +405,7 @@ def test_slopes_of_relu_that_rounding_changes_are_no_break(policy: dict[str, Any
 
     module = Toy(lambda net, batch: (net(batch) - 1).square().mean(), net=Kernels).float()
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.01)
-    with warned() as messages:
-        fit(module, list(100 + torch.randn(8, 8, generator=torch.Generator().manual_seed(1))), GradientAccumulation(**policy))
-    assert messages == []
+    fit(module, list(100 + torch.randn(8, 8, generator=torch.Generator().manual_seed(1))), GradientAccumulation(**policy))
     assert module.trainer.global_step == (4 if "window" in policy else 8)
 
 
@@ -479,14 +475,13 @@ EXACT: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 @pytest.mark.some_cases(4)
 @pytest.mark.parametrize("empty", [1, 4])
 @pytest.mark.parametrize("name", EXACT)
 def test_other_ways_that_add_up_are_exact_and_nothing_is_said(name: str, empty: int) -> None:
     batches = [list(zip(*batch, strict=True)) for batch in masks(empty, share=0.6)]
-    with warned() as messages:
-        assert_window_equals_batch(Toy(EXACT[name]), batches, GradientAccumulation(3))
-    assert messages == []
+    assert_window_equals_batch(Toy(EXACT[name]), batches, GradientAccumulation(3))
 
 
 def test_tasks_by_turns_that_are_all_means_over_samples_are_no_false_alarm() -> None:

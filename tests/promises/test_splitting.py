@@ -119,6 +119,7 @@ def test_what_had_an_entry_a_row_before_is_not_shared_by_all_rows(part: str) -> 
         pieces(loader(data), 2)
 
 
+@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 @pytest.mark.parametrize("number", [4, 8])
 def test_what_all_rows_share_may_have_as_many_entries_as_there_are_rows(number: int) -> None:
     """The check finds it out: row by row it is of no use."""
@@ -133,9 +134,7 @@ def test_what_all_rows_share_may_have_as_many_entries_as_there_are_rows(number: 
 
     batches = [[(3 * row + seed) % number for row in range(number)] for seed in range(2)]
     policy = GradientAccumulation(micro_batch=2)
-    with warned() as messages:
-        assert_window_equals_batch(lambda: Toy(loss, net=lambda: nn.Linear(3, number)), batches, policy, collate=collate)
-    assert messages == []
+    assert_window_equals_batch(lambda: Toy(loss, net=lambda: nn.Linear(3, number)), batches, policy, collate=collate)
 
 
 class Opaque:
