@@ -1,7 +1,7 @@
 """The state of a window since the last optimizer step, and its close, which computes the full batch's gradient.
 
 A micro-batch with mean loss ``l`` and weight ``n`` contributes the gradient of ``l * n``. At the boundary the weights are summed
-over the window and the ranks, in one all-reduce of 104 bytes, and the gradients are divided once by that sum. Later batches need
+over the window and the ranks, in one all-reduce of 112 bytes, and the gradients are divided once by that sum. Later batches need
 not be known. fairseq, torchtune and Megatron-LM normalise this way.
 """
 

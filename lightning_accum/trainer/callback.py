@@ -208,6 +208,11 @@ class GradientAccumulation(pl.Callback):
         state, strategy, windows = self._counts(), self._strategy, self._windows
         if strategy is None or windows is None or not self._may_gather:
             return state
+        if strategy.watch.is_before_step:
+            windows.warn_once(
+                "This checkpoint is taken before the optimizer step of a window that has ended, and lacks its gradients: a resume "
+                "leaves this step out. Take it after the step, in on_train_batch_end."
+            )
         partial = windows.partial_window(strategy, strategy.trainer().accumulate_grad_batches)
         return state if partial is None else {**state, "window": partial.state_dict()}
 

@@ -167,6 +167,11 @@ class Watch:
         self._has_stepped = not self._hooks  # no hook can be registered
         self._before_step, self._rates = self._seen_of(optimizer), None  # a window of tokens ends after its loader batch
 
+    @property
+    def is_before_step(self) -> bool:
+        """Whether a window has ended, and the optimizer has not stepped yet."""
+        return self._is_stepping and not self._has_stepped
+
     def _seen_of(self, optimizer: Optimizer) -> tuple[list[int], list[Tensor]]:
         """The version of each parameter, and in the first windows some of its elements, since ``p.data`` changes no version."""
         parameters = [*parameters_of(optimizer)]

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from resumed import assert_goes_on
 from sharded import fsdp2, needs_sharding_on_cpu
-from support import Interrupted, Manually, SaveAfter, Scalar, StatefulLoader, ddp, fit, trainer, x
+from support import Interrupted, Manually, SaveAfter, Scalar, StatefulLoader, ddp, fit, trainer, warned, x
 
 from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, Tokens
 
@@ -73,6 +73,15 @@ def test_a_window_begun_on_some_ranks_and_ended_on_others_is_the_step_of_all_tha
     # these loaders do not know their place, so Lightning draws the first 5 of 8
     values = [value.item() for own in begun for value in own[:3]] + [value.item() for own in ended for value in own[:5]]
     assert module.total == pytest.approx(sum(values) / len(values), rel=1e-14)
+
+
+def test_a_checkpoint_before_the_step_of_a_window_says_that_it_lacks_it() -> None:
+    batches = [x(i) for i in range(4)]
+    with pytest.warns(AccumulationWarning, match="leaves this step out"):
+        fit(Scalar(), batches, SaveAfter(2, hook="on_before_optimizer_step"), accumulate_grad_batches=2)
+    with warned() as messages:
+        fit(Scalar(), batches, SaveAfter(2), accumulate_grad_batches=2)
+    assert not messages
 
 
 def test_a_window_of_counted_terms_that_was_begun_on_other_ranks_begins_anew() -> None:
