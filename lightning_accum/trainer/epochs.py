@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from lightning_accum.trainer.first_batch import check_manual_batch
 from lightning_accum.trainer.from_lightning import _DataFetcher, _TrainingEpochLoop, callbacks_of, pl, rank_zero_info, replacing
 from lightning_accum.trainer.optimization import WindowOptimization
 from lightning_accum.trainer.uneven import WindowFetcher, is_agreeing
-from lightning_accum.user_warnings import rank_zero_warn
+from lightning_accum.user_warnings import listed, rank_zero_warn
 
 
 class AccumulatingEpochLoop(_TrainingEpochLoop):
@@ -32,6 +32,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     begun: int = 0  # the loader batch that began last, counted from 1 over all epochs
     _advanced: int = 0  # the loader batch that :meth:`advance` was last called for
     _is_running: bool = False  # a loader batch has begun, and not ended
+    _carried: Set[str] = frozenset()  # the parameters trained at the end of the last epoch, whose window goes on in the next
     _inspected: Any = None
     _arguments: tuple[str, ...] = ()
 
@@ -126,15 +127,24 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
 
     @override
     def run(self, data_fetcher: _DataFetcher) -> None:
-        strategy, epoch = self.strategy, self.trainer.current_epoch
+        strategy, epoch, windows = self.strategy, self.trainer.current_epoch, self.strategy.windows
         strategy.watch.begin_epoch(epoch)
-        if strategy.windows is not None and strategy.windows.epoch != epoch:
-            strategy.windows.begin_epoch(epoch)
+        if windows is not None and windows.epoch != epoch:
+            windows.begin_epoch(epoch)
+        if windows is not None and self._carried and (changed := self._carried ^ self._trained()):
+            windows.warn_once(
+                f"{listed(sorted(changed))} was frozen or unfrozen after {windows.position} loader batches of a window that goes "
+                f'on in epoch {epoch}, and gets the gradient of a part of the window. Use tail="step" or "drop".'
+            )
         strategy.set_size()
         super().run(data_fetcher)
+        self._carried = self._trained() if windows is not None and windows.position else frozenset()
         if not TAILS[self.strategy.policy.tail].goes_on:
             self.finish_window()
             self.validate_if_due()
+
+    def _trained(self) -> Set[str]:
+        return {name for name, parameter in self.strategy.parameters_by_name().items() if parameter.requires_grad}
 
     @override
     def _should_check_val_epoch(self) -> bool:

@@ -251,3 +251,14 @@ ROW_WISE = {"micro_batch": 3, "row_wise": ["online", "target"]}
 def test_what_is_advised_instead_is_exact(module: type[Net], policy: dict[str, Any]) -> None:
     batches = [list(batch) for batch in (WHOLE if "micro_batch" in policy else BATCHES)]
     assert_window_equals_batch(module, batches, GradientAccumulation(**policy), optimizers=[None])
+
+
+@pytest.mark.parametrize("epoch", [1, 2])  # after a window and a half, and after three
+def test_a_layer_that_is_unfrozen_inside_a_window_that_is_carried_is_warned_of(epoch: int) -> None:
+    def freeze(trainer: pl.Trainer, module: Net) -> None:
+        module.online[0].requires_grad_(trainer.current_epoch >= epoch)
+
+    callback = pl.callbacks.LambdaCallback(on_train_epoch_start=freeze)
+    with warned() as messages:
+        fit(Net(), BATCHES[:3], GradientAccumulation(2, tail="carry"), callback, max_epochs=3)
+    assert [message.startswith("online.0.bias, online.0.weight was") for message in messages] == [True] * (epoch == 1)
