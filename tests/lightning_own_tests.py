@@ -87,24 +87,17 @@ def pytest_configure() -> None:
     from lightning.pytorch import strategies
     from lightning.pytorch.trainer.connectors import accelerator_connector
 
-    from lightning_accum import (
-        AccumulationStrategy,
-        DDPAccumulationStrategy,
-        FSDPAccumulationStrategy,
-        GradientAccumulation,
-        ModelParallelAccumulationStrategy,
-    )
+    import lightning_accum as accum
 
-    GradientAccumulation.__init__.__kwdefaults__["log"] = False  # metrics of a strategy alone would be counted
+    accum.GradientAccumulation.__init__.__kwdefaults__["log"] = False  # metrics of a strategy alone would be counted
 
-    def strategy(device: Any) -> AccumulationStrategy:
-        return AccumulationStrategy() if device == "cpu" else AccumulationStrategy(device)
+    def strategy(device: Any) -> accum.AccumulationStrategy:
+        return accum.AccumulationStrategy() if device == "cpu" else accum.AccumulationStrategy(device)
 
     setattr(accelerator_connector, "SingleDeviceStrategy", strategy)  # noqa: B010
-    for ours in (DDPAccumulationStrategy, FSDPAccumulationStrategy, ModelParallelAccumulationStrategy):
-        name = ours.__name__.replace("Accumulation", "")
-        theirs = getattr(strategies, name)
-        setattr(strategies, name, ours)
+    for name in ("DDP", "FSDP", "ModelParallel"):
+        ours, theirs = getattr(accum, f"{name}AccumulationStrategy"), getattr(strategies, f"{name}Strategy")
+        setattr(strategies, f"{name}Strategy", ours)
         for entry in strategies.StrategyRegistry.values():
             if entry["strategy"] is theirs:
                 entry["strategy"] = ours

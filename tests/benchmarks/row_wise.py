@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from side_by_side import Module, TimedBatches, command_line, figure, fit, show
 from torch import Tensor, nn
-from torch.nn import functional as F
+from whole_batch_losses import clip
 
 FEATURES, WIDTH, DEPTH = 32, 256, 12
 TOWERS = ["net.image", "net.text"]
@@ -38,18 +38,11 @@ def _tower() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, WIDTH), *blocks, nn.Linear(WIDTH, 64))
 
 
-def clip(net: TwoTowers, batch: Batch) -> Tensor:
-    """The loss of CLIP."""
-    logits = F.normalize(net.image(batch[0])) @ F.normalize(net.text(batch[1])).T * net.scale.exp()
-    rows = torch.arange(len(logits))
-    return (F.cross_entropy(logits, rows) + F.cross_entropy(logits.T, rows)) / 2
-
-
 class Contrastive(Module):
-    """Its gradients stay where they are from step to step, as the budget has it."""
+    """With the loss of CLIP. Its gradients stay where they are from step to step, as the budget has it."""
 
     def __init__(self) -> None:
-        super().__init__(TwoTowers(), clip)
+        super().__init__(TwoTowers(), lambda net, batch: clip(net.image(batch[0]), net.text(batch[1]), batch[0], net.scale))
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=False)

@@ -7,7 +7,6 @@ pytest tests/gpu -s      # prints what it measured
 """
 
 import gc
-import time
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -16,10 +15,9 @@ import lightning.pytorch as pl
 import pytest
 import support
 import torch
-from support import Language, Toy, pad, relative_error, sentences, train_by_hand
+from support import Language, Toy, classified, pad, relative_error, sentences, train_by_hand
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from lightning_accum import GradientAccumulation, Tokens
 
@@ -175,49 +173,19 @@ def _deterministic() -> Iterator[None]:
 class Blocks(nn.Module):
     """Of one width, each with a BatchNorm layer."""
 
-    def __init__(self, width: int, blocks: int, is_checkpointed: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.stem = nn.Conv2d(3, 32, 3, padding=1, bias=False)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()) for _ in range(blocks)
+            nn.Sequential(nn.Conv2d(32, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()) for _ in range(8)
         )
-        self.head, self.is_checkpointed = nn.Linear(width, 10), is_checkpointed
+        self.head = nn.Linear(32, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         hidden = self.stem(images)
         for block in self.blocks:
-            hidden = hidden + (checkpoint(block, hidden, use_reentrant=False) if self.is_checkpointed else block(hidden))
+            hidden = hidden + block(hidden)
         return self.head(hidden.mean((2, 3)))
-
-
-class Deep(Toy):
-    """Notes the time and the peak of its steps."""
-
-    def __init__(self, width: int = 16, blocks: int = 8, is_checkpointed: bool = False) -> None:
-        loss = lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])  # noqa: E731
-        super().__init__(loss, net=lambda: Blocks(width, blocks, is_checkpointed))
-        self.float()
-        self.peaks: list[int] = []
-        self.times: list[float] = []
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        self.before, self.began = torch.cuda.memory_allocated(), time.perf_counter()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        torch.cuda.synchronize()
-        self.times.append(time.perf_counter() - self.began)
-        self.peaks.append(torch.cuda.max_memory_allocated() - self.before)
-
-
-def trained(module: Deep, rows: int, pixels: int, is_offloaded: bool, precision: Any = None) -> Deep:
-    generator = torch.Generator().manual_seed(1)
-    data = torch.randn(6, rows, 3, pixels, pixels, generator=generator)
-    batches = list(zip(data, torch.randint(0, 10, (6, rows), generator=generator), strict=True))
-    offload = {"micro_batch": "offload", "log": False} if is_offloaded else {}
-    fit(module, batches, "accum" if is_offloaded else "auto", precision, **offload)
-    return module
 
 
 @pytest.mark.usefixtures("_deterministic")
@@ -225,17 +193,12 @@ def trained(module: Deep, rows: int, pixels: int, is_offloaded: bool, precision:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("rows", [16, 200])
 def test_an_offloaded_step_is_that_of_the_whole_batch_to_the_bit(precision: Any, layout: Any, rows: int) -> None:
-    whole, module = (trained(Deep(32).to(memory_format=layout), rows, 24, kind, precision).state_dict() for kind in (False, True))
-    assert all(torch.equal(module[name], value) for name, value in whole.items())
-
-
-def test_peak_memory_and_time_of_offloading(capsys: Any) -> None:
-    peaks, lines = {}, []
-    for name in ("whole batch", "whole batch, checkpointed", "offload"):
-        module = trained(Deep(64, 24, is_checkpointed="checkpointed" in name), 256, 64, name == "offload")
-        peaks[name] = max(module.peaks[2:]) / 2**20
-        lines.append(f"{name:28}{peaks[name]:10.0f} MiB{1e3 * sorted(module.times[2:])[1]:10.1f} ms a step")
-        torch.cuda.empty_cache()
-    with capsys.disabled():
-        print("\n" + "\n".join(lines))
-    assert peaks["offload"] < 0.4 * peaks["whole batch"]
+    """``benchmarks/gpu.py`` measures its time and its peak."""
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(6, rows, 3, 24, 24, generator=generator)
+    batches = list(zip(data, torch.randint(0, 10, (6, rows), generator=generator), strict=True))
+    whole, module = (Toy(classified, net=Blocks).float().to(memory_format=layout) for _ in range(2))
+    fit(whole, batches, "auto", precision)
+    fit(module, batches, "accum", precision, micro_batch="offload", log=False)
+    expected = whole.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in module.state_dict().items())
