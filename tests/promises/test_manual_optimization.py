@@ -1,7 +1,6 @@
 """Modules that optimize by themselves, unchanged: windows equal their own run on joined batches."""
 
 import copy
-import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -108,14 +107,6 @@ def test_the_callback_logs_each_loss_once_a_window() -> None:
     assert (run.callback_metrics["window/optimizer_steps"], run.callback_metrics["window/total_weight"]) == (3, sum(SIZES[0]))
     assert [one[1:] for one in seen] == [(3, True), (3, True), (1, True)]
     assert float(seen[-1][0]) == pytest.approx(run.callback_metrics["window/loss"].item(), rel=1e-12)
-
-
-def test_the_start_line_says_which_backward_is_which_loss(caplog: Any) -> None:
-    with caplog.at_level(logging.INFO, "lightning.pytorch"), warned():
-        fit(GAN(), batches_of(GAN), GradientAccumulation(3))
-    (line,) = [record.message for record in caplog.records if record.message.startswith("accumulating ")]
-    names = ("3 loader batches", "window/loss ", "window/loss_2", "window/loss_3", "manual_modules.py")
-    assert all(name in " ".join(line.split()) for name in names)
 
 
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")

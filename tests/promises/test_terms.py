@@ -93,17 +93,6 @@ def test_a_step_may_write_into_its_batch(policy: str) -> None:
     assert_exact(LOSSES["tokens and samples"].of, POLICIES[policy], kind=WritesIntoItsBatch)
 
 
-@pytest.mark.parametrize("name", ["tokens and samples", "samples and tokens"])
-def test_the_start_line_names_the_terms_in_the_order_of_their_weights(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    words = {"tokens": "cross entropy", "samples": "mean squared error"}
-    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
-        fit(OfTerms(LOSSES[name].of), [default_collate(batch) for batch in BATCHES], GradientAccumulation(4))
-    (line,) = [" ".join(record.message.split()) for record in caplog.records if record.message.startswith("accumulating ")]
-    places = [line.find(words[count]) for count in LOSSES[name].counts.split(", ")]
-    assert -1 not in places
-    assert places == sorted(places)
-
-
 # --- what is not there in all batches -----------------------------------------------------------------------------------
 NONE_AT_FIRST = [rows(size, seed, has_some=seed > 7 and seed not in (10, 12)) for seed, size in enumerate((*SIZES, *SIZES[:4]))]
 
