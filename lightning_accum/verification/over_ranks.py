@@ -9,15 +9,13 @@ import pickle
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from lightning_accum.trainer.from_lightning import MisconfiguredError, Strategy, fabric, pl
@@ -26,67 +24,52 @@ from lightning_accum.user_warnings import listed
 from lightning_accum.verification.examination import Break, Comparison, Diagnosis, Difference, differing, moved_differently
 from lightning_accum.verification.step import Change, Step, StepRunner, Tensors
 
-_OTHER_LOSSES = (
-    "Return the loss as one process would. Look for what depends on the rank or the number of ranks: parameters and buffers made"
-    " from other random numbers (seed_everything with one seed), factors and random numbers in training_step, and attributes."
-)
-_OTHER_GRADIENTS = "Look for factors of the number of ranks, for communication hooks, and for parameters that no group reduces."
-_OTHER_STEPS = "Look for what depends on the rank or the number of ranks in configure_optimizers and the hooks around the step."
+_MENDS = {
+    "loss of a rank": "Return the loss as one process would. Look for what depends on the rank or the number of ranks: parameters"
+    " and buffers made from other random numbers (seed_everything with one seed), factors in training_step, and attributes.",
+    "gradients of the ranks": "Look for factors of the number of ranks, communication hooks, and parameters that no group reduces.",
+    "optimizer step of a rank": "Look for what depends on the rank in configure_optimizers and the hooks around the step.",
+}
 
 
 class OverRanks:
     """Runs a window over ranks, and compares it with the full batch in one process (``alone``)."""
 
     def __init__(self, runner: StepRunner, comparison: Comparison, alone: Diagnosis, ranks: int, strategy: str | Strategy) -> None:
-        self.ranks = ranks
-        self._full, self._tolerance = alone.full, alone.tolerance
+        self.ranks, full = ranks, alone.full
         shares = [list(comparison.batches[rank::ranks]) for rank in range(ranks)]  # the ranks take turns
-        self._steps = _steps(runner, shares, strategy, alone.change, self._full.gradients)
-        differences = [Difference.between(step.gradient, self._full.gradient) for step in self._steps]
-        self._worst = max(range(ranks), key=lambda rank: differences[rank].largest)
-        self.gradient, self.loss = differences[self._worst], self._steps[self._worst].loss
-        if self.gradient.largest <= self._tolerance:
-            self.breaks = self._of_step()
+        steps = _steps(runner, shares, strategy, alone.change, full.gradients)
+        differences = [Difference.between(step.gradient, full.gradient) for step in steps]
+        worst = max(range(ranks), key=lambda rank: differences[rank].largest)
+        self.gradient, self.loss = differences[worst], steps[worst].loss
+        if self.gradient.largest <= alone.tolerance:
+            found = [("optimizer step of a rank", words) for words in _steps_in_words(steps, full)]
         else:
             parts = [runner.accumulated(share, alone.change) for share in shares]
-            self.breaks = self._of_losses(parts) or [self._of_gradients()]  # later differences follow from the first
+            off = listed([name for name, size in self.gradient.by_name.items() if not size <= alone.tolerance])
+            reduced = f"The losses are right, but on rank {worst} the reduced gradients of {off} differ from the full batch."
+            found = [("loss of a rank", words) for words in _losses_in_words(steps, parts, alone.tolerance)]
+            found = found or [("gradients of the ranks", reduced)]  # later differences follow from the first
+        self.breaks = [Break(name, words, self.gradient.largest, None, _MENDS[name]) for name, words in found]
 
-    def _break(self, name: str, found: str, mend: str) -> Break:
-        return Break(name, found, self.gradient.largest, None, mend)
 
-    def _of_losses(self, parts: Sequence[Step]) -> list[Break]:
-        """Losses of ranks that differ from the losses of the same rows in one process."""
-        breaks = []
-        for rank, (step, part) in enumerate(zip(self._steps, parts, strict=True)):
-            own, alone = (torch.tensor(one.losses, dtype=torch.float64) for one in (step, part))
-            if len(own) != len(alone):
-                found = f"Rank {rank} has {len(own)} micro-batches with a loss; one process has {len(alone)} on the same rows."
-            elif not torch.allclose(own, alone, rtol=16 * self._tolerance, atol=0.0, equal_nan=True):
-                worst = int((own - alone).abs().argmax())
-                times = f"{alone[worst]:.9g}: {own[worst] / alone[worst]:.6g} times."
-                found = f"A micro-batch of rank {rank} has the loss {own[worst]:.9g}; in one process it is {times}"
-            else:
-                continue
-            seen, expected = {**step.before, **step.buffers}, {**part.before, **part.buffers}
-            if others := list(differing(seen, expected, self._tolerance)):
-                found += f" {listed(others)} {'are' if len(others) > 1 else 'is'} not what one process has."
-            breaks.append(self._break("loss of a rank", found, _OTHER_LOSSES))
-        return breaks
+def _losses_in_words(steps: Sequence[Step], parts: Sequence[Step], tolerance: float) -> Iterator[str]:
+    """The ranks whose losses differ from the losses of the same rows in one process, and their other parameters and buffers."""
+    for rank, (step, part) in enumerate(zip(steps, parts, strict=True)):
+        own, alone = (torch.tensor(one.losses, dtype=torch.float64) for one in (step, part))
+        if own.shape == alone.shape and torch.allclose(own, alone, rtol=16 * tolerance, atol=0.0, equal_nan=True):
+            continue
+        shown = [listed([f"{loss:.9g}" for loss in one.losses]) or "none" for one in (step, part)]
+        found = f"Losses of the micro-batches of rank {rank}: {shown[0]}; in one process: {shown[1]}."
+        others = differing({**step.before, **step.buffers}, {**part.before, **part.buffers}, tolerance)
+        yield found + (f" Other values than in one process: {listed(list(others))}." if others else "")
 
-    def _of_gradients(self) -> Break:
-        """The losses are right, so the reduction is wrong."""
-        off = listed([name for name, size in self.gradient.by_name.items() if not size <= self._tolerance])
-        found = f"The losses are right, but on rank {self._worst} the reduced gradients of {off} differ from the full batch."
-        return self._break("gradients of the ranks", found, _OTHER_GRADIENTS)
 
-    def _of_step(self) -> list[Break]:
-        """Steps of ranks that differ from the full batch's, though the gradients are equal."""
-        moved = {rank: off for rank, step in enumerate(self._steps) if (off := moved_differently(step, self._full))}
-        found = "Rank {} has the gradient of the full batch, but its step changes {} differently."
-        return [
-            self._break(f"optimizer step of rank {rank}", found.format(rank, listed(off)), _OTHER_STEPS)
-            for rank, off in moved.items()
-        ]
+def _steps_in_words(steps: Sequence[Step], full: Step) -> Iterator[str]:
+    """The ranks whose steps differ from the full batch's, though the gradients are equal, and their parameters."""
+    for rank, step in enumerate(steps):
+        if moved := moved_differently(step, full):
+            yield f"Rank {rank} has the gradient of the full batch, but its step changes {listed(moved)} differently."
 
 
 def _steps(
@@ -113,12 +96,8 @@ def _run_rank(sent: bytes) -> Step:
     trainer: dict[str, Any] = {"devices": ranks, "plugins": [fabric.plugins.environments.TorchElasticEnvironment()]}
     if strategy == "accum_model_parallel":
         strategy = ModelParallelAccumulationStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    is_sharded = isinstance(strategy, pl.strategies.ModelParallelStrategy)
-    if is_sharded and runner.trainer["precision"] == "64-true":  # Lightning supports only this precision
-        torch.set_default_dtype(torch.float64)
-        runner.module.double()
-        trainer["precision"] = "32-true"
-        batches = [apply_to_collection(batch, Tensor, lambda t: t.double() if t.is_floating_point() else t) for batch in batches]
+    if runner.trainer["precision"] == "64-true":  # as an argument, Lightning refuses it for sharded modules
+        trainer |= {"precision": None, "plugins": [*trainer["plugins"], pl.plugins.DoublePrecision()]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = Step(given=gradients, ranks=ranks)
