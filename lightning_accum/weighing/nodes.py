@@ -222,6 +222,13 @@ def is_first_layer(node: Node) -> bool:
     return len(inputs) == 1 and is_of_parameters_only(inputs[0][0]) and not is_of_parameters_only(node)
 
 
+def below_constants(node: Node) -> Node:
+    """The node below additions of constants, such as the 0 with which Python's ``sum`` begins."""
+    while len(inputs := inputs_of(node)) == 1 and kind_of(node) in ADDITIONS:
+        ((node, _),) = inputs
+    return node
+
+
 def is_of_parameters_only(root: Node) -> bool:
     """Whether every path from ``root`` ends in a parameter, through operations without other tensors."""
     for node in nodes_below(root):

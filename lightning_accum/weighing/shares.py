@@ -349,7 +349,7 @@ def _term(losses: Sequence[tuple[Node, Arrived]], places: Mapping[int, int]) -> 
     """The losses of one summand."""
     node, first = losses[0]
     addition, place, element = first.edge
-    top = addition if place is None else addition.next_functions[place][0]
+    top = nodes.below_constants(addition if place is None else addition.next_functions[place][0])
     is_penalty = place is not None and element is None and nodes.is_of_parameters_only(top)
     path = (*first.path, *nodes.kinds_below(node), *("penalty",) * is_penalty)
     key, head = zlib.crc32("/".join(path).encode()), nodes.head_of(node, places) if places else ()
