@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -38,10 +38,11 @@ from lightning_accum.weighing import advice
 from lightning_accum.whole.row_proof import prove_row_wise
 
 
-def unlogged_step(trainer: pl.Trainer, ahead: int = 0) -> Callable[[Any], Any]:
+def unlogged_step(trainer: pl.Trainer, ahead: int = 0, is_begun: bool = True) -> Callable[[Any], Any]:
     """Run ``training_step`` on a batch without logs, as the loader batch ``ahead`` of the current one.
 
-    In a wider copy of the module it runs in full precision, which minimises rounding and hardly changes the loss.
+    Unless the loader batch ``is_begun``, the module's own ``on_train_batch_start`` runs before it, which may leave something of the
+    batch. In a wider copy of the module it runs in full precision, which minimises rounding and hardly changes the loss.
     """
     strategy, precision, others = cast("Engine", trainer.strategy), trainer.precision_plugin, _others(trainer, ahead)
 
@@ -52,6 +53,10 @@ def unlogged_step(trainer: pl.Trainer, ahead: int = 0) -> Callable[[Any], Any]:
         is_wide = not any(is_narrow(parameter, dtype) for parameter in trainer.lightning_module.parameters())
         is_plain = is_wide and (is_mixed or isinstance(precision, pl.plugins.HalfPrecision))
         context = nullcontext() if is_plain else precision.train_step_context()
+        if not (is_begun or is_lightnings(trainer.lightning_module, "on_train_batch_start")):
+            with torch.enable_grad(), logging_nothing(trainer), _rates_kept(strategy):
+                number = trainer.fit_loop.epoch_loop.batch_idx + ahead
+                call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, number)
         with torch.enable_grad(), context, logging_nothing(trainer):
             step = partial(call._call_lightning_module_hook, trainer, "training_step")
             output = strategy.run_as_engine(step, batch, *others)
@@ -61,6 +66,21 @@ def unlogged_step(trainer: pl.Trainer, ahead: int = 0) -> Callable[[Any], Any]:
             return output
 
     return training_step
+
+
+@contextmanager
+def _rates_kept(strategy: Engine) -> Iterator[None]:
+    """Restore what a hook changes in optimizers and schedulers, which belong to no batch that is tried out."""
+    groups = [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
+    rates = [{**group} for group in groups]
+    kept = [(config.scheduler, deepcopy(config.scheduler.state_dict())) for config in strategy.lr_scheduler_configs]
+    try:
+        yield
+    finally:
+        for group, values in zip(groups, rates, strict=True):
+            group.update(values)
+        for scheduler, state in kept:
+            scheduler.load_state_dict(state)
 
 
 def loss_unlogged(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> Tensor | None:
@@ -186,17 +206,18 @@ def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> No
     is_again = accumulation.take_look()
     if not (is_again or accumulation.check.batches_left or row_wise is not None):
         return
-    samples, step = strategy.samples_of_loader(), unlogged_step(trainer)
+    is_long = accumulation.policy.may_be_longer_than_one(longest_window(trainer))
+    are_several = is_long or accumulation.world_size > 1
+    samples, step = strategy.samples_of_loader(), unlogged_step(trainer, is_begun=not are_several)
     if row_wise is not None and row_wise.proofs_left:
         prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn, accumulation.position)
     if not (is_again or accumulation.check.batches_left):
         return
-    is_long = accumulation.policy.may_be_longer_than_one(longest_window(trainer))
     # batches that training_step draws cannot be put back
     may_draw = not is_long or accumulation.rest_of_window is not None
     may_count = may_draw and not strategy.snapshotter.iterators() and strategy.policy.may_count_first(is_long)
     batch_idx = trainer.fit_loop.epoch_loop.batch_idx
-    later = unlogged_step(trainer, ahead=_far_from(batch_idx, trainer.num_training_batches) - batch_idx)
+    later = unlogged_step(trainer, _far_from(batch_idx, trainer.num_training_batches) - batch_idx, not are_several)
 
     def after(batch: Any) -> Any:
         """The step of a later loader batch, and of a full batch: a loss may be divided by these numbers of the Trainer."""
@@ -210,7 +231,6 @@ def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> No
     if accumulation.closed is None and not accumulation.position:
         with suppress(CannotCheckError):
             _try_hooks(checked, trainer, batches)
-        are_several = is_long or accumulation.world_size > 1
         with suppress(CannotCheckError):
             is_due = are_several and accumulation.check.is_checked and checked.on_any(_are_made(trainer))
             if is_due and not check.does_dataset_add_up(checked, batches):
@@ -291,8 +311,8 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, batches: Sequence[
     assert windows is not None
     if (not batches and strategy.world_size == 1) or not windows.takes_check():
         return
-    run, number = unlogged_step(trainer), 0
-    is_long = windows.policy.may_be_longer_than_one(longest_window(trainer))
+    is_long, number = windows.policy.may_be_longer_than_one(longest_window(trainer)), 0
+    run = unlogged_step(trainer, is_begun=not (is_long or windows.ranks.size > 1))
 
     def loss_of_call(batch: Any, number: int) -> Tensor:
         with windows.trying_out() as tried:

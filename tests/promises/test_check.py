@@ -694,3 +694,40 @@ def test_what_failed_for_lack_of_memory_leaves_none_of_it_behind() -> None:
         gc.enable()
     assert len(HIDDEN) > 10
     assert left == [0, 0, 0, 0]
+
+
+# --- what on_train_batch_start leaves for the loss ------------------------------------------------------------------------
+
+
+class Centred(Toy):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.left = batch[0].mean()
+
+
+class Teaches(Toy):
+    """Leaves something for each row, and a learning rate."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.left = batch[0].sum(1, keepdim=True)
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.02 * len(batch[0])
+
+
+def distance_to_what_is_left(module: Toy, net: nn.Module, batch: Any) -> Tensor:
+    return (net(batch[0]) - module.left).square().mean()
+
+
+def train_with_a_hook(kind: type[Toy], sizes: Sequence[int], **policy: Any) -> Toy:
+    module = kind(classified)
+    module.loss = partial(distance_to_what_is_left, module)
+    fit(module, labelled(*sizes), GradientAccumulation(**policy), strategy="accum")
+    return module
+
+
+@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
+def test_a_loss_that_uses_what_on_train_batch_start_leaves_of_its_batch_is_found() -> None:
+    for policy in ({"window": 2}, {"window": 2, "micro_batch": 2}):
+        with pytest.raises(DoesNotAddUpError):
+            train_with_a_hook(Centred, [4, 4], **policy)
+    train_with_a_hook(Centred, [4, 4], micro_batch=2)  # of the full batch
+    train_with_a_hook(Teaches, [4, 4], window=2)  # what is tried out leaves no other learning rate, which would be warned of
