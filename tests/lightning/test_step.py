@@ -7,7 +7,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support import (
     Distance,
     Language,
@@ -234,12 +233,6 @@ def test_a_window_that_is_cut_short_steps_on_what_is_there_and_steps_are_those_t
     assert module.gradients == gradients
     assert run.global_step == len(gradients)
     assert isinstance(data, str) or estimates == [len(gradients)]
-
-
-@pytest.mark.parametrize("window", [3, {0: 4, 2: 1}])
-def test_a_dropped_tail_of_every_window_is_refused(window: Any) -> None:
-    with pytest.raises(MisconfigurationException, match="window"):
-        fit(Scalar([x(1), x(2)]), None, GradientAccumulation(window, tail="drop"), max_epochs=2)
 
 
 def test_dataloader_iter_steps_its_tail() -> None:

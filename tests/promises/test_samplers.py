@@ -12,9 +12,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import assert_one_window_one_batch, on
+from harness import Unsized, assert_one_window_one_batch, on
 from support import Language, Scalar, ddp, pad, sentences, trainer
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_accum import BalancedBatchSampler, GradientAccumulation, SameOrderSampler, Tokens
 
@@ -157,25 +157,22 @@ def test_what_cannot_be_shared_out_is_refused_before_training(module: Any, data:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "arguments", "error", "named"),
+    ("kind", "arguments", "error", "named"),
     [
-        ([1, 2], {"batch_size": 0}, ValueError, "batch_size=0"),
-        ([1, 2], {"batch_size": 2.0}, ValueError, "batch_size=2.0"),
-        ([1, 2], {"window": Tokens(8)}, ValueError, "window="),
-        ([1, -2], {}, ValueError, r"lengths\[1\]"),
-        ([1, math.nan], {}, ValueError, r"lengths\[1\]"),
-        ([1, None], {}, TypeError, "length"),
-        ([[1, 2], [3, 4]], {}, TypeError, "length"),
-        (torch.ones(2, 2), {}, TypeError, "length"),
-        ([], {}, TypeError, "length"),
-        ("123", {}, TypeError, "length"),
-        (7, {}, TypeError, "length"),
-        ({0: 1}, {}, TypeError, "length"),
+        (BalancedBatchSampler, ([1, 2], 0), ValueError, "batch_size=0"),
+        (BalancedBatchSampler, ([1, 2], 2.0), ValueError, "batch_size=2.0"),
+        (partial(BalancedBatchSampler, window=Tokens(8)), ([1, 2], 2), ValueError, "window="),
+        (BalancedBatchSampler, ([1, -2], 2), ValueError, r"lengths\[1\]"),
+        (BalancedBatchSampler, ([1, math.nan], 2), ValueError, r"lengths\[1\]"),
+        *((BalancedBatchSampler, (lengths, 2), TypeError, "length")
+          for lengths in ([1, None], [[1, 2], [3, 4]], torch.ones(2, 2), [], "123", 7, {0: 1})),
+        (SameOrderSampler, (Unsized([1]),), TypeError, "Unsized"),
+        (SameOrderSampler, (iter([1, 2]),), TypeError, "list_iterator"),
     ],
-)
-def test_bad_argument_is_named(lengths: Any, arguments: dict[str, Any], error: type[Exception], named: str) -> None:
+)  # fmt: skip
+def test_bad_argument_is_named(kind: Any, arguments: tuple[Any, ...], error: type[Exception], named: str) -> None:
     with pytest.raises(error, match=named):
-        BalancedBatchSampler(lengths, **{"batch_size": 2, **arguments})
+        kind(*arguments)
 
 
 # --- SameOrderSampler: every sample once, in an order that does not know how many ranks there are --------------------------
@@ -233,17 +230,6 @@ def test_lightning_leaves_the_loader_alone() -> None:
     module = Sees()
     trainer("ddp_fork", devices=2, use_distributed_sampler=True).fit(module)
     assert module.total == (0 + 1 + 2 + 3) / 4 + (4 + 5 + 6 + 7) / 4
-
-
-class Three(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(range(3))
-
-
-@pytest.mark.parametrize("dataset", [Three(), iter([1, 2])])
-def test_a_dataset_without_an_order_to_choose_is_named(dataset: Any) -> None:
-    with pytest.raises(TypeError, match=type(dataset).__name__):
-        SameOrderSampler(dataset)
 
 
 @pytest.mark.parametrize(("num_replicas", "rank"), [(0, 0), (-1, 0), (2, 2), (2, -1)])

@@ -60,14 +60,18 @@ class Sum(Scalar):
 
 
 @pytest.mark.parametrize(
-    ("window", "kind", "trainer", "names"),
+    ("policy", "kind", "trainer", "names"),
     [
-        (lambda step: 2 - 2 * step, Scalar, {}, "window"),
-        (Tokens(3), Sum, {}, "Tokens"),
-        (Tokens(3), Scalar, {"accumulate_grad_batches": 4}, "accumulate_grad_batches"),
-        (Tokens(lambda seen: 0), Scalar, {}, "count"),
+        (GradientAccumulation(lambda step: 2 - 2 * step), Scalar, {}, "window"),
+        (GradientAccumulation(Tokens(3)), Sum, {}, "Tokens"),
+        (GradientAccumulation(Tokens(3)), Scalar, {"accumulate_grad_batches": 4}, "accumulate_grad_batches"),
+        (GradientAccumulation(Tokens(lambda seen: 0)), Scalar, {}, "count"),
+        (GradientAccumulation(7, tail="drop"), Scalar, {}, "window"),  # the tail of every epoch
+        (GradientAccumulation({0: 8, 2: 1}, tail="drop"), Scalar, {}, "window"),
     ],
 )
-def test_windows_that_have_no_end_are_refused(window: Any, kind: type[Scalar], trainer: dict[str, Any], names: str) -> None:
+def test_windows_that_have_no_end_are_refused(
+    policy: GradientAccumulation, kind: type[Scalar], trainer: dict[str, Any], names: str
+) -> None:
     with pytest.raises(AccumulationError, match=names):
-        fit(kind([x(1)] * 6), None, GradientAccumulation(window), **trainer)
+        fit(kind([x(1)] * 6), None, policy, **trainer)
