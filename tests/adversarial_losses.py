@@ -78,8 +78,6 @@ def running(o: Tensor, b: Any, m: Any) -> Tensor:
 
 def neighbours(o: Tensor, b: Any) -> Tensor:
     return o[b.r.argsort()].diff(dim=0).square().mean()
-def places(losses: Tensor) -> Tensor:
-    return torch.arange(len(losses))
 def padded(losses: Tensor, to: int) -> Tensor:
     return F.pad(losses, (0, -len(losses) % to))
 
