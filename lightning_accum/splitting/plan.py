@@ -55,13 +55,13 @@ class Plan:
     def note(self, error: Exception) -> None:
         """Add to an error which micro-batch raised it (Python 3.10 shows no notes)."""
         piece = self.pieces[self.current]
-        if not (len(self.pieces) > 1 or piece.columns) or not hasattr(error, "add_note"):
-            return
-        found = f", {piece.size} rows of the loader batch, columns {dict(piece.columns) or 'all'}" if self.is_read else ""
-        error.add_note(
-            f"This was micro-batch {self.current} of {len(self.pieces)}{found}. If an entry of the batch belongs to all rows, pass "
-            "split=; if the step uses the longest row as the number of columns, name the lengths: trim_padding=<their key>."
-        )
+        if (len(self.pieces) > 1 or piece.columns) and hasattr(error, "add_note"):
+            found = f", {piece.size} rows of the loader batch, columns {dict(piece.columns) or 'all'}" if self.is_read else ""
+            error.add_note(
+                f"This was micro-batch {self.current} of {len(self.pieces)}{found}. If an entry of the batch belongs to all rows, "
+                "pass split=; if the step uses the longest row as the number of columns, name the lengths: trim_padding=<key>. "
+                "What a hook, or training_step on earlier rows, has left in the module belongs to other rows."
+            )
 
     def __iter__(self) -> Iterator[Any]:
         for index, piece in enumerate(self.pieces):

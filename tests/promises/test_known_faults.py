@@ -556,6 +556,18 @@ def test_stop_iteration_in_a_later_micro_batch_takes_no_step_on_a_part_of_the_lo
     assert all(map(torch.equal, module.net.parameters(), before.parameters()))
 
 
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="Python 3.11 has notes")
+def test_targets_that_a_hook_made_for_all_rows_fail_in_a_micro_batch_with_a_note() -> None:
+    class Made(Toy):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.targets = 1 - batch[1]
+
+    module = Made(lambda net, batch: F.cross_entropy(net(batch[0]), getattr(module, "targets", batch[1])))
+    with pytest.raises(ValueError, match="batch_size") as caught:
+        fit(module, labelled(8), GradientAccumulation(micro_batch=2, check=False))
+    assert "has left in the module belongs to other rows" in caught.value.__notes__[-1]
+
+
 # --- 13, 14: hand-written loops ---
 def two_layers() -> nn.Module:
     torch.manual_seed(3)
