@@ -47,7 +47,7 @@ def run_demo(epochs: int, out: Path) -> int:
         print("Runs with FSDP2 are left out: torch shards on a CPU from 2.9 on.", file=sys.stderr)
         mixes = [mix for mix in MIXES if not mix.is_sharded]
     print(COLUMNS.format("run", "loss", "losses", "parameters", "steps"), flush=True)
-    results: dict[Mix, Trained] = {}
+    results: dict[Mix, Run] = {}
     apart: dict[Mix, tuple[float, float]] = {}
     try:
         corpus = sample_corpus(SAMPLES, LONGEST)
@@ -65,7 +65,7 @@ def run_demo(epochs: int, out: Path) -> int:
     mine, theirs = ([apart[mix] for mix in mixes if mix.engine == engine] for engine in ("lightning_accum", "Lightning"))
     largest, of_theirs = (max(losses for losses, _ in of) for of in (mine, theirs))
     verdict = f"this package: {largest:.0e} from the full batch in {len(mine)} mixes; Lightning's own: up to {of_theirs:.0e}"
-    _draw({mix: trained.losses for mix, trained in results.items()}, verdict, out / "loss_curves.png")
+    _draw({mix: run.losses for mix, run in results.items()}, verdict, out / "loss_curves.png")
     print(f"The losses: {out / 'loss_curves.png'}.", file=sys.stderr)
     print(f"\n{fill(CAPTION, 80)}\n\n{verdict}")
     return 0 if all(number < EXACT for found in mine for number in found) else 1
@@ -105,28 +105,19 @@ MIXES = (
 )
 
 
-class Trained(NamedTuple):
-    """The results of a run: the whole batch's loss before each step, counts, and the parameters by name."""
-
-    losses: list[float]
-    steps: int
-    scheduler_steps: int
-    parameters: dict[str, Tensor]
-
-
-def train(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
+def train(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Run:
     """Train the model once, with a process for each rank. Raises an error after about ten times the time of two slow cores."""
-    of_first: Trained = run_on_ranks(partial(_train_rank, mix, corpus, epochs), mix.ranks, 180.0 + 60.0 * epochs)[0]
+    of_first: Run = run_on_ranks(partial(_train_rank, mix, corpus, epochs), mix.ranks, 180.0 + 60.0 * epochs)[0]
     return of_first
 
 
-def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
+def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Run:
     for stream in (sys.stdout, sys.stderr):  # errors are raised in the demo's process
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     logging.disable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # more threads are not faster for small matrices
-    record = _Record()
+    record = Run()
     strategy: Any = "ddp" if mix.ranks > 1 else "auto"
     how: dict[str, Any] = {"callbacks": [record], "accumulate_grad_batches": mix.window}
     if mix.engine == "lightning_accum":
@@ -135,20 +126,19 @@ def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
     if mix.is_sharded:
         strategy = ModelParallelAccumulationStrategy(mix.ranks, 1)
     how |= {"accelerator": "cpu", "devices": mix.ranks, "strategy": strategy, "max_epochs": epochs}
-    how["precision"] = "32-true" if mix.is_sharded else "64-true"  # Lightning has FSDP2 in no other; the model is float64 by itself
-    how["plugins"] = [fabric.plugins.environments.LightningEnvironment()]  # also on a cluster: the demo stays on this machine
-    trainer, model = pl.Trainer(**QUIET, **how), new_model()
-    trainer.fit(model, loader_of(corpus, mix.batch))
-    optimizer, scheduler = trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler
-    steps = int(max(state["step"] for state in optimizer.state.values())), scheduler.last_epoch
-    return Trained(record.losses, *steps, whole_parameters(trainer, model))
+    environment = fabric.plugins.environments.LightningEnvironment()  # also on a cluster: the demo stays on this machine
+    trainer = pl.Trainer(**QUIET, **how, plugins=[environment, pl.plugins.DoublePrecision()])
+    trainer.fit(new_model(), loader_of(corpus, mix.batch))
+    return record
 
 
-class _Record(pl.Callback):
-    """Records the whole batch's loss of each optimizer step."""
+class Run(pl.Callback):
+    """The results of a training: the whole batch's loss before each step, counts, and the parameters by name."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.steps = self.scheduler_steps = 0
+        self.parameters: dict[str, Tensor] = {}
         self._loss_and_targets = torch.zeros(2, dtype=torch.float64)
 
     @override
@@ -166,6 +156,14 @@ class _Record(pl.Callback):
             loss = total / count
         self._loss_and_targets.zero_()
         self.losses.append(loss)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.steps = int(max(state["step"] for state in trainer.optimizers[0].state.values()))
+        self.scheduler_steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch
+        self.parameters = whole_parameters(trainer, pl_module)
+        for name in ("log", "log_dict"):  # set by the Trainer, and refer to it
+            vars(self).pop(name, None)
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -146,3 +147,17 @@ def _in_words(path: _Path, root: nn.Module) -> str:
 def version_of(tensor: Tensor) -> int:
     """The version counter of a tensor; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Inside, an object has these attributes. ``_current_fx_name`` of a module is the hook that ``module.log`` is called in."""
+    own = vars(owner)  # setting an attribute of a Module takes microseconds
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)

@@ -26,7 +26,7 @@ from lightning_accum.step import Trained
 from lightning_accum.sync.ddp import DDPSync, WideDDPSync
 from lightning_accum.sync.fsdp2 import FSDP2Sync
 from lightning_accum.trial_mode import is_narrow
-from lightning_accum.undo import Undo
+from lightning_accum.undo import Undo, replacing
 
 Fabric: TypeAlias = Any  # a lightning.fabric.Fabric
 
@@ -174,11 +174,9 @@ class Training(Trained):
 
     def step(self) -> bool:
         """Step the optimizer. Returns whether it stepped: a GradScaler may skip the step, and lowers its scale."""
-        scale, self._is_stepping = self.loss_scale(), True
-        try:
+        scale = self.loss_scale()
+        with replacing(self, _is_stepping=True):
             self.optimizer.step()
-        finally:
-            self._is_stepping = False
         return self.loss_scale() >= scale
 
     def _before_step(self, *args: Any) -> None:

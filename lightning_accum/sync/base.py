@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.undo import replacing
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
 SyncPolicy: TypeAlias = Literal["window", "micro_batch", "shard"]
@@ -173,17 +174,11 @@ def gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 @contextmanager
 def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """Have the next call of ``module`` run ``function``, which may itself call ``module.forward``."""
-    own = vars(module)
-    original = {name: own[name] for name in ("forward",) if name in own}
 
     def once(*args: Any, **kwargs: Any) -> Any:
-        own.pop("forward")
-        own.update(original)
+        stack.close()
         return function(*args, **kwargs)
 
-    own["forward"] = once
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(replacing(module, forward=once))
         yield
-    finally:
-        own.pop("forward", None)
-        own.update(original)

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_accum.step import Trained
-from lightning_accum.trainer.from_lightning import pl, replacing
+from lightning_accum.trainer.from_lightning import pl
+from lightning_accum.undo import replacing
 
 
 class DeferredSteps:
@@ -60,11 +61,8 @@ class DeferredSteps:
                 result = closure()
         if not self.may_step(self._name_of(optimizer), optimizer):
             return result
-        self._is_stepping = True
-        try:
+        with replacing(self, _is_stepping=True):
             return run(lambda: result) if given else run()
-        finally:
-            self._is_stepping = False
 
     def _name_of(self, optimizer: Optimizer) -> str:
         name, optimizers = type(optimizer).__name__, self.trained.optimizers

@@ -27,11 +27,11 @@ from lightning_accum.manual_calls import TriedStep
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.sync.base import gradients_set_aside
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import ClosureResult, call, is_lightnings, longest_window, pl, rank_zero_info, replacing
+from lightning_accum.trainer.from_lightning import ClosureResult, call, is_lightnings, longest_window, pl, rank_zero_info
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import logging_nothing
 from lightning_accum.trial_mode import is_narrow
-from lightning_accum.undo import Undo
+from lightning_accum.undo import Undo, replacing
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing import advice

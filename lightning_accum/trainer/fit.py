@@ -20,11 +20,11 @@ from lightning_accum.trainer.from_lightning import (
     _PrefetchDataFetcher,
     longest_window,
     pl,
-    replacing,
     scheduler_of_windows,
 )
 from lightning_accum.trainer.seams import subclass_of
 from lightning_accum.trainer.uneven import WindowFetcher
+from lightning_accum.undo import replacing
 
 
 class AccumulatingFitLoop(_FitLoop):

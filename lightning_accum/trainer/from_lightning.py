@@ -80,17 +80,3 @@ def longest_window(trainer: pl.Trainer) -> int:
     """Loader batches in the longest window by the Trainer's number, or by Lightning's scheduler of it."""
     scheduler = scheduler_of_windows(trainer)
     return max([trainer.accumulate_grad_batches, *([] if scheduler is None else scheduler.scheduling.values())])
-
-
-@contextmanager
-def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Inside, an object has these attributes. ``_current_fx_name`` of a module is the hook that ``module.log`` is called in."""
-    own = vars(owner)  # setting an attribute of a Module takes microseconds
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            own.pop(name, None)
-        own.update(before)

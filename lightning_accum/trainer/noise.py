@@ -22,9 +22,10 @@ from lightning_accum.exact import tensor_of as as_tensor
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.sync.sharded import ShardedSync
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import MisconfiguredError, pl, rank_zero_info, replacing
+from lightning_accum.trainer.from_lightning import MisconfiguredError, pl, rank_zero_info
 from lightning_accum.trainer.package import check_package
 from lightning_accum.trainer.watch import parameters_of
+from lightning_accum.undo import replacing
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.window_totals import tensor_of
 

@@ -21,8 +21,9 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.exact import exact
 from lightning_accum.micro_batch import Output
 from lightning_accum.splitting.logs import BatchLog, Joined, joined_logs
-from lightning_accum.trainer.from_lightning import _LoggerConnector, _ResultCollection, _ResultMetric, pl, replacing
+from lightning_accum.trainer.from_lightning import _LoggerConnector, _ResultCollection, _ResultMetric, pl
 from lightning_accum.trainer.manual import ManualWindows
+from lightning_accum.undo import replacing
 from lightning_accum.windows import Windows
 
 

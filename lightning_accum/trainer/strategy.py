@@ -38,7 +38,6 @@ from lightning_accum.trainer.from_lightning import (
     misconfigured,
     pl,
     rank_zero_info,
-    replacing,
 )
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.optimization import WindowManualOptimization, WindowOptimization
@@ -46,7 +45,7 @@ from lightning_accum.trainer.results import BatchResults, WindowRows
 from lightning_accum.trainer.seams import specialised
 from lightning_accum.trainer.uneven import DeferredSigterm, NonPaddingSampling
 from lightning_accum.trainer.watch import Watch, gradient_reads
-from lightning_accum.undo import Undo
+from lightning_accum.undo import Undo, replacing
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import Verdict
 from lightning_accum.weighing import advice

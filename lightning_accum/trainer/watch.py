@@ -25,7 +25,8 @@ from lightning_accum.errors import UsageError
 from lightning_accum.parameter_changes import elements_of
 from lightning_accum.step import Outcome
 from lightning_accum.trainer import seams
-from lightning_accum.trainer.from_lightning import Closure, callbacks_of, is_lightnings, pl, replacing
+from lightning_accum.trainer.from_lightning import Closure, callbacks_of, is_lightnings, pl
+from lightning_accum.undo import replacing
 
 AROUND_BACKWARD = ("on_before_backward", "on_after_backward")
 CLOSE_WINDOWS = 3  # the first windows, which are watched closely even if all methods match the versions read
@@ -95,11 +96,8 @@ class Watch:
             return
         expected = scale * (1.0 if gradient is None else float(gradient))
         arrived: list[Tensor] = []  # copies, since a backward may write into its gradient
-        handle = own.register_hook(lambda found: arrived.append(found.clone()))  # type: ignore[no-untyped-call]
-        try:
+        with own.register_hook(lambda found: arrived.append(found.clone())):  # type: ignore[no-untyped-call]
             yield
-        finally:
-            handle.remove()
         found = [float(number) for number in arrived]
         if not self._is_lightnings("backward"):
             times = [number / expected for number in found[:1] if expected]

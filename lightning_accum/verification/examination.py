@@ -31,12 +31,11 @@ _MENDS = {
     " effective batch. Or use GroupNorm, or layers in evaluation mode.",
     "batch_idx": "Split each loader batch with micro_batch=, or read self.global_step, which counts optimizer steps.",
     "padding": "Mask the padding in the module and in its loss; or let the loader pad all batches to one length.",
-    "state": "No argument helps. Reset it in training_step, or update it once in on_train_batch_start.",
+    "state": "No argument helps. Reset it in training_step, or update it once a step, in on_train_batch_start.",
     "weight": 'weight="auto", which reads the denominators from the losses: the gradients are then equal.',
     "gradient": 'GradientAccumulation(micro_batch="offload"), which runs the batch whole. Look for a count that can be 0 in a '
     "micro-batch, and for operations over all rows of a batch.",
     "optimizer step": "Look for what counts loader batches in configure_optimizers and the hooks around the step.",
-    "buffers": "No argument helps. Update them once a step, in on_train_batch_start or on_before_zero_grad.",
 }
 """The fix for each break, by name."""
 
@@ -203,7 +202,7 @@ class Diagnosis:
             updated = [layer for layer in self.full.batch_norm if any(name.startswith(f"{layer}.") for name in changed)]
             found = f"After the step {listed(list(changed))} differ by {max(changed.values()):.1e}"
             found += " from their values after the full batch: each forward updates them once."
-            self._add("BatchNorm" if updated else "buffers", found, self.gradient.largest)
+            self._add("BatchNorm" if updated else "state", found, self.gradient.largest)
 
 
 def _difference(step: Step, full: Step) -> float:

@@ -93,7 +93,7 @@ def _run_rank(sent: bytes) -> Step:
     runner, shares, strategy, change, gradients, dtype = pickle.loads(sent)
     torch.set_default_dtype(dtype)
     ranks, batches = len(shares), shares[int(os.environ["RANK"])]
-    trainer: dict[str, Any] = {"devices": ranks, "plugins": [fabric.plugins.environments.TorchElasticEnvironment()]}
+    trainer: dict[str, Any] = {"devices": ranks, "plugins": [fabric.plugins.environments.LightningEnvironment()]}
     if strategy == "accum_model_parallel":
         strategy = ModelParallelAccumulationStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     if runner.trainer["precision"] == "64-true":  # as an argument, Lightning refuses it for sharded modules
@@ -123,9 +123,8 @@ def run_on_ranks(job: Callable[[], Any], devices: int, seconds: float = MOST_SEC
     if sys.platform != "win32":  # a server imports the slow modules once, and the ranks are forked from it
         method = "forkserver"
         multiprocessing.set_forkserver_preload([pl.__name__, __name__, "lightning_accum.names"])
-    port = fabric.plugins.environments.lightning.find_free_network_port()
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "verify"}
-    environment |= {"WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    port = str(fabric.plugins.environments.lightning.find_free_network_port())
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0", "WORLD_SIZE": str(devices)}
     start: Any = start_processes  # it has no types
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / str(rank) for rank in range(devices)]
@@ -143,7 +142,7 @@ def run_on_ranks(job: Callable[[], Any], devices: int, seconds: float = MOST_SEC
 def _run(index: int, job: Callable[[], Any], environment: dict[str, str], paths: Sequence[Path], seconds: float) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True)
     os.environ.update(environment, RANK=str(index), LOCAL_RANK=str(index))
-    torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    torch.set_num_threads(max(1, torch.get_num_threads() // len(paths)))
 
     paths[index].write_bytes(pickle.dumps(job()))
     os._exit(0)  # gloo's threads sometimes abort an interpreter at exit

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_accum.errors import UsageError
 from lightning_accum.randomness import NoiseOfRows, seed_everything, switch_off_dropout
 from lightning_accum.step import named_parameters_of
 from lightning_accum.testing import QUIET
@@ -160,16 +159,9 @@ class ModuleState:
     def restored_afterwards(self) -> Iterator[None]:
         """Inside, the module has no Trainer and no gradients, and may be changed."""
         self._module._trainer = None
-        try:
+        with self._before:
             nn.Module.zero_grad(self._module)
             yield
-        finally:
-            try:
-                self._before.restore()
-            except Exception as error:
-                raise UsageError(
-                    f"verify could not restore all of {type(self._module).__name__}. Create it again, or load a checkpoint."
-                ) from error
 
 
 class Change(NamedTuple):

@@ -24,6 +24,7 @@ from lightning_accum.policy import Policy, Tokens
 from lightning_accum.randomness import RandomState
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.plan import columns_of
+from lightning_accum.undo import replacing
 from lightning_accum.whole.forms import HINT, Form, Layer, Tree, check_outputs, form_of, is_near, kind_of, number_of_rows, read
 
 _MOST_PROOFS = 8  # loader batches for the proof at most, until there was a gradient to compare
@@ -79,7 +80,9 @@ class RowWise:
         self._rows, self._number, self._is_over = rows, 0, False
         with ExitStack() as stack:
             for name, module in self._named.items():
-                stack.enter_context(_calls_replaced(name, module, self.largest is not None, self._call))
+                layer = Layer(name, module, vars(module).get("_compiled_call_impl") or module._call_impl, self.largest is not None)
+                # hooks are included, as by nn.Module.compile
+                stack.enter_context(replacing(module, _compiled_call_impl=partial(self._call, layer)))
             yield
 
     def end_backward(self) -> None:
@@ -99,13 +102,9 @@ class RowWise:
         self._number += 1
 
         def run(piece: range, given: Any, number: int = self._number) -> Any:
-            self._is_inside = True
-            try:
-                args, kwargs = given
-                with nullcontext() if self.draws is None else self.draws(number, piece, rows):
-                    return layer.run(*args, **kwargs)
-            finally:
-                self._is_inside = False
+            args, kwargs = given
+            with replacing(self, _is_inside=True), nullcontext() if self.draws is None else self.draws(number, piece, rows):
+                return layer.run(*args, **kwargs)
 
         is_one = rows < 2 or (isinstance(self.size, int) and rows <= self.size)
         if self.size is None or (is_one and self.largest is None):  # as it is
@@ -173,20 +172,6 @@ def _named(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
             raise ArgumentError(f"row_wise={list(names)}: {inner!r} is inside {outer!r}, which runs in micro-batches. Name one.")
     first_names = {modules[name]: name for name in reversed(names)}
     return {name: inner for inner, name in reversed(first_names.items())}
-
-
-@contextmanager
-def _calls_replaced(name: str, module: nn.Module, is_sharded: bool, call: Callable[..., Any]) -> Iterator[None]:
-    """Replace the calls of a submodule, including hooks, by ``call``, like ``nn.Module.compile``."""
-    own = vars(module)
-    compiled = {key: own[key] for key in ("_compiled_call_impl",) if own.get(key) is not None}
-    run = compiled.get("_compiled_call_impl", module._call_impl)
-    own["_compiled_call_impl"] = partial(call, Layer(name, module, run, is_sharded))
-    try:
-        yield
-    finally:
-        del own["_compiled_call_impl"]
-        own.update(compiled)
 
 
 # --- one call ----------------------------------------------------------------------------------------------------------

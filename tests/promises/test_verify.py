@@ -259,7 +259,7 @@ BREAKS: list[Any] = [
     ("losses that do not add up", of(lambda m, *y: (contrastive if y[0].dtype == torch.float32 else plain)(m, *y)), SPLIT, ""),
     ("state", of(warm), WINDOW, ""),
     ("state", lambda: Classifier(plain, nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))), SPLIT, ""),
-    ("buffers", of(counting), SPLIT, ""),
+    ("state", of(counting), SPLIT, ""),
     ("random numbers", of(mixed), SPLIT, ""),
     ("losses that do not add up", of(two_means), OF_TERMS, ""),
     ("optimizer step", ByBatches, WINDOW, ""),
