@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync: GradientSync, undo: Undo) -> None:
     """Count the weights of a window's terms, if it begins with this loader batch and has several micro-batches on a rank."""
     counted, splitting, boundary = accumulation.window.counted, accumulation.splitting, accumulation.boundary
-    assert counted is not None
-    if counted.is_agreed or accumulation.is_passthrough() or (splitting is None and boundary.size == 1):
+    if counted is None or counted.is_agreed or accumulation.is_passthrough() or (splitting is None and boundary.size == 1):
         return
     plan, weights = accumulation.plan, accumulation.policy.weight
     rest = iter(()) if accumulation.rest_of_window is None or boundary.size == 1 else accumulation.rest_of_window()
@@ -82,7 +81,7 @@ def _count_by_running(
     if ahead:
         batch = step.transferred(copied(batch))
         if splitting is not None:
-            step.plan_ahead(batch)
+            splitting.begin(batch)
     micro_batches = [batch] if accumulation.plan is None else accumulation.plan
     own, rounds = len(accumulation.plan.pieces) if accumulation.plan is not None else 1, 0
     if sync.is_waited_for_in_forward:  # ranks may have more micro-batches than others

@@ -117,9 +117,6 @@ class CountsAhead(Protocol):
     def transferred(self, batch: Any) -> Any:
         """A loader batch that was drawn ahead, transferred to the device."""
 
-    def plan_ahead(self, batch: Any) -> None:
-        """Plan how this batch is split."""
-
     def run_ahead(self, batch: Any, ahead: int, /) -> Tensor | None:
         """The loss of a micro-batch that is ``ahead`` loader batches after the current one. Logs nothing."""
 

@@ -56,7 +56,8 @@ class Passes:
         if isinstance(policy.trim_padding, str) and not may_trim:
             raise ArgumentError(f"trim_padding={policy.trim_padding!r} needs loss_of=, and a model that is not sharded.")
         trim, warn = policy.trim_padding and may_trim, self._messages.rank_zero_warn
-        return Splitting(policy, self._training, trim, warn, lambda: self._samples)
+        step = cast("LossOfBatch", self._loss_of)  # without it nothing is trimmed
+        return Splitting(policy, self._training, trim, warn, lambda: self._samples, step)
 
     def _micro_batches(self, loader: Iterable[Any], skip: int, is_last: bool) -> Iterator[Part]:
         """One pass, without its first ``skip`` loader batches. If it ``is_last``, ``tail="carry"`` also ends the window."""
@@ -88,7 +89,7 @@ class Passes:
         """Plan how it is split, and check it or count its window, if that is due."""
         accumulation, training, loss_of = self._accumulation, self._training, self._loss_of
         if accumulation.splitting is not None:
-            self.plan_ahead(batch)
+            accumulation.splitting.begin(batch)
         row_wise, batches = accumulation.row_wise, [] if batch is None else [batch]
         if row_wise is not None and row_wise.proofs_left and loss_of is not None:
             warn, position = self._messages.rank_zero_warn, accumulation.position
@@ -99,8 +100,7 @@ class Passes:
             may_count = self.policy.may_count_first(is_long)
             checked = Checked(training, loss_of, accumulation, self._samples, is_long, self._say, may_count)
             check_loader_batch(checked, batch, self.transferred, is_again)
-        if accumulation.window.counted is not None:
-            count_window(accumulation, self, batch, training.sync, training.snapshotter)
+        count_window(accumulation, self, batch, training.sync, training.snapshotter)
 
     def _parts(self, batch: Any, ends_window: bool, is_shadow: bool) -> Iterator[Part]:
         plan, overlaps = self._accumulation.plan, not self.policy.finishes_after_backward
@@ -114,12 +114,6 @@ class Passes:
     def transferred(self, batch: Any) -> Any:
         """A loader batch that was drawn ahead."""
         return batch
-
-    def plan_ahead(self, batch: Any) -> None:
-        """Plan how this batch is split."""
-        splitting = self._accumulation.splitting
-        assert splitting is not None
-        splitting.begin(batch, cast("LossOfBatch", self._loss_of))  # without loss_of nothing is trimmed
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
         """The loss of a micro-batch that is ``ahead`` loader batches after the current one."""

@@ -78,6 +78,7 @@ class Splitting:
     trim: bool | str  # whether to trim padding, or the key of the lengths of rows, see :func:`read_lengths`
     warn: Callable[[str], None]
     samples: Callable[[], Collection[int]]  # how many samples the loader puts into a batch; empty if unknown
+    step: Step  # tried before padding is trimmed
     sizes: MicroBatchSizes | None = None  # those that fit into memory, with "auto"
 
     def __post_init__(self) -> None:
@@ -86,7 +87,6 @@ class Splitting:
         self.largest: int | None = None  # with "auto", the samples in the largest micro-batch of the last batch
         self.kinds: dict[str, str] = {}  # the kind of each part of a batch, by path, fixed by the first batch
         self._trimming = Trimming(self.trained, self.policy.weight, self.warn)
-        self._step: Step = lambda batch: None
         self._seen: tuple[Any, dict[int, Lengths]] | None = None
         self._warned = set[str]()
 
@@ -116,9 +116,9 @@ class Splitting:
         if self.sizes is not None:
             self.sizes.begin_epoch()
 
-    def begin(self, batch: Any, step: Step) -> None:
-        """Plan a loader batch, or None; ``step`` is tried before padding is trimmed."""
-        self._step, self.plan = step, None  # an error leaves no plan of another batch
+    def begin(self, batch: Any) -> None:
+        """Plan a loader batch, or None."""
+        self.plan = None  # an error leaves no plan of another batch
         seen, self._seen = self._seen, None
         if batch is None:
             return
@@ -127,12 +127,12 @@ class Splitting:
             return
         layout = self._layout_of(batch)
         lengths = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_lengths(layout)
-        self.plan = self._pack(batch, layout, self._trimming.trimmable(layout, lengths, step) if lengths else lengths)
+        self.plan = self._pack(batch, layout, self._trimming.trimmable(layout, lengths, self.step) if lengths else lengths)
 
     def begin_again(self) -> None:
         """Plan the current loader batch again, with other sizes or kinds."""
         if self.plan is not None:
-            self.begin(self.plan.batch, self._step)
+            self.begin(self.plan.batch)
 
     def share(self, paths: Sequence[str]) -> None:
         """Treat parts with one entry a row as shared by all rows."""

@@ -23,7 +23,7 @@ from lightning_accum.micro_batch import Output
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.step import Outcome
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.first_batch import check_manual_batch, loss_unlogged, result_of, transferred, try_out, unlogged_step
+from lightning_accum.trainer.first_batch import check_manual_batch, loss_unlogged, result_of, transferred, try_out
 from lightning_accum.trainer.from_lightning import _AutomaticOptimization, _ManualOptimization, call, is_lightnings, pl
 from lightning_accum.trainer.results import collecting_logs, show_logs
 from lightning_accum.trainer.seams import ShippedHooks
@@ -95,7 +95,7 @@ class WindowOptimization(_AutomaticOptimization):
             self._others, self._is_silent = arguments[1:], _is_silent(self.trainer, strategy)
         seen, ends_window = self.epoch_loop.begin_loader_batch(accumulation.boundary)
         if accumulation.splitting is not None:
-            self.plan_ahead(arguments[0] if arguments else None)
+            accumulation.splitting.begin(arguments[0] if arguments else None)
         is_looked_at = (
             strategy.row_wise is not None or accumulation.check.batches_left or seen == accumulation.boundary.closed_at + 1
         )
@@ -106,13 +106,6 @@ class WindowOptimization(_AutomaticOptimization):
     def transferred(self, batch: Any) -> Any:
         """A loader batch that was drawn ahead, transferred to the device."""
         return transferred(self.trainer, batch)
-
-    def plan_ahead(self, batch: Any) -> None:
-        """Plan how it is split; padding is trimmed if the loss does not depend on it."""
-        accumulation = self.strategy.accumulation
-        assert accumulation is not None
-        assert accumulation.splitting is not None
-        accumulation.splitting.begin(batch, unlogged_step(self.trainer))
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
         """The loss of a micro-batch that is ``ahead`` loader batches after the current one. Logs nothing."""

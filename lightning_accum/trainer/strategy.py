@@ -27,6 +27,7 @@ from lightning_accum.trainer import seams
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop
+from lightning_accum.trainer.first_batch import unlogged_step
 from lightning_accum.trainer.fit import AccumulatingFitLoop, AccumulatingTrainer, validating_every
 from lightning_accum.trainer.from_lightning import (
     MisconfiguredError,
@@ -263,7 +264,8 @@ class AccumulationMixin(Engine):
         # the check of trimming would run two rows in a forward on this rank alone
         trim = False if self.reduces_every_backward_by_itself else policy.trim_padding
         sizes = MicroBatchSizes(_log.info) if policy.micro_batch == "auto" else None
-        return Splitting(policy, self, trim, rank_zero_warn, self.samples_of_loader, sizes)
+        step = lambda batch: unlogged_step(self.trainer())(batch)  # noqa: E731
+        return Splitting(policy, self, trim, rank_zero_warn, self.samples_of_loader, step, sizes)
 
     @override
     def on_train_start(self) -> None:
