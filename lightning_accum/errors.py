@@ -16,10 +16,6 @@ class DoesNotAddUpError(AccumulationError, ValueError):
 class UnreadableLossError(AccumulationError, ValueError):
     """The graph of the loss shows no denominator."""
 
-    def __init__(self, found: str) -> None:
-        self.found = found
-        super().__init__(found)
-
 
 class UnsplittableBatchError(AccumulationError, ValueError):
     """The package cannot tell which parts of a batch are its rows."""

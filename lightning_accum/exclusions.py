@@ -126,7 +126,7 @@ def _exclusions(a: Asked) -> Iterator[str]:
 
     # --- and beside an engine
     if widens and not a.is_sharded and a.module is not None and (layers := sparse_layers(a.module)):
-        yield f"accumulate_dtype={dtype} sums dense gradients, but {layers[0]} has sparse ones. Leave out one of the two."
+        yield f"accumulate_dtype={dtype} sums dense gradients, but {next(iter(layers))} has sparse ones. Leave out one of the two."
     if widens and a.engine in ("ddp", "fsdp2") and a.sync == "micro_batch":
         yield f'accumulate_dtype={dtype} is reduced once a window, but {strategy}(sync="micro_batch") reduces more. Use "window".'
     if widens and a.has_comm_hook:

@@ -188,6 +188,6 @@ def main_gradients(dtype: torch.dtype, parameters: Callable[[], list[nn.Paramete
     return MainGradients(dtype, parameters) if is_wider else None
 
 
-def sparse_layers(module: nn.Module) -> list[str]:
-    """The names of torch's layers whose gradients are sparse."""
-    return [n for n, layer in module.named_modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse]
+def sparse_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """Torch's layers whose gradients are sparse, by name."""
+    return {n: own for n, own in module.named_modules() if isinstance(own, (nn.Embedding, nn.EmbeddingBag)) and own.sparse}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import Tail
@@ -18,7 +18,7 @@ from lightning_accum.errors import ArgumentError
 from lightning_accum.exclusions import refuse
 from lightning_accum.fabric.loop import Loop
 from lightning_accum.fabric.passes import LoopMessages
-from lightning_accum.fabric.training import Fabric, Training
+from lightning_accum.fabric.training import Fabric, LossOf, Training
 from lightning_accum.nonfinite import Guard
 from lightning_accum.parameter_changes import KeptGradients
 from lightning_accum.policy import OnNonfinite, Policy, Split, Tokens, WindowSize, checked_policy, row_wise_fields
@@ -38,8 +38,6 @@ _NOT_IN_A_LOOP = {
     "offload": 'micro_batch="offload" is not for hand-written loops: run the forward and backward of each batch in'
     " torch.autograd.graph.save_on_cpu(pin_memory=True), and leave micro_batch out.",
 }
-
-LossOf = Callable[[Any, Any], Tensor]  # loss_of(model, batch): the loss of a batch, as the loop computes it
 
 
 class Accumulator(Loop):
@@ -124,10 +122,9 @@ class Accumulator(Loop):
                     **row_wise_fields(row_wise, micro_batch),
                 )
             )
-            self._training = training = Training(fabric, model, optimizer, self._refuse_step)
+            self._training = training = Training(fabric, model, optimizer, loss_of, self._refuse_step)
             refuse(training.asked(policy))
-            self._loss_of = None if loss_of is None else training.loss_without_wrapper(loss_of)
-            splitting, sums = self._splitting(), training.make_sync(policy, self._loss_of)
+            splitting, sums = self._splitting(), training.make_sync(policy)
             layers = row_wise_of(policy, training.module, training.ranks, training.is_sharded)
             accumulation = Accumulation(policy, training.ranks, messages.rank_zero_warn, splitting, sums, layers)
         if loss_of is None and accumulation.row_wise is not None and accumulation.row_wise.proofs_left:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, cast
@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.counting import count_window
 from lightning_accum.errors import AccumulationError, ArgumentError, UsageError
-from lightning_accum.fabric.training import LossOfBatch, Training
+from lightning_accum.fabric.training import Training
 from lightning_accum.later_terms import check_loader_batch
 from lightning_accum.looks import Checked
 from lightning_accum.micro_batch import MicroBatch, Weighed
@@ -38,7 +38,6 @@ class Passes:
     _accumulation: Accumulation
     _session: Session
     _messages: LoopMessages
-    _loss_of: LossOfBatch | None  # the loss of a batch, for the checks; None if unknown
     _samples: frozenset[int] = frozenset()  # the batch sizes of the loader; empty if unknown
     _length = math.inf
     _seen = 0  # loader batches that are done, over all passes
@@ -52,11 +51,11 @@ class Passes:
         policy = self.policy
         if policy.micro_batch is None:
             return None
-        may_trim = self._loss_of is not None and not self._training.is_sharded
+        may_trim = self._training.loss_of is not None and not self._training.is_sharded
         if isinstance(policy.trim_padding, str) and not may_trim:
             raise ArgumentError(f"trim_padding={policy.trim_padding!r} needs loss_of=, and a model that is not sharded.")
         trim, warn = policy.trim_padding and may_trim, self._messages.rank_zero_warn
-        step = cast("LossOfBatch", self._loss_of)  # without it nothing is trimmed
+        step = cast("Callable[[Any], Tensor]", self._training.loss_of)  # without it nothing is trimmed
         return Splitting(policy, self._training, trim, warn, lambda: self._samples, step)
 
     def _micro_batches(self, loader: Iterable[Any], skip: int, is_last: bool) -> Iterator[Part]:
@@ -87,7 +86,7 @@ class Passes:
 
     def _begin_loader_batch(self, batch: Any) -> None:
         """Plan how it is split, and check it or count its window, if that is due."""
-        accumulation, training, loss_of = self._accumulation, self._training, self._loss_of
+        accumulation, training, loss_of = self._accumulation, self._training, self._training.loss_of
         if accumulation.splitting is not None:
             accumulation.splitting.begin(batch)
         row_wise, batches = accumulation.row_wise, [] if batch is None else [batch]
@@ -117,8 +116,8 @@ class Passes:
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
         """The loss of a micro-batch that is ``ahead`` loader batches after the current one."""
-        assert self._loss_of is not None
-        return self._loss_of(batch)
+        assert self._training.loss_of is not None
+        return self._training.loss_of(batch)
 
     def _size(self, of_tokens: float = math.inf) -> float:
         """Loader batches in a window that begins now; ``of_tokens`` if it ends by its tokens."""

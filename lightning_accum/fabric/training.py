@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
@@ -30,7 +31,7 @@ from lightning_accum.undo import Undo, replacing
 
 Fabric: TypeAlias = Any  # a lightning.fabric.Fabric
 
-LossOfBatch: TypeAlias = Callable[[Any], Tensor]  # loss_of= of an Accumulator, bound to its unwrapped model
+LossOf: TypeAlias = Callable[[Any, Any], Tensor]  # loss_of(model, batch): the loss of a batch, as the loop computes it
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 """Fabric's classes that do not change torch's backward and gradients."""
@@ -43,8 +44,11 @@ class Training(Trained):
 
     skips_backward = False
 
-    def __init__(self, fabric: Fabric | None, model: nn.Module, optimizer: Any, refuse_step: Callable[[], None]) -> None:
+    def __init__(
+        self, fabric: Fabric | None, model: nn.Module, optimizer: Any, loss_of: LossOf | None, refuse_step: Callable[[], None]
+    ) -> None:
         self.fabric, self.model, self.optimizer = fabric, model, optimizer
+        self.loss_of = None if loss_of is None else partial(self._loss_without_wrapper, loss_of)  # for checks; None if unknown
         self.raw_optimizer: Optimizer = optimizer.optimizer if _is_wrapper(optimizer, "optimizer") else optimizer
         if not hasattr(self.raw_optimizer, "param_groups"):
             found = f"An Accumulator steps one optimizer, but got a {type(optimizer).__name__}"
@@ -113,9 +117,9 @@ class Training(Trained):
         parameters, size = self.parameters(), self.ranks.size
         return Asked(policy, module=self.module, optimizers=self.optimizers, parameters=parameters, ranks=size, **engine)
 
-    def make_sync(self, policy: Policy, loss_of: LossOfBatch | None) -> MainGradients | None:
+    def make_sync(self, policy: Policy) -> MainGradients | None:
         """Set up the reduction over ranks. Returns the sums of gradients, if their type is wider."""
-        dtype, self._loss_of = policy.accumulate_dtype, loss_of
+        dtype = policy.accumulate_dtype
         sums = None if dtype is None else main_gradients(dtype, self.parameters)
         if self.ddp is not None and sums is not None:
             self.sync = WideDDPSync(self.ddp, sums, self.ranks)
@@ -128,23 +132,19 @@ class Training(Trained):
             self.sync = FSDP2Sync(self.module, "window", self, self.ranks)
         return sums
 
-    def loss_without_wrapper(self, loss_of: Callable[[Any, Any], Tensor]) -> LossOfBatch:
-        """Compute the loss of a batch outside of windows, without other ranks, in full precision if possible."""
+    def _loss_without_wrapper(self, loss_of: LossOf, batch: Any) -> Tensor:
+        """The loss of a batch outside of windows, without other ranks, in full precision if possible."""
         precision: Any = self.precision_plugin
-
-        def loss(batch: Any) -> Tensor:
-            converts = precision is not None and any(map(is_narrow, self.module.parameters()))
-            with torch.enable_grad(), precision.forward_context() if converts else nullcontext():
-                return loss_of(self.module, precision.convert_input(batch) if converts else batch)
-
-        return loss
+        converts = precision is not None and any(map(is_narrow, self.module.parameters()))
+        with torch.enable_grad(), precision.forward_context() if converts else nullcontext():
+            return loss_of(self.module, precision.convert_input(batch) if converts else batch)
 
     @override
     def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
-        if self._loss_of is None:
+        if self.loss_of is None:
             found = f"Rank {self.ranks.rank} has a micro-batch without a forward, for which the others wait"
             raise UsageError(f"{found}. Call the model in every micro-batch, or pass Accumulator(loss_of=...).")
-        return self._loss_of(batch)
+        return self.loss_of(batch)
 
     def _stepped(self) -> list[nn.Parameter]:
         return [parameter for group in self.raw_optimizer.param_groups for parameter in group["params"]]

@@ -36,8 +36,7 @@ class DDPSync(WrappedSync):
         self._policy = policy
         self.is_reduced_inside, self.notes_parameters = policy == "micro_batch", ddp.find_unused_parameters
         self._trainable = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
-        layers = dict(ddp.module.named_modules())
-        self._sparse = frozenset(p for name in sparse_layers(ddp.module) for p in layers[name].parameters())
+        self._sparse = frozenset(p for layer in sparse_layers(ddp.module).values() for p in layer.parameters())
         self._used: list[nn.Parameter] = []
         self._last_node: Node | None = None
         self._begin_window()
