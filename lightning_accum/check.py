@@ -60,7 +60,8 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
     try:
         check_batch(checked, [own for own in batches if own is not None])
     except (CannotCheckError, DoesNotAddUpError) as reason:
-        if len(batches) > 1 and not checked.on_any(isinstance(reason, UnsuitableRowsError)):
+        is_unsuitable = checked.on_any(isinstance(reason, UnsuitableRowsError))  # on the other ranks the reason is another
+        if len(batches) > 1 and not is_unsuitable:
             accumulation.check.use(-len(batches))
             for own in batches:
                 if accumulation.check.batches_left:
@@ -72,8 +73,8 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
         if accumulation.policy.weight == "auto" and is_one and accumulation.window.counted is None:
             accumulation.count_first()  # free if a window is one micro-batch on each rank
         known = accumulation.check.is_checked
-        accumulation.check.find(before if known else Verdict.unknown(reason))
-        if not known and not (accumulation.check.batches_left and checked.on_any(isinstance(reason, UnsuitableRowsError))):
+        accumulation.check.find(before if known else replace(Verdict.unknown(reason), is_suitable=not is_unsuitable))
+        if not known and not (accumulation.check.batches_left and is_unsuitable):
             accumulation.check.end()
             if not isinstance(reason, GathersError):  # such a loss sees all rows of its window
                 accumulation.warn_once(advice.of_unchecked(Verdict.unknown(reason), checked.is_manual))

@@ -10,7 +10,7 @@ import torch
 from harness import ENGINES as HELD
 from harness import Unsized, assert_one_window_one_batch, on, on_each, trained
 from sharded import ShardedScalar, needs_sharding_on_cpu
-from support import Asking, Toy, loader, x
+from support import NONE_LOSS, Asking, Scalar, Toy, loader, x
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, SumMetric
@@ -282,3 +282,9 @@ def test_a_rank_takes_part_in_the_reduction_of_sparse_gradients_without_data(tai
     by_rank: list[list[Any]] = [rows[:4], [*rows[4:], *tail]]
     optimizers = (partial(torch.optim.SGD, lr=0.1),)
     assert_one_window_one_batch(embeds, by_rank, 2, "ddp", collate=torch.stack, optimizers=optimizers)
+
+
+def test_a_rank_without_losses_looks_at_a_later_epoch_with_the_others() -> None:
+    by_rank = [[NONE_LOSS] * 9, [x(i) for i in range(9)]]
+    found = trained(Scalar(by_rank=by_rank), 1, "ddp", max_epochs=EPOCHS)
+    assert found["w"].item() == -EPOCHS * sum(range(9))
