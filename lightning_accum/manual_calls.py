@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accum.errors import UsageError
-from lightning_accum.failures import have_all_left
 from lightning_accum.prove import apart, sample
-from lightning_accum.ranks import Ranks
+from lightning_accum.ranks import Ranks, have_all_left
 from lightning_accum.sync.base import gradients_in_place
 from lightning_accum.trial import PATIENCE
 from lightning_accum.user_warnings import users_line

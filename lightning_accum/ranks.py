@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, count
@@ -17,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_accum.errors import UsageError
 from lightning_accum.exact import exact_dtype
 
+_left = 0  # joint actions so far, the same on all ranks
 END: Any = object()  # returned instead of a batch at the end of a loader
 
 
@@ -175,3 +178,28 @@ def draw(batches: Iterator[Any], before: list[tuple[Tensor, int, Tensor]]) -> An
             "tensors for each batch."
         )
     return following
+
+
+def have_all_left(has_failed: bool, patience: float) -> bool:
+    """Leave a joint action of all ranks. False if this rank has failed, and another still waits for it after ``patience``
+    seconds."""
+    global _left
+    _left += 1
+    with suppress(Exception):
+        store, end = _store(), time.monotonic() + patience
+        number = store.add(f"lightning_accum/left/{_left}", 1)
+        while has_failed and number < dist.get_world_size():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.02)
+            number = store.add(f"lightning_accum/left/{_left}", 0)
+        if number == dist.get_world_size():  # so no rank reads the key before
+            store.delete_key(f"lightning_accum/left/{_left - 1}")
+    return True
+
+
+def _store() -> Any:
+    # private, but the public ProcessGroup.get_group_store of torch 2.13 is not in 2.6; the same in both
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

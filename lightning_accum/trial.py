@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lightning_accum.errors import AccumulationError, RowWiseError, UsageError
 from lightning_accum.exact import exact_dtype, rounding, rounding_of_gradients
-from lightning_accum.failures import have_all_left
 from lightning_accum.prove import ALL, Measured, apart, sample
 from lightning_accum.randomness import RandomState, dropout_switched_off, seed_everything
+from lightning_accum.ranks import have_all_left
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync, gradients_set_aside
 from lightning_accum.trial_mode import TrialMode, is_narrow, widened, widened_batch

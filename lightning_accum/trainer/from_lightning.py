@@ -31,7 +31,6 @@ _PrefetchDataFetcher = pl.loops.fetchers._PrefetchDataFetcher
 _ResultCollection = _connectors.logger_connector.result._ResultCollection
 _ResultMetric = _connectors.logger_connector.result._ResultMetric
 _SignalConnector = _connectors.signal_connector._SignalConnector
-_SubprocessScriptLauncher = pl.strategies.launchers.subprocess_script._SubprocessScriptLauncher
 _TrainingEpochLoop = pl.loops.training_epoch_loop._TrainingEpochLoop
 call = pl.trainer.call
 Closure = pl.loops.optimization.automatic.Closure

@@ -208,7 +208,7 @@ trainer.trainer.Trainer
     estimated_stepping_batches | is the number of windows | 781d79c6
 strategies.strategy.Strategy
     connect | begins the fit: specialises the loops | 1e0e2ace
-    launcher | has all ranks raise the first rank's error | af63ddd0
+    launcher | ends forked ranks at SIGTERM | af63ddd0
     setup_environment | creates the ranks | 6756a146
     setup | begins accumulation | 52a40677
     on_train_start | resumes inside the window of a checkpoint | 2f4bff3a
@@ -225,9 +225,7 @@ strategies.model_parallel.ModelParallelStrategy
     setup_environment | creates the mesh of mesh= | da2b608a
     distributed_sampler_kwargs | gives ranks with parts of the same rows the same batches | d29a04ee
 strategies.launchers.multiprocessing._MultiProcessingLauncher
-    launch | starts the processes of the ranks | 58936217
-strategies.launchers.subprocess_script._SubprocessScriptLauncher
-    launch | starts the processes of the ranks | 6a74faa8
+    launch | forks or spawns the ranks | 58936217
 loops.fit_loop._FitLoop
     setup_data | ends ranks of different lengths together | f0180ab3 f09c9a94
     reset | begins the next epoch after a checkpoint of an epoch's end | 75843e08

@@ -18,7 +18,6 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import TAILS
 from lightning_accum.check import MOST_BATCHES
 from lightning_accum.exclusions import Asked, refuse
-from lightning_accum.failures import reraise_first_rank_error
 from lightning_accum.main_gradients import main_gradients
 from lightning_accum.nonfinite import Guard
 from lightning_accum.session import Session
@@ -31,7 +30,6 @@ from lightning_accum.trainer.first_batch import unlogged_step
 from lightning_accum.trainer.fit import AccumulatingFitLoop, AccumulatingTrainer, validating_every
 from lightning_accum.trainer.from_lightning import (
     MisconfiguredError,
-    _SubprocessScriptLauncher,
     callbacks_of,
     forks_or_spawns,
     is_lightnings,
@@ -147,14 +145,11 @@ class AccumulationMixin(Engine):
     @property
     @override
     def launcher(self) -> Any:
-        """Lightning's launcher. With it, all ranks of a fit raise the first rank's error, also before training."""
-        launcher, environment = self._launcher, getattr(self, "cluster_environment", None)
-        if launcher is None and environment is not None and environment.creates_processes_externally:
-            # sharding strategies may have no launcher, for example under torchrun, where DDP's launcher starts no process either
-            launcher = self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)  # type: ignore[attr-defined]
-        if launcher is not None and "launch" not in vars(launcher):
+        """Lightning's launcher, whose forked ranks end at SIGTERM."""
+        launcher: Any = self._launcher
+        if forks_or_spawns(launcher) and "launch" not in vars(launcher):
             # an attribute and not a class, since a launcher is pickled to spawn processes
-            launcher.launch = partial(_launch, type(launcher).launch, launcher)  # type: ignore[method-assign]
+            launcher.launch = partial(_launch, type(launcher).launch, launcher)
         return launcher
 
     @override
@@ -325,18 +320,16 @@ def _policies(trainer: pl.Trainer) -> list[GradientAccumulation]:
 def _launch(launch: Callable[..., Any], launcher: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     trainer: pl.Trainer | None = kwargs.get("trainer")
     if trainer is not None and trainer.state.fn == "fit":
-        function = partial(_fit_on_rank, forks_or_spawns(launcher), function)
+        function = partial(_fit_on_rank, function)
     try:
         return launch(launcher, function, *args, **kwargs)
     finally:
         vars(launcher).pop("launch", None)
 
 
-def _fit_on_rank(is_forked: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _fit_on_rank(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        with reraise_first_rank_error(passing=(SIGTERMException,)):
-            return function(*args, **kwargs)
+        return function(*args, **kwargs)
     except SIGTERMException as error:
-        if is_forked:
-            error.code = 128 + signal.SIGTERM  # else the parent process waits for its result
+        error.code = 128 + signal.SIGTERM  # else the parent process waits for its result
         raise

@@ -396,7 +396,7 @@ ENDS: dict[str, tuple[Fault, int, dict[str, Any]]] = {
     "validation in a window": (told("validation_step", rank1=1), 2, {**VALIDATING, "val_check_interval": 6}),
     "validation, both": (told("validation_step", rank0=1, rank1=1), 2, {**VALIDATING, "val_check_interval": 6}),
     "before validation in a window": (told(rank1=1), 1, {**VALIDATING, "val_check_interval": 2}),
-    "the sanity check": (told("validation_step", rank1=0), 1, {"limit_val_batches": 3}),
+    "the sanity check": (told("validation_step", rank1=0), 0, {"limit_val_batches": 3}),
 }
 """Who is told when, after how many windows all end, and what else the training has."""
 
