@@ -575,6 +575,12 @@ def test_what_may_be_left_of_the_old_loop_is_warned_of(name: str) -> None:
         run(body, window=window)
 
 
+def test_a_count_of_the_batch_that_is_the_size_of_the_window_is_not_taken_for_it() -> None:
+    with warned() as messages:
+        run(lambda a, m, o, x: good(a, m, o, x, lambda loss: 2 * loss / torch.tensor(2)), window=2, check=False)
+    assert messages == []
+
+
 @pytest.mark.parametrize("register", ["register_post_accumulate_grad_hook", "register_hook"])
 def test_hooks_of_parameters_that_see_each_micro_batch_are_warned_of(register: str) -> None:
     model = scalar()
