@@ -200,7 +200,9 @@ def with_lightning(training: Training) -> None:
 def with_this_package(training: Training, batch: int = MICRO_BATCH, **policy: Any) -> None:
     """Windows of loader batches, or loader batches split into micro-batches, sorted and trimmed."""
     sampler = SameOrderSampler(training.texts, seed=SEED)  # type: ignore[arg-type]
-    with_trainer(training, sampler, "accum", batch, callbacks=[GradientAccumulation(**policy)], max_epochs=training.epochs)
+    # a single epoch is for what a window costs: the check's forwards, once a fit, would be counted with those of the first windows
+    callback = GradientAccumulation(**policy, check=training.epochs > 1)
+    with_trainer(training, sampler, "accum", batch, callbacks=[callback], max_epochs=training.epochs)
 
 
 def _without_accelerators_state() -> None:
