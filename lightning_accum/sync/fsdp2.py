@@ -166,9 +166,8 @@ class FSDP2Sync(ShardedSync):
         """
         if not self._trained:
             return
-        ran, size = self._ran_in, len(self.units)
-        is_reached = (float(sharded in self._reached) for sharded in self._trained)
-        found = self._ranks.largest(*ran, *(-number for number in ran), *is_reached)
+        size, is_reached = len(self.units), [float(sharded in self._reached) for sharded in self._trained]
+        found = self._ranks.largest(*self._ran_in, *(-number for number in self._ran_in), *is_reached)
         if others := {unit for unit, most, fewest in zip(self.units, found, found[size:], strict=False) if most != -fewest}:
             names = listed([name for name, unit in self._engine.module.named_modules() if unit in others])
             raise UsageError(
