@@ -722,5 +722,4 @@ def test_a_loss_that_uses_what_on_train_batch_start_leaves_of_its_batch_is_found
         with pytest.raises(DoesNotAddUpError):
             fit(Centred(classified), labelled(4, 4), GradientAccumulation(**policy))
     fit(Centred(classified), labelled(4, 4), GradientAccumulation(micro_batch=2))  # of the full batch
-    # what is tried out leaves no other learning rate, which would be warned of
-    fit(Teaches(classified), labelled(4, 4), GradientAccumulation(2))
+    fit(Teaches(classified), labelled(4, 4), GradientAccumulation(2))  # another learning rate would be warned of
