@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from lightning_accum.exact import exact_dtype
 
@@ -80,10 +80,10 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed)
 
 
-class RandomState:
+class RandomState(AbstractContextManager["RandomState"]):
     """The state of the global random generators: torch's on the CPU and on ``device``, Python's and numpy's.
 
-    ``of_torch_alone`` leaves out Python's and numpy's, which take longer to read.
+    ``of_torch_alone`` leaves out Python's and numpy's, which take longer to read. As a context, it restores the state at the end.
     """
 
     def __init__(self, device: torch.device, of_torch_alone: bool = False) -> None:
@@ -94,6 +94,10 @@ class RandomState:
         """Restore all states, as often as needed."""
         for _, set_to, state in (*self._of_torch, *self._of_others):
             set_to(state)
+
+    @override
+    def __exit__(self, *error: object) -> None:
+        self.restore()
 
     def torch_has_drawn(self) -> bool:
         """Whether a generator of torch has drawn since this state was read."""
@@ -213,8 +217,10 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
         if draw is None or torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*with_tensors(func, args), **kwargs)
         self._draws += 1
+        dims = [value.dim() for value in args if isinstance(value, Tensor)]
         with _seeded(self._draws, _device_of(args, kwargs)):
-            result = draw(self.sample, func, args, kwargs)
+            is_number = bool(dims) and max(dims) == 0  # it has no rows
+            result = func(*args, **kwargs) if is_number else draw(self.sample, func, args, kwargs)
         if result is None:
             return func(*args, **kwargs)
         self.found.add(name.rstrip("_"))
@@ -230,17 +236,14 @@ def _device_of(args: Any, kwargs: Any) -> torch.device:
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Inside, torch's generators of the CPU and of ``device`` are seeded. Generators of other devices are neither read nor set."""
-    before = RandomState(device, of_torch_alone=True)
-    torch.default_generator.manual_seed(seed)
-    if device.type in ("cuda", "xpu"):
-        backend = getattr(torch, device.type)
-        backend.default_generators[backend.current_device() if device.index is None else device.index].manual_seed(seed)
-    elif device.type == "mps":
-        torch.mps.manual_seed(seed)
-    try:
+    with RandomState(device, of_torch_alone=True):
+        torch.default_generator.manual_seed(seed)
+        if device.type in ("cuda", "xpu"):
+            backend = getattr(torch, device.type)
+            backend.default_generators[backend.current_device() if device.index is None else device.index].manual_seed(seed)
+        elif device.type == "mps":
+            torch.mps.manual_seed(seed)
         yield
-    finally:
-        before.restore()
 
 
 _Sample: TypeAlias = "Callable[[Sequence[int], Callable[[Sequence[int]], Tensor]], Tensor]"
@@ -257,8 +260,6 @@ def _widest(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 def _in_place(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
-    if tensor.dim() == 0:
-        return func(*args, **kwargs)
     if rest and isinstance(rest[0], Tensor):  # bernoulli_(probabilities)
         return tensor.copy_(_uniform(sample, tensor) < rest[0])
     dtype = _widest(tensor.device, tensor.dtype)
@@ -267,8 +268,6 @@ def _in_place(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _like(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
-    if tensor.dim() == 0:
-        return func(*args, **kwargs)
     kwargs = {**kwargs, "memory_format": None} if "memory_format" in kwargs else {**kwargs}
     dtype = kwargs.pop("dtype", None) or tensor.dtype
     empty = partial(tensor.new_empty, dtype=_widest(tensor.device, dtype))
@@ -287,8 +286,6 @@ def _of_size(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _bernoulli(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
     probabilities = args[1] if len(args) > 1 else args[0]
-    if args[0].dim() == 0:
-        return func(*args, **kwargs)
     return (_uniform(sample, args[0]) < probabilities).to(args[0].dtype)
 
 

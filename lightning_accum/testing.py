@@ -6,6 +6,7 @@ import copy
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate, chain, pairwise, zip_longest
 from pathlib import Path
@@ -225,13 +226,18 @@ class _Recorder(pl.Callback):
 
 def whole_parameters(trainer: pl.Trainer, module: nn.Module) -> dict[str, Tensor]:
     """The parameters by name, on the host; sharded ones are gathered from all ranks."""
-    root = trainer.strategy.model if isinstance(trainer.strategy.model, FullyShardedDataParallel) else module
-    if any(isinstance(child, FullyShardedDataParallel) for child in root.modules()):
-        with FullyShardedDataParallel.summon_full_params(root, writeback=False):
-            named = {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in root.named_parameters()}
-    else:
-        named = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in module.named_parameters()}
-    return {name: value.double().cpu() for name, value in named.items()}
+    model = trainer.strategy.model
+    root = model if isinstance(model, FullyShardedDataParallel) else module
+    is_fsdp1 = any(isinstance(child, FullyShardedDataParallel) for child in root.modules())
+    with FullyShardedDataParallel.summon_full_params(root, writeback=False) if is_fsdp1 else nullcontext():
+        named = whole_copies(root.named_parameters())
+    return {name.replace("_fsdp_wrapped_module.", ""): value.double() for name, value in named.items()}
+
+
+def whole_copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies in host memory; sharded tensors are gathered from all ranks, and complex ones viewed as real."""
+    wholes = ((name, (t.full_tensor() if isinstance(t, DTensor) else t).detach()) for name, t in tensors)
+    return {name: (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).cpu().clone() for name, t in wholes}
 
 
 def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_accum.errors import UsageError
 from lightning_accum.randomness import RandomState
@@ -89,7 +90,7 @@ class Undo:
         return kept, too_large, iterators
 
 
-class Snapshot:
+class Snapshot(AbstractContextManager["Snapshot"]):
     """The state at the call of :meth:`Undo.take`. As a context, it restores this state at the end."""
 
     def __init__(self, module: nn.Module, random_state: RandomState, kept: list[_Kept], watched: list[_Watched]) -> None:
@@ -129,9 +130,7 @@ class Snapshot:
         mend = '; micro_batch="auto" cannot undo this if memory runs out; use a fixed micro_batch.'
         return f"the parameter '{name}' in place{mend}"
 
-    def __enter__(self) -> Snapshot:
-        return self
-
+    @override
     def __exit__(self, *error: object) -> None:
         self.restore()
 

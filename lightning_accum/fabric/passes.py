@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, cast
 
 from torch import Tensor
 from torch.utils.data import IterableDataset
+from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.counting import count_window
@@ -153,7 +154,7 @@ _NAMES = {  # the first match is used
 }
 
 
-class LoopMessages:
+class LoopMessages(AbstractContextManager[Any]):
     """Adapts messages written for fits to hand-written loops. As a context, adapts errors raised inside."""
 
     def __init__(self, name_of_loss: str) -> None:
@@ -172,8 +173,7 @@ class LoopMessages:
         """Warn, on rank zero."""
         rank_zero_warn(self(message))
 
-    def __enter__(self) -> None: ...
-
+    @override
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, AccumulationError):  # errors of the user's code are not changed
             error.args = tuple(self(word) if isinstance(word, str) else word for word in error.args)

@@ -103,11 +103,12 @@ class Diagnosis:
             self._runner = replace(runner, policy={**runner.policy, "check": False})
             self.window = self._runner.accumulated(comparison.batches, self.change, self.full.gradients)
         self.loss, self.gradient = self.window.loss, Difference.between(self.window.gradient, self.full.gradient)
-        if self.gradient.largest <= self.tolerance:
-            self._check_step()
-        if not self.breaks and (refusal is not None or self.gradient.largest > self.tolerance):
-            self._find_breaks(refusal)  # with random numbers, no other cause can be found
-        self._check_buffers()
+        if self.breaks:  # with random numbers, no other cause can be found
+            return
+        if refusal is not None or self.gradient.largest > self.tolerance:
+            self._find_breaks(refusal)
+        else:
+            self._compare_what_follows()
 
     def _add(self, name: str, found: str, size: float, without: float | None = None, mend: str | None = None) -> None:
         self.breaks.append(Break(name, found, size, without, mend or _MENDS[name]))
@@ -184,25 +185,18 @@ class Diagnosis:
                 return
         self._add("gradient", "The gradients of the micro-batches and of the full batch differ.", left)
 
-    # --- what comes after the gradients -------------------------------------------------------------------------------
-
-    def _check_step(self) -> None:
+    def _compare_what_follows(self) -> None:
+        """Compare the steps after equal gradients, and the buffers, which later steps use."""
         if moved_differently(self.window, self.full):
             found = "The gradients are equal, but the learning rate, the optimizer or a hook around the step differs."
             self._add("optimizer step", found, self.gradient.largest)
         if all(torch.equal(after, self.full.before[name]) for name, after in self.full.after.items()):
             self.notes.append("The step changed no parameter (its learning rate may be 0), so gradients were compared instead.")
-
-    def _check_buffers(self) -> None:
-        """Compare the buffers, which later steps use."""
-        if any(found.name in ("BatchNorm", "state", "random numbers") for found in self.breaks):
-            return
         most = max(self.tolerance, _SMALLEST_DIFFERENCE_OF_BUFFERS)
         if changed := differing(self.window.buffers, self.full.buffers, most):
-            updated = [layer for layer in self.full.batch_norm if any(name.startswith(f"{layer}.") for name in changed)]
             found = f"After the step {listed(list(changed))} differ by {max(changed.values()):.1e}"
             found += " from their values after the full batch: each forward updates them once."
-            self._add("BatchNorm" if updated else "state", found, self.gradient.largest)
+            self._add("state", found, self.gradient.largest)
 
 
 def _difference(step: Step, full: Step) -> float:

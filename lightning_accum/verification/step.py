@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_accum.randomness import NoiseOfRows, seed_everything, switch_off_dropout
 from lightning_accum.step import named_parameters_of
-from lightning_accum.testing import QUIET
+from lightning_accum.testing import QUIET, whole_copies
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import MisconfiguredError, fabric, forks_or_spawns, pl
@@ -83,7 +83,7 @@ class Step(pl.Callback):
         if batch_idx == 0:  # the module's own on_train_start may add parameters or change them
             named = named_parameters_of(pl_module, trainer.optimizers)
             self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-            self.before = _copies(self._trained.items())
+            self.before = whole_copies(self._trained.items())
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -93,7 +93,7 @@ class Step(pl.Callback):
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._trained.items()}
-        self.gradients.append(_copies((n, g if g.layout is torch.strided else g.to_dense()) for n, g in found.items()))
+        self.gradients.append(whole_copies((n, g if g.layout is torch.strided else g.to_dense()) for n, g in found.items()))
         for gradients in self._given[len(self.gradients) - 1 :][:1]:
             for name, gradient in gradients.items():
                 if (own := self._trained[name].grad) is not None:
@@ -105,7 +105,7 @@ class Step(pl.Callback):
     ) -> None:
         if not self.gradients and batch_idx + 1 < trainer.accumulate_grad_batches:
             return
-        self.after, self.buffers = _copies(self._trained.items()), _copies(pl_module.named_buffers())
+        self.after, self.buffers = whole_copies(self._trained.items()), whole_copies(pl_module.named_buffers())
         self._trained, self._given, self.loss = {}, (), self.losses[0] if self.losses else self.loss
         accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Engine) else None
         if accumulation is not None and accumulation.closed is not None:
@@ -121,12 +121,6 @@ def narrowest_dtype(loss: Tensor) -> torch.dtype:
     dtypes = (dtype for dtype in (loss.dtype, *found) if isinstance(dtype, torch.dtype))
     floats = (dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
     return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """In host memory; sharded tensors are gathered from all ranks."""
-    wholes = ((name, (t.full_tensor() if isinstance(t, DTensor) else t).detach()) for name, t in tensors)
-    return {name: (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).cpu().clone() for name, t in wholes}
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:
@@ -226,9 +220,8 @@ class StepRunner:
                 return original(*args, **kwargs)
 
         replaced: dict[str, Any] = {"prepare_data": lambda: None, "configure_callbacks": list}
-        for hook in _TRANSFER_HOOKS:  # the data module's take precedence over the module's own
-            if self.hooks is not None and pl.utilities.model_helpers.is_overridden(hook, self.hooks):
-                replaced[hook] = getattr(self.hooks, hook)
+        is_overridden, own = pl.utilities.model_helpers.is_overridden, self.hooks  # they take precedence over the module's own
+        replaced |= {hook: getattr(own, hook) for hook in _TRANSFER_HOOKS if own is not None and is_overridden(hook, own)}
         if change != _UNCHANGED:
             replaced["training_step"] = training_step
         vars(inner).update(replaced)

@@ -157,12 +157,8 @@ def _run_some(layer: Layer, arguments: Tree, are_rows: Sequence[bool], number: i
         return found.detach().clone() if isinstance(found, Tensor) else found
 
     device = next((leaf.value.device for leaf in arguments.leaves if leaf.is_tensor), torch.device("cpu"))
-    before = RandomState(device)
-    try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            return read(run(range(number), arguments.make(map(some, arguments.values, are_rows))), layer)
-    finally:
-        before.restore()
+    with RandomState(device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        return read(run(range(number), arguments.make(map(some, arguments.values, are_rows))), layer)
 
 
 def _dim_of_rows(more: Any, less: Any) -> int | None:
