@@ -52,7 +52,8 @@ def run_demo(epochs: int, out: Path) -> int:
     try:
         corpus = sample_corpus(SAMPLES, LONGEST)
         for mix in mixes:
-            results[mix] = found = train(mix, corpus, epochs)
+            most_seconds = 180.0 + 60.0 * epochs  # about ten times the time of two slow cores
+            results[mix] = found = run_on_ranks(partial(_train_rank, mix, corpus, epochs), mix.ranks, most_seconds)[0]
             full = results[FULL_BATCH]
             moved = distance(full.parameters, new_model().state_dict())
             of_losses = max(abs(loss - other) / abs(other) for loss, other in zip(found.losses, full.losses, strict=True))
@@ -105,12 +106,6 @@ MIXES = (
 )
 
 
-def train(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Run:
-    """Train the model once, with a process for each rank. Raises an error after about ten times the time of two slow cores."""
-    of_first: Run = run_on_ranks(partial(_train_rank, mix, corpus, epochs), mix.ranks, 180.0 + 60.0 * epochs)[0]
-    return of_first
-
-
 def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Run:
     for stream in (sys.stdout, sys.stderr):  # errors are raised in the demo's process
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -145,17 +140,14 @@ class Run(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: dict[str, Tensor], batch_idx: int
     ) -> None:
-        metrics, targets = trainer.callback_metrics, count_targets(batch["labels"])
+        metrics, targets = trainer.callback_metrics, (batch["labels"][:, 1:] != IGNORED).sum()  # the bytes to be predicted
         self._loss_and_targets += torch.stack([metrics["train_loss"] * targets, targets])
         if trainer.global_step == len(self.losses):  # inside a window
             return
-        if "window/loss" in metrics:
-            loss = metrics["window/loss"].item()
-        else:  # Lightning has no such number: take the mean over all bytes from the logs of the module
-            total, count = trainer.strategy.reduce(self._loss_and_targets, reduce_op="sum").tolist()
-            loss = total / count
+        # Lightning has no such number as window/loss: take the mean over all bytes from the logs of the module
+        total, count = trainer.strategy.reduce(self._loss_and_targets, reduce_op="sum").tolist()
+        self.losses.append(metrics["window/loss"].item() if "window/loss" in metrics else total / count)
         self._loss_and_targets.zero_()
-        self.losses.append(loss)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -204,11 +196,6 @@ def collate(texts: Sequence[bytes]) -> dict[str, Tensor]:
         "input_ids": pad_sequence(rows, batch_first=True, padding_value=EDGE),
         "labels": pad_sequence(rows, batch_first=True, padding_value=IGNORED),
     }
-
-
-def count_targets(labels: Tensor) -> Tensor:
-    """The bytes that are to be predicted: all labels but the first of a row and padding."""
-    return (labels[:, 1:] != IGNORED).sum()
 
 
 def loader_of(corpus: Sequence[bytes], batch: int) -> DataLoader[bytes]:

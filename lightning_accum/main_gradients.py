@@ -26,9 +26,7 @@ def is_narrower(dtype: torch.dtype, wide: torch.dtype) -> bool:
 
 def as_number(factor: Tensor | None) -> float | Tensor:
     """The factor of gradients as they are added, without a device sync; None is 1."""
-    if factor is None:
-        return 1.0
-    return on_host(factor.reshape(()))
+    return 1.0 if factor is None else on_host(factor.reshape(()))
 
 
 class GradientSums:

@@ -87,25 +87,21 @@ class RandomState(AbstractContextManager["RandomState"]):
     """
 
     def __init__(self, device: torch.device, of_torch_alone: bool = False) -> None:
-        self._of_torch = [(get, set_to, get()) for get, set_to in _generators_of_torch(device)]
-        self._of_others = [] if of_torch_alone else [(get, set_to, get()) for get, set_to in _generators_of_others()]
+        generators = [*_generators_of_torch(device), *(() if of_torch_alone else _generators_of_others())]
+        self._states = [(get, set_to, get()) for get, set_to in generators]
 
     def restore(self) -> None:
         """Restore all states, as often as needed."""
-        for _, set_to, state in (*self._of_torch, *self._of_others):
+        for _, set_to, state in self._states:
             set_to(state)
 
     @override
     def __exit__(self, *error: object) -> None:
         self.restore()
 
-    def torch_has_drawn(self) -> bool:
-        """Whether a generator of torch has drawn since this state was read."""
-        return not all(_is_same(get(), state) for get, _, state in self._of_torch)
-
-    def others_have_drawn(self) -> bool:
-        """Whether Python's or numpy's generator has drawn since this state was read."""
-        return not all(_is_same(get(), state) for get, _, state in self._of_others)
+    def has_drawn(self) -> bool:
+        """Whether a generator has drawn since this state was read."""
+        return not all(_is_same(get(), state) for get, _, state in self._states)
 
 
 _Generator: TypeAlias = tuple[Callable[[], Any], Callable[[Any], None]]

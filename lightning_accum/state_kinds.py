@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -87,8 +88,7 @@ def _contents_of_module(kinds: Kinds, module: nn.Module) -> _Contents:
 
 
 def _contents_of_script(kinds: Kinds, module: torch.jit.ScriptModule) -> _Contents:
-    for names in (module.named_children(), module.named_buffers(recurse=False), module.named_parameters(recurse=False)):
-        yield from ((name, value) for name, value in names)
+    return chain(module.named_children(), module.named_buffers(recurse=False), module.named_parameters(recurse=False))
 
 
 def _contents_of_tensor(kinds: Kinds, tensor: Tensor) -> _Contents:
@@ -189,10 +189,7 @@ def _restore_registry(module: nn.Module, saved: Any) -> None:
 
 
 def _save_module(module: nn.Module) -> Any:
-    names = dict(vars(module))
-    for name in [name for name, value in names.items() if isinstance(value, Tensor) and _is_part_of_parameter(value)]:
-        del names[name]
-    return _save_registry(module), names
+    return _save_registry(module), {name: value for name, value in vars(module).items() if not _is_part_of_parameter(value)}
 
 
 def _restore_module(module: nn.Module, saved: Any) -> None:

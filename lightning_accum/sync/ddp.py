@@ -48,9 +48,7 @@ class DDPSync(WrappedSync):
             return nullcontext()
         # A static graph is recorded at the first backward and reduced with it: torch raises "SystemError" or an internal assert
         # if that happens under no_sync (Lightning-AI/pytorch-lightning #19354, #20704; still so in torch 2.13).
-        if self.is_recording_graph:
-            return nullcontext()
-        return self._ddp.no_sync()
+        return nullcontext() if self.is_recording_graph else self._ddp.no_sync()
 
     @property
     @override

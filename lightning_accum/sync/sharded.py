@@ -195,9 +195,7 @@ class FSDP1Sync(ShardedSync):
 
     @override
     def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
-        if self.policy == "micro_batch":
-            return nullcontext()
         stack = ExitStack()
-        for root in self._roots:
+        for root in self._roots if self.policy == "window" else ():
             stack.enter_context(root.no_sync())
         return stack

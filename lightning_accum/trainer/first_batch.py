@@ -142,7 +142,7 @@ class DatasetRows(FewRows):
                 batch = transferred(self._trainer, self._collate([deepcopy(self._samples[row % self.number]) for row in rows]))
             except Exception as error:
                 raise CannotCheckError(f"collate_fn raises {type(error).__name__} on other samples: {error}") from error
-            if self._drawn.random_state.torch_has_drawn() or self._drawn.random_state.others_have_drawn():
+            if self._drawn.random_state.has_drawn():
                 raise CannotCheckError("a batch of the loader is made with random numbers")
             self._drawn = self._undo.take(watches_parameters=False)  # its own random draws would show as different losses
         return batch

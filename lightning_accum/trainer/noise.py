@@ -177,12 +177,11 @@ class GradientNoiseScale(pl.Callback):
         """Watch parameters that need a gradient and are not watched yet. Sharded ones never get theirs from a backward."""
         # a hook on a leaf gets the sum over all its uses in the graph, before it is added to .grad and before DDP reduces it
         for parameter in parameters:
-            if parameter is None or not parameter.requires_grad or isinstance(parameter, DTensor):
+            if parameter is None or parameter in self._watched or not parameter.requires_grad or isinstance(parameter, DTensor):
                 continue
-            if parameter not in self._watched:
-                self._watched[parameter], self._hooks = True, self._hooks + 1
-                hook = partial(self._see, self._hooks)
-                self._undo.callback(parameter.register_hook(hook).remove)  # type: ignore[no-untyped-call]
+            self._watched[parameter], self._hooks = True, self._hooks + 1
+            hook = partial(self._see, self._hooks)
+            self._undo.callback(parameter.register_hook(hook).remove)  # type: ignore[no-untyped-call]
 
     def _watch_whole(self, parts: list[nn.Module], unit: nn.Module, arguments: object) -> None:
         if torch.is_grad_enabled():

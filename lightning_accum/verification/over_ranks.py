@@ -43,7 +43,9 @@ class OverRanks:
         worst = max(range(ranks), key=lambda rank: differences[rank].largest)
         self.gradient, self.loss = differences[worst], steps[worst].loss
         if self.gradient.largest <= alone.tolerance:
-            found = [("optimizer step of a rank", words) for words in _steps_in_words(steps, full)]
+            moved = {rank: names for rank, step in enumerate(steps) if (names := moved_differently(step, full))}
+            differs = "Rank {} has the gradient of the full batch, but its step changes {} differently."
+            found = [("optimizer step of a rank", differs.format(rank, listed(names))) for rank, names in moved.items()]
         else:
             parts = [runner.accumulated(share, alone.change) for share in shares]
             off = listed([name for name, size in self.gradient.by_name.items() if not size <= alone.tolerance])
@@ -63,13 +65,6 @@ def _losses_in_words(steps: Sequence[Step], parts: Sequence[Step], tolerance: fl
         found = f"Losses of the micro-batches of rank {rank}: {shown[0]}; in one process: {shown[1]}."
         others = differing({**step.before, **step.buffers}, {**part.before, **part.buffers}, tolerance)
         yield found + (f" Other values than in one process: {listed(list(others))}." if others else "")
-
-
-def _steps_in_words(steps: Sequence[Step], full: Step) -> Iterator[str]:
-    """The ranks whose steps differ from the full batch's, though the gradients are equal, and their parameters."""
-    for rank, step in enumerate(steps):
-        if moved := moved_differently(step, full):
-            yield f"Rank {rank} has the gradient of the full batch, but its step changes {listed(moved)} differently."
 
 
 def _steps(
