@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_accum.counting import copied
+from lightning_accum.errors import UsageError
 from lightning_accum.looks import Checked
 from lightning_accum.prove import ALL, Measured
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.trial import Step, Trial, difference
-from lightning_accum.undo import version_of
+from lightning_accum.undo import Snapshot, version_of
 from lightning_accum.user_warnings import listed
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 from lightning_accum.weighing import advice
@@ -33,6 +35,26 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
     with suppress(CannotCheckError), perturbed(checked.module) if is_moved else nullcontext(), trial.held():
         for what, size in _left_behind(trial, rows, others, checked.next_step if is_told else None).items():
             checked.accumulation.warn_once(advice.of_state(what, size) if what else advice.OF_BATCH_IDX)
+
+
+def warn_of_hooks(checked: Checked, left: Snapshot, batches: Sequence[Any]) -> None:
+    """Warn of state that hooks have changed since a snapshot, if the loss of the next loader batch of a window depends on it.
+
+    Called on all ranks.
+    """
+    is_waited_for = checked.sync.is_waited_for_in_forward
+    if is_waited_for or checked.on_any(not batches) or not checked.on_any(bool(names := left.changed_attributes())):
+        return
+    trial, batch = checked.trial(), partial(copied, batches[0])
+    with suppress(CannotCheckError, UsageError), trial.held():
+        trial.restore()
+        now = trial.result(batch)
+        trial.restore()
+        left.restore()
+        trial.leave()
+        if (size := trial.largest(difference(now, trial.result(batch)))) > trial.tolerance:
+            checked.accumulation.changes.stop()
+            checked.accumulation.warn_once(advice.of_state(_named("attribute", names), size, "A hook"))
 
 
 def leaves_nothing(checked: Checked, trial: Trial, whole: Measured) -> bool:

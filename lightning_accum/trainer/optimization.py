@@ -19,16 +19,25 @@ from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.errors import UsageError
+from lightning_accum.left_behind import warn_of_hooks
+from lightning_accum.looks import Checked
 from lightning_accum.micro_batch import Output
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.step import Outcome
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.first_batch import check_manual_batch, loss_unlogged, result_of, transferred, try_out
+from lightning_accum.trainer.first_batch import (
+    check_manual_batch,
+    loss_unlogged,
+    result_of,
+    transferred,
+    try_out,
+    unlogged_step,
+)
 from lightning_accum.trainer.from_lightning import _AutomaticOptimization, _ManualOptimization, call, is_lightnings, pl
 from lightning_accum.trainer.results import collecting_logs, show_logs
 from lightning_accum.trainer.seams import ShippedHooks
 from lightning_accum.trainer.watch import AROUND_BACKWARD, WindowClosure
-from lightning_accum.undo import replacing
+from lightning_accum.undo import Snapshot, replacing
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.window_totals import ClosedWindow
 
@@ -42,6 +51,7 @@ class WindowOptimization(_AutomaticOptimization):
     strategy: Engine
     _others: Sequence[Any] = ()  # the arguments of ``training_step`` after the batch
     _is_silent: bool = False  # no hooks around ``training_step`` and its backward
+    _left: Snapshot | None = None  # what the first loader batch of the window has left in the module, if hooks are watched
 
     @property
     def epoch_loop(self) -> Any:
@@ -75,6 +85,8 @@ class WindowOptimization(_AutomaticOptimization):
                     outcome, again = run(), partial(self._run_again, run) if accumulation.boundary.size == 1 else None
                 else:
                     outcome = session.run_without_batch(self, seen, ends_window)
+                if accumulation.changes.is_under_way and accumulation.boundary.position(seen) == 1:
+                    self._left = strategy.snapshotter.take(watches_parameters=False)
                 if ends_window:
                     outcome = self.step(outcome, again)
         finally:
@@ -96,6 +108,10 @@ class WindowOptimization(_AutomaticOptimization):
         seen, ends_window = self.epoch_loop.begin_loader_batch(accumulation.boundary)
         if accumulation.splitting is not None:
             accumulation.splitting.begin(arguments[0] if arguments else None)
+        left, self._left = self._left, None
+        if left is not None and accumulation.boundary.position(seen) == 2:
+            step = unlogged_step(self.trainer, is_begun=False)
+            warn_of_hooks(Checked(strategy, step, accumulation, (), True, lambda _: None), left, arguments[:1])
         is_looked_at = (
             strategy.row_wise is not None or accumulation.check.batches_left or seen == accumulation.boundary.closed_at + 1
         )

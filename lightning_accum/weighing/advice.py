@@ -127,10 +127,10 @@ def of_unchecked(verdict: Verdict, is_manual: bool = False) -> str:
     )
 
 
-def of_state(what: str, size: float) -> str:
+def of_state(what: str, size: float, who: str = "training_step") -> str:
     """The warning for state that a step changes, with the relative change of the loss."""
     return (
-        f"training_step changes {what}, on which its loss depends (relative change of the loss of the same rows, or of its"
+        f"{who} changes {what}, on which its loss depends (relative change of the loss of the same rows, or of its"
         f" gradient: {size:.1g}), so micro-batches of a window see other values than the full batch would. Change it once a window:"
         " in the module's optimizer_step, after super().optimizer_step(...); or have training_step see the full batch:"
         ' micro_batch="offload", or micro_batch= with row_wise=, and a window of 1.'

@@ -117,6 +117,14 @@ def _freezes(self: Net, batch: Any, batch_idx: int) -> Tensor:
     return Net.training_step(self, batch, batch_idx)
 
 
+class OfMean(Net):
+    def made(self) -> None:
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch - self.mean, batch_idx)
+
+
 class ByGlobalStep(Net):
     """Changes its teacher when ``global_step`` has grown."""
 
@@ -162,6 +170,7 @@ CASES: dict[str, tuple[type[Net], type[pl.Callback] | None, str | None, str | No
     "what no loss depends on": (Memory, None, None, None),
     "an average in an attribute": (OfStatistic, None, "attribute", "attribute"),
     "a gradient by batch_idx": (with_(training_step=_reverses_more), None, "batch_idx", None),
+    "a buffer that a hook moves": (with_(OfMean, on_train_batch_end=lambda self, *_: self.mean.add_(1)), None, "'mean'", None),
     "a layer frozen by batch_idx": (with_(training_step=_freezes), None, "batch_idx", None),
     "clamped gradients": (with_(on_after_backward=Net.clamp), None, "on_after_backward", "on_after_backward"),
     "gradients measured by a callback": (Net, Measures, "Measures", "Measures"),
