@@ -224,8 +224,7 @@ def looks_at(checked: Checked, trial: Trial, rows: Rows, known: Known) -> list[L
     of_training = int(-checked.largest(-min(found.of_batch, rows.size)))  # few rows may hide a dependence on the batch size
     looks += _as_memory_allows(checked, of_training, 1, lambda size: in_parts.halves(size) if size > number else [])
     # in training, a micro-batch with an infinite loss is an error
-    finite = [look for look in looks if not checked.on_any(any(math.isinf(part.loss) for part in look.parts))]
-    return finite or looks
+    return [look for look in looks if not checked.on_any(any(math.isinf(part.loss) for part in look.parts))] or looks
 
 
 def look_in_training(checked: Checked, trial: Trial, rows: Rows, names: Known) -> tuple[Look, Sequence[Measured]]:
@@ -267,12 +266,13 @@ class _InParts:
         return Look(measured, [self.run(part, total, is_part=True) for part in parts])
 
     def few(self, size: int, most: int) -> list[Look]:
-        """Looks at the first rows in several partitions; then at the rows up to ``most``, in groups that begin with an earlier
-        row."""
+        """Looks at the first rows in several partitions; then at the rows up to ``most``, in groups that overlap by a row."""
         looks = self.first(size, size)
         if self.checked.on_any(self.trial.mode.is_unlike):  # draws do not belong to rows: give all rows the same numbers
             looks = self.first(size)
         others = [range(begin, min(begin + size, most)) for begin in range(size - 1, most - 1, size - 1)]
+        if len(looks[0].parts[0].rows) > 1:  # the step takes no single row
+            return looks + [self.look(self.run(rows, is_part=True), [rows[:2], rows[2:]]) for rows in others if len(rows) > 3]
         alone = {row: self.run([row], is_part=True) for row in range(size - 1, most) if others}
         return looks + [Look(self.run(rows, is_part=True), [alone[row] for row in rows]) for rows in others]
 

@@ -243,7 +243,7 @@ def split_lists(batch: Any, size: int) -> list[Any]:
     entries: dict[Any, Any] = dict(batch if isinstance(batch, Mapping) else enumerate(batch))
     sizes = {key: parse(entry, "entry").size for key, entry in entries.items()}
     numbers = [sizes[key] or 0 for key, entry in entries.items() if isinstance(entry, (list, tuple))]
-    if not numbers or not all(numbers):
+    if not isinstance(batch, (Mapping, list, tuple)) or not numbers or not all(numbers):
         raise UnsplittableBatchError(f"split_lists: no list in the batch, a {type(batch).__name__}, has one entry a sample.")
     starts = range(0, numbers[0], size)
     cuts = [{key: e[at : at + size] if sizes[key] == numbers[0] else e for key, e in entries.items()} for at in starts]

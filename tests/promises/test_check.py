@@ -344,6 +344,15 @@ def test_loader_batches_of_single_rows_that_do_not_add_up_are_found(name: str) -
     assert window_that_is_told_of(Trained(BY_NAME[name]), data, window=4) == 0
 
 
+@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
+@pytest.mark.parametrize(("loss", "steps"), [(classified, 2), (breaks, 0)])
+def test_a_step_that_takes_no_single_row_is_checked_in_halves(loss: Callable[..., Tensor], steps: int) -> None:
+    module = Toy(lambda net, b: loss(net, b) / (1 / (len(b[1]) > 1)))
+    with nullcontext() if steps else pytest.raises(DoesNotAddUpError):
+        fit(module, labelled(8, 8), GradientAccumulation(micro_batch=3))
+    assert module.trainer.global_step == steps
+
+
 # --- what can be had, and what is seen of it ---------------------------------------------------------------------------
 def test_a_window_of_one_batch_on_one_rank_is_plain_lightning_to_the_bit() -> None:
     calls: list[int] = []

@@ -205,8 +205,9 @@ def test_lists_of_images_and_targets_are_split_exactly(as_dict: bool) -> None:
 
 def test_lists_are_split_of_samples_too_and_other_batches_are_refused() -> None:
     assert split_lists(samples := [{"x": n} for n in range(3)], 2) == [samples[:2], samples[2:]]
-    with pytest.raises(UnsplittableBatchError, match="split_lists"):
-        split_lists({"x": X}, 2)
+    for batch in ({"x": X}, zip("x", [X], strict=True)):  # which iterates over names and values, as a batch of graphs
+        with pytest.raises(UnsplittableBatchError, match="split_lists"):
+            split_lists(batch, 2)
 
 
 @pytest.mark.parametrize("size", [2, Tokens(3), "auto"], ids=str)
