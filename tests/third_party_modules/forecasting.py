@@ -96,16 +96,16 @@ def neuralforecast() -> list[Case]:
         for series, length in enumerate(lengths)
     )
     dataset = TimeSeriesDataset.from_df(table)[0]
+    rows, collate = [dataset[index] for index in range(24)], TimeSeriesLoader(dataset).collate_fn
 
-    def collate(rows: list[int]) -> Any:
-        return next(iter(TimeSeriesLoader(dataset, batch_sampler=[rows])))
-
+    split = {"split": lambda batch, size: [{**batch, "temporal": part} for part in batch["temporal"].split(size)]}
     small: dict[str, Any] = {"h": 4, "input_size": 8, "windows_batch_size": None, "scaler_type": "identity", "max_steps": 10}
     nhits = {**small, "mlp_units": 3 * [[8, 8]]}
     return [
-        Case("NHITS, MAE", lambda: NHITS(**nhits, loss=MAE()), range(24), collate),
-        Case("NHITS, quantiles", lambda: NHITS(**nhits, loss=MQLoss(level=[80])), range(24), collate),
-        Case("PatchTST", lambda: PatchTST(**small, hidden_size=8, n_heads=2, encoder_layers=1, patch_len=4), range(24), collate),
+        Case("NHITS, MAE", lambda: NHITS(**nhits, loss=MAE()), rows, collate),
+        Case("NHITS, MAE", lambda: NHITS(**nhits, loss=MAE()), rows, collate, arguments=split),
+        Case("NHITS, quantiles", lambda: NHITS(**nhits, loss=MQLoss(level=[80])), rows, collate),
+        Case("PatchTST", lambda: PatchTST(**small, hidden_size=8, n_heads=2, encoder_layers=1, patch_len=4), rows, collate),
     ]
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -25,19 +26,12 @@ from . import Case, packages
 MICRO_BATCH, SIZES, WINDOWS, EPOCHS = 3, (3, 3, 2), 3, 2
 """Three windows of three micro-batches, the third of which is smaller: so many rows a case has."""
 WINDOW = sum(SIZES)
+JOINED = [list(range(start, start + WINDOW)) for start in range(0, WINDOWS * WINDOW, WINDOW)]
+MICRO_BATCHES = [rows[sum(SIZES[:index]) : sum(SIZES[: index + 1])] for rows in JOINED for index in range(len(SIZES))]
+"""The rows of each window, and of each micro-batch."""
 
 Row = dict[str, Any]
 """A line of the table: names and version; deviations by way; what the package said by way."""
-
-
-def joined_batches() -> list[list[int]]:
-    """The rows of each window."""
-    return [list(range(start, start + WINDOW)) for start in range(0, WINDOWS * WINDOW, WINDOW)]
-
-
-def micro_batches() -> list[list[int]]:
-    """The rows of each micro-batch."""
-    return [rows[sum(SIZES[:index]) : sum(SIZES[: index + 1])] for rows in joined_batches() for index in range(len(SIZES))]
 
 
 def examine(name: str) -> list[Row]:
@@ -64,11 +58,7 @@ def examine(name: str) -> list[Row]:
 
 
 def make_torchvision_importable() -> Any:
-    """Have torchvision imported, without its operators, where its build for CUDA lies beside a torch without CUDA.
-
-    Returns:
-        What must be kept as long as torchvision is used.
-    """
+    """Have torchvision imported, if its build for CUDA lies beside a torch without CUDA; keep what is returned while it is used."""
     if importlib.util.find_spec("torchvision") is None:
         return None
     if not subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, check=False).returncode:
@@ -96,15 +86,15 @@ def examined(case: Case, imports: str) -> Row:
     for way in ("lightning", *policies):
         policy = accum.GradientAccumulation(**policies[way]) if way in policies else len(SIZES)
         how = {"strategy": "accum" if way in policies else "auto", "epochs": EPOCHS, "collate": case.collate or default_collate}
-        batches = [[case.rows[index] for index in rows] for rows in (joined_batches() if way == "split" else micro_batches())]
-        windows = [[case.rows[index] for index in rows] for rows in joined_batches() * EPOCHS]
+        batches = [[case.rows[index] for index in rows] for rows in (JOINED if way == "split" else MICRO_BATCHES)]
+        windows = [[case.rows[index] for index in rows] for rows in JOINED]
         modules = [made(case), made(case)]  # their parameters are not the same for every row
         sgd = partial(torch.optim.SGD, lr=case.learning_rate)  # where a gradient is 0 but for rounding, Adam divides it by its size
         how["optimizer"] = sgd if modules[0].automatic_optimization else None
         with warnings.catch_warnings(record=True) as caught, SameForEveryRow():
             warnings.simplefilter("always")
             try:
-                found = compare(modules.pop, batches, policy, windows=windows, **how)
+                found = compare(modules.pop, batches, policy, windows=windows, reference={"max_epochs": EPOCHS}, **how)
             except Exception as error:
                 if way not in policies:
                     raise
@@ -162,6 +152,7 @@ def made(case: Case) -> Any:
     from torchmetrics import Metric
 
     torch.manual_seed(7)
+    random.seed(7)
     module = case.module().double()
     without_dropout(module)
     for metric in module.modules():  # some are the loss

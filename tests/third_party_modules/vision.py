@@ -69,10 +69,8 @@ def lightly() -> list[Case]:
             return tuple(self.head(self.backbone(image)) for image in images)
 
     def self_supervised(loss: Any) -> Case:
-        def module() -> Any:
-            return SelfSupervisedEmbedding(TwoViews(), loss(), None, None)
-
-        return Case(f"SelfSupervisedEmbedding, {loss.__name__}", module, pairs)
+        name = f"SelfSupervisedEmbedding, {loss.__name__}"
+        return Case(name, lambda: SelfSupervisedEmbedding(TwoViews(), loss(), None, None), pairs)
 
     def classifier() -> Any:
         return LinearClassifier(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten()), 8, feature_dim=288, num_classes=4, topk=(1, 2))
