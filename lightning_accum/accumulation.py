@@ -56,21 +56,15 @@ class Accumulation(Windows):
         if policy.counts_ahead:
             self.count_first()
         self._sizes = None if splitting is None else splitting.sizes  # with "auto", the sizes that fit into memory
-        self.sums = sums if isinstance(sums, MainGradients) else None
-        """Sums of gradients in a wider type than their parameters; the backward adds to them."""
-        self.closed: ClosedWindow | None = None
-        """The last window that ended; None before the first, and after one that was dropped."""
+        self.sums = sums if isinstance(sums, MainGradients) else None  # the backward adds to them, not to the gradients
+        self.closed: ClosedWindow | None = None  # the last window that ended; None before the first, and after a dropped one
         self.closed_loader_batches = 0
-        self.is_zero_grad_due = True
-        """The gradients belong to an earlier window: the first backward of the next window clears them."""
+        self.is_zero_grad_due = True  # the gradients are an earlier window's: the next backward clears them
         self._unread: UnreadableLossError | None = None
-        self.is_shadow_batch = False
-        """The last loader batch that was drawn is a shadow batch. The code that draws it sets this."""
+        self.is_shadow_batch = False  # whether the last drawn loader batch is a shadow batch; set by the code that draws it
         self._has_run_without_loss = False  # training_step has returned None in this window
-        self.is_step = False
-        """The window that ended last counts as an optimizer step: it has weight, or, as in Lightning, no loss at all."""
-        self.observer: BackwardObserver | None = None
-        """Called around the backward of every micro-batch that is added to the window."""
+        self.is_step = False  # whether the last window was an optimizer step: it had weight or, as in Lightning, no loss at all
+        self.observer: BackwardObserver | None = None  # called around the backward of each micro-batch of the window
         self.check = Progress()
         self.written: set[str] = set()  # the parameters that a forward writes to
         self.later = LaterLooks()
@@ -78,10 +72,9 @@ class Accumulation(Windows):
         self.counted_next: Sequence[int] | None = None
         """Terms found in this window to have different weights: the window is left out, and later windows are counted first."""
         self.stops_counting = False  # from the next window on all terms have one weight
+        # draws the loader batches of a window after its first; None if they cannot be drawn ahead
         self.rest_of_window: Callable[[], Iterator[tuple[Any, bool]]] | None = None
-        """Draws the loader batches of a window after its first; None if they cannot be drawn ahead."""
-        self.look_at_doubted: Callable[[], bool] = lambda: False
-        """Checks micro-batches of the window that has ended. Called on all ranks."""
+        self.look_at_doubted: Callable[[], bool] = lambda: False  # checks micro-batches of the ended window, on all ranks
 
     def count_first(self, keys: Sequence[int] = ()) -> None:
         """Count the terms of each later window before it runs: terms with these keys, and others."""
@@ -320,8 +313,7 @@ class Accumulation(Windows):
     def _add_weight(self, closed: ClosedWindow) -> None:
         if closed.is_empty and not self.is_step:
             self.warn_once(
-                "A window ended with weight 0 (all labels ignored, no batch, or no finite loss): its optimizer step is "
-                "skipped. Parameters and optimizer state do not change."
+                "A window ended with weight 0 (no batch, or no finite loss): its step is skipped. Parameters do not change."
             )
         elif not closed.is_empty:
             self.total_weight = self.total_weight + closed.weight

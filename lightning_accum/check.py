@@ -23,7 +23,6 @@ from lightning_accum.looks import (
     looks_at,
     may_be_misread,
     parts_to_share,
-    takes_rows_of_other_ranks,
 )
 from lightning_accum.prove import measured_of, raised_in
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
@@ -138,6 +137,29 @@ def _end(checked: Checked) -> None:
     accumulation.check.end()
 
 
+def _takes_rows_of_other_ranks(checked: Checked, trial: Trial, rows: Rows) -> bool:
+    """Find out whether the loss gathers the rows of all ranks, an error in windows of several loader batches. On all ranks."""
+    accumulation = checked.accumulation
+    if accumulation.ranks.world_size == 1:
+        return False
+    assert isinstance(rows.found, FewRows)
+    try:
+        own, other = rows.found.two(rows.number)
+        parity = accumulation.ranks.rank % 2
+        differs = [trial.differ(own, own if parity == still else other) and parity == still for still in (0, 1)]
+        is_joint = checked.on_any(any(differs))
+    except CannotCheckError as problem:
+        if not checked.on_any(isinstance(problem, UnsuitableRowsError)):  # other rows may give an answer
+            accumulation.check.end()
+        raise
+    if is_joint:
+        accumulation.check.find(Verdict(None, seen="the loss gathers the rows of all ranks"))
+        accumulation.check.end(has_joint_loss=True)
+        if accumulation.boundary.size != 1:
+            raise DoesNotAddUpError(advice.OF_SEVERAL_BATCHES)
+    return is_joint
+
+
 class Check:
     """Checks one loader batch, on all ranks together, and restores the module (``Trial.held``)."""
 
@@ -154,7 +176,7 @@ class Check:
             DoesNotAddUpError: the parts do not add up on some rank.
         """
         checked, accumulation, rows, before = self._checked, self._accumulation, self._rows, self._before
-        if accumulation.row_wise is not None and before is None and takes_rows_of_other_ranks(checked, self._trial, rows):
+        if accumulation.row_wise is not None and before is None and _takes_rows_of_other_ranks(checked, self._trial, rows):
             return  # parts of a batch prove nothing
         found = self.find()
         may_hide = before is None and (found.are_alike or has_layers_of_zeros(checked))

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_accum.errors import DoesNotAddUpError, is_out_of_memory
+from lightning_accum.errors import is_out_of_memory
 from lightning_accum.prove import Look, Measured
 from lightning_accum.splitting.few_rows import FewRows, SplitRows, are_counted, split_lists, split_sources
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
 from lightning_accum.trial import Trial
-from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
-from lightning_accum.weighing import advice
+from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.known import Known
 from lightning_accum.weighing.terms import Term
 
@@ -337,26 +336,3 @@ def has_layers_of_zeros(checked: Checked) -> bool:
     """Whether a layer has only zero weights, whose outputs hide dependences. Called on all ranks."""
     matrices = [parameter for parameter in checked.module.parameters() if parameter.dim() > 1 and parameter.requires_grad]
     return not checked.sync.is_waited_for_in_forward and checked.on_any(not all(bool(matrix.any()) for matrix in matrices))
-
-
-def takes_rows_of_other_ranks(checked: Checked, trial: Trial, rows: Rows) -> bool:
-    """Find out whether the loss gathers the rows of all ranks, an error in windows of several loader batches. On all ranks."""
-    accumulation = checked.accumulation
-    if accumulation.ranks.world_size == 1:
-        return False
-    assert isinstance(rows.found, FewRows)
-    try:
-        own, other = rows.found.two(rows.number)
-        parity = accumulation.ranks.rank % 2
-        differs = [trial.differ(own, own if parity == still else other) and parity == still for still in (0, 1)]
-        is_joint = checked.on_any(any(differs))
-    except CannotCheckError as problem:
-        if not checked.on_any(isinstance(problem, UnsuitableRowsError)):  # other rows may give an answer
-            accumulation.check.end()
-        raise
-    if is_joint:
-        accumulation.check.find(Verdict(None, seen="the loss gathers the rows of all ranks"))
-        accumulation.check.end(has_joint_loss=True)
-        if accumulation.boundary.size != 1:
-            raise DoesNotAddUpError(advice.OF_SEVERAL_BATCHES)
-    return is_joint

@@ -339,7 +339,7 @@ class ManualWindows(Windows):
         is_empty = bool(self.closed) and all(closed.is_empty for closed in self.closed)
         if is_empty:
             self.warn_once(
-                "A window ended with weight 0 (all labels ignored, or no loss): its optimizer step is skipped. Parameters and "
+                "A window ended with weight 0 (no loss, or none that is finite): its optimizer step is skipped. Parameters and "
                 "optimizer state do not change."
             )
         return not is_empty

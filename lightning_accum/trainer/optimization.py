@@ -24,12 +24,12 @@ from lightning_accum.looks import Checked
 from lightning_accum.micro_batch import Output
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.step import Outcome
+from lightning_accum.trainer.dataset_rows import transferred
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import (
     check_manual_batch,
     loss_unlogged,
     result_of,
-    transferred,
     try_out,
     unlogged_step,
 )

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.weighing.advice import OF_ANOTHER_MODE
 from lightning_accum.weighing.functions import OfMean, function_of_mean
-from lightning_accum.weighing.shares import NOWHERE, terms_of
-from lightning_accum.weighing.terms import Denominator, Mode, Term, alike
+from lightning_accum.weighing.shares import terms_of
+from lightning_accum.weighing.terms import NOWHERE, Denominator, Mode, Term, alike
 
 
 class Reading(NamedTuple):

@@ -10,8 +10,7 @@ from __future__ import annotations
 import operator
 import zlib
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,47 +19,12 @@ from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import exact, on_host, tensor_of
 from lightning_accum.weighing import nodes
 from lightning_accum.weighing.nodes import Node, kind_of, numel_of
-from lightning_accum.weighing.terms import PENALTY, Denominator, Edge, Term, joined, one_of, quotient, same
+from lightning_accum.weighing.terms import NOWHERE, PENALTY, Arrived, Denominator, Edge, Term, joined, one_of, quotient, same
 
-NOWHERE: Mapping[int, int] = MappingProxyType({})
 _CROSS_ENTROPIES = {"NllLoss", "NllLoss2D"}
 _PRODUCTS, _LAYERS = {"Div", "Dot", "Lerp", "Mul", *nodes.CONTRACTIONS}, {*nodes.CONTRACTIONS, *nodes.PRODUCTS_ADDED}
 _NOT_LINEAR_IN = {"Addcdiv": 2, "Div": 1, "Lerp": 2}
 _CHANGES_SOME = {"MaskedFill", "NanToNum", "Where"}
-
-
-class Arrived(NamedTuple):
-    """The gradient at a node from one summand of the loss; see :class:`Term`."""
-
-    share: Denominator  # one number if all elements of the gradient are equal, else the gradient
-    edge: Edge  # the addition and the position of the summand in it
-    place: tuple[int, ...] = ()  # the index of the summand in the sum
-    above: Denominator = 1.0  # the factors on the way to the loss
-    total: Denominator | None = None
-    number: Denominator = 1.0
-    kink: Denominator = 1.0
-    is_mean: bool = False
-    divisor: float = 0.0
-    path: tuple[str, ...] = ()  # the kinds of nodes between the addition and this node
-    divisions: tuple[Node, ...] = ()
-    is_vector: bool = False  # whether it is a vector of numbers, each a separate summand
-    places: Mapping[int, int] = NOWHERE  # see :func:`terms_of`
-
-    @property
-    def is_one(self) -> bool:
-        """Whether all elements are one number."""
-        return not isinstance(self.share, Tensor) or not self.share.dim()
-
-    def summed(self, node: Node, place: int, share: Denominator, is_vector: bool = False) -> Arrived:
-        """The arrival at an operand of an addition: a separate summand, or a vector of summands."""
-        places = (*self.place, place)
-        return self._replace(share=share, path=(), edge=Edge(node, place), place=places, above=share, is_vector=is_vector)
-
-    def through(self, kind: str, **changes: Any) -> Arrived:
-        """The arrival below a node of this kind."""
-        if kind not in nodes.THROUGH and kind not in nodes.SOMETIMES and self.path[-1:] != (kind,):
-            changes["path"] = (*self.path, kind)
-        return self._replace(**changes)
 
 
 _Input: TypeAlias = tuple[int, Node, int]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_accum.exact import exact, exact_dtype, on_host, tensor_of
-from lightning_accum.weighing.nodes import Node, is_multiplied_by_zero, kind_of
+from lightning_accum.weighing.nodes import SOMETIMES, THROUGH, Node, is_multiplied_by_zero, kind_of
 
 Denominator: TypeAlias = "Tensor | float"
 PENALTY = "penalty on parameters"
+NOWHERE: Mapping[int, int] = MappingProxyType({})
 Mode: TypeAlias = "str | Callable[[Any], Any]"
 """One of :data:`MODES`, or a count of the batch."""
 
@@ -32,6 +34,40 @@ class Edge(NamedTuple):
     node: Node  # the last addition above it
     place: int | None = None  # the index of its operand; None for the whole node
     element: int | None = None  # its index in a vector of summands; None for all
+
+
+class Arrived(NamedTuple):
+    """The gradient at a node from one summand of the loss; see :class:`Term`."""
+
+    share: Denominator  # one number if all elements of the gradient are equal, else the gradient
+    edge: Edge  # the addition and the position of the summand in it
+    place: tuple[int, ...] = ()  # the index of the summand in the sum
+    above: Denominator = 1.0  # the factors on the way to the loss
+    total: Denominator | None = None
+    number: Denominator = 1.0
+    kink: Denominator = 1.0
+    is_mean: bool = False
+    divisor: float = 0.0
+    path: tuple[str, ...] = ()  # the kinds of nodes between the addition and this node
+    divisions: tuple[Node, ...] = ()
+    is_vector: bool = False  # whether it is a vector of numbers, each a separate summand
+    places: Mapping[int, int] = NOWHERE  # see :func:`terms_of`
+
+    @property
+    def is_one(self) -> bool:
+        """Whether all elements are one number."""
+        return not isinstance(self.share, Tensor) or not self.share.dim()
+
+    def summed(self, node: Node, place: int, share: Denominator, is_vector: bool = False) -> Arrived:
+        """The arrival at an operand of an addition: a separate summand, or a vector of summands."""
+        places = (*self.place, place)
+        return self._replace(share=share, path=(), edge=Edge(node, place), place=places, above=share, is_vector=is_vector)
+
+    def through(self, kind: str, **changes: Any) -> Arrived:
+        """The arrival below a node of this kind."""
+        if kind not in THROUGH and kind not in SOMETIMES and self.path[-1:] != (kind,):
+            changes["path"] = (*self.path, kind)
+        return self._replace(**changes)
 
 
 class Term(NamedTuple):
