@@ -63,12 +63,13 @@ def test_verify_finds_no_difference(module: Any, batches: Any, how: dict[str, in
 
 
 @pytest.mark.exhaustive
-def test_verify_starts_its_ranks_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def says_on_each_rank_whether_its_process_is_a_copy(net: nn.Module, batch: Any) -> Tensor:
-        if torch.distributed.is_initialized():
-            Path(f"rank{torch.distributed.get_rank()}").write_text(str(hasattr(sys, "verifies")))
-        return classified(net, batch)
+def says_on_each_rank_whether_its_process_is_a_copy(net: nn.Module, batch: Any) -> Tensor:  # pickled for the ranks
+    if torch.distributed.is_initialized():
+        Path(f"rank{torch.distributed.get_rank()}").write_text(str(hasattr(sys, "verifies")))
+    return classified(net, batch)
 
+
+def test_verify_starts_its_ranks_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "verifies", True, raising=False)
     assert verify(Toy(says_on_each_rank_whether_its_process_is_a_copy), labelled(4, 4), window=1, devices=2)
     assert {path.read_text() for path in Path().glob("rank*")} == {"False"}

@@ -28,7 +28,7 @@ CEILINGS = {
     "lines of its largest file": 350,
     "files outside trainer/ that import Lightning": 0,
     "assignments to an attribute of another object": 117,
-    "lines of tests": 24_980,
+    "lines of tests": 24_985,
     "lines of tests in files that import private modules": 130,
 }
 
