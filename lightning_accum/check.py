@@ -262,7 +262,7 @@ class Check:
             again = self.find()
             if found.adds_up:
                 return again if not again.adds_up or found.verdict.deviation is None else found
-            if again.adds_up and found.size <= _OF_ROUNDING * again.size:
+            if again.adds_up and self._checked.largest(found.size) <= _OF_ROUNDING * self._checked.largest(again.size):
                 return again
         return found
 

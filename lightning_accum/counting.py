@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 def count_window(accumulation: Accumulation, step: CountsAhead, batch: Any, sync: GradientSync, undo: Undo) -> None:
     """Count the weights of a window's terms, if it begins with this loader batch and has several micro-batches on a rank."""
     counted, splitting, boundary = accumulation.window.counted, accumulation.splitting, accumulation.boundary
-    if counted is None or counted.is_agreed or accumulation.is_passthrough() or (splitting is None and boundary.size == 1):
+    assert counted is not None
+    if counted.is_agreed or accumulation.is_passthrough() or (splitting is None and boundary.size == 1):
         return
     plan, weights = accumulation.plan, accumulation.policy.weight
     rest = iter(()) if accumulation.rest_of_window is None or boundary.size == 1 else accumulation.rest_of_window()

@@ -32,7 +32,7 @@ class Found(NamedTuple):
     mend: str | None = None  # an argument with which the parts add up, if one was found
     are_alike: bool = False  # all single rows have the same loss
     leaves_something: bool = True  # a step changed the module, or the next step has a different loss for the same rows
-    size: float = math.inf  # of the gradient
+    size: float = math.inf  # of the gradient, on this rank
     is_loss_off: bool = False  # windows do not show the loss of the whole
 
 
@@ -130,7 +130,7 @@ class Deciding:
         of_loss = _loss_of(looks[0], known, terms) - looks[0].whole.loss if is_read else 0.0
         largest = max(map(abs, filter(math.isfinite, losses)), default=0.0)
         is_loss_off = checked.on_any(abs(of_loss) > max(eps, trial.tolerance * largest))
-        size = checked.largest(math.sqrt(sum(float(own.square().nansum()) for own in looks[0].whole.gradient(ALL).values())))
+        size = math.sqrt(sum(float(own.square().nansum()) for own in looks[0].whole.gradient(ALL).values()))
         return Found(verdict, not wrong, known, constants, terms, mend, are_alike, size=size, is_loss_off=is_loss_off)
 
     def _units(self, looks: Sequence[Look], key: int, fit: Fit) -> dict[Mode, float]:
@@ -199,10 +199,7 @@ class Deciding:
         are_unseen = checked.on_any(is_free and any(terms[key].number for key in unseen))
         if len(modes) < 2 and not are_unseen and (len(known.modes) < 2 or SUM not in modes.values()):
             return known, None
-        ordered = sorted(
-            modes, key=lambda key: (not terms[key].number, terms[key].words != "cross entropy")
-        )  # a factor of 0 is last
-        main = next(iter(ordered), None)
+        main = min(modes, key=lambda key: (terms[key].is_off, terms[key].words != "cross entropy"), default=None)
         has_sum = any(mode == SUM for mode in modes.values())
         is_one = main is not None and not (has_sum and (len(set(modes.values())) > 1 or len(known.modes) > len(modes)))
         for key, mode in modes.items() if is_one and not has_sum else ():

@@ -50,7 +50,8 @@ class Session:
     def run(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
         """Run a loader batch of the training loop, number ``seen``, counted from 1 over all epochs."""
         accumulation, splitting = self.accumulation, self.accumulation.splitting
-        count_window(accumulation, step, batch, self.sync, self.trained.snapshotter)
+        if accumulation.window.counted is not None:
+            count_window(accumulation, step, batch, self.sync, self.trained.snapshotter)
         is_split, begun = splitting is not None and splitting.plan is not None, len(accumulation.window.entries)
         has_boundary = ends_window and not self.finishes_after_backward
         with _NOTHING_AROUND if self.accumulation.row_wise is None else self.accumulation.row_wise.step(count_samples(batch)):
@@ -252,7 +253,8 @@ class Session:
         """Take part in a loader batch of the other ranks with weight 0, since this rank has none."""
         self.zero_grad(step, is_after_forward=False)
         has_boundary = ends_window and not self.finishes_after_backward
-        count_window(self.accumulation, step, None, self.sync, self.trained.snapshotter)
+        if self.accumulation.window.counted is not None:
+            count_window(self.accumulation, step, None, self.sync, self.trained.snapshotter)
         self._run_shadow_batches(0, max(1, self.rounds(0)), has_boundary)
         return Outcome(self.end_window(seen, has_boundary) if ends_window else None)
 

@@ -95,10 +95,8 @@ def manual_start_line(calls: Sequence[Accumulation], lines: Sequence[str], sampl
     first = calls[0]
     parts = [window_in_words(loader_batches, first.ranks.size, samples) + _how_it_runs(first), "manual optimization"]
     for number, (call, line) in enumerate(zip(calls, lines, strict=True), 1):
-        name, verdict = (
-            f"window/loss_{number}" if number > 1 else "window/loss",
-            f" ({call.check.verdict})" if call.check.verdict else "",
-        )
+        name = f"window/loss_{number}" if number > 1 else "window/loss"
+        verdict = f" ({call.check.verdict})" if call.check.verdict else ""
         parts.append((f"{name} of {line}: {call.weigher.criterion}" if line else "no call of self.manual_backward") + verdict)
     return in_lines(parts)
 

@@ -100,7 +100,8 @@ class Passes:
             may_count = self.policy.may_count_first(is_long)
             checked = Checked(training, loss_of, accumulation, self._samples, is_long, self._say, may_count)
             check_loader_batch(checked, batch, self.transferred, is_again)
-        count_window(accumulation, self, batch, training.sync, training.snapshotter)
+        if accumulation.window.counted is not None:
+            count_window(accumulation, self, batch, training.sync, training.snapshotter)
 
     def _parts(self, batch: Any, ends_window: bool, is_shadow: bool) -> Iterator[Part]:
         plan, overlaps = self._accumulation.plan, not self.policy.finishes_after_backward

@@ -96,3 +96,14 @@ class DeferredSteps:
         scheduler.__class__ = type(original.__name__, (original,), names)
         yield
         scheduler.__class__ = original
+
+
+@contextmanager
+def groups_kept(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Undo, at the end, what a trial changes in the parameter groups of optimizers, such as learning rates."""
+    kept = [(group, {**group}) for optimizer in optimizers for group in optimizer.param_groups]
+    try:
+        yield
+    finally:
+        for group, values in kept:
+            group.update(values)

@@ -24,6 +24,7 @@ from lightning_accum.manual_calls import TriedStep
 from lightning_accum.splitting.few_rows import SplitRows
 from lightning_accum.sync.base import gradients_set_aside
 from lightning_accum.trainer.dataset_rows import DatasetRows, transferred
+from lightning_accum.trainer.deferred_steps import groups_kept
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import ClosureResult, call, is_lightnings, longest_window, pl, rank_zero_info
 from lightning_accum.trainer.manual import ManualWindows
@@ -69,14 +70,11 @@ def unlogged_step(trainer: pl.Trainer, ahead: int = 0, is_begun: bool = True) ->
 @contextmanager
 def _rates_kept(strategy: Engine) -> Iterator[None]:
     """Restore what a hook changes in optimizers and schedulers, which belong to no batch that is tried out."""
-    groups = [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
-    rates = [{**group} for group in groups]
     kept = [(config.scheduler, deepcopy(config.scheduler.state_dict())) for config in strategy.lr_scheduler_configs]
     try:
-        yield
+        with groups_kept(strategy.optimizers):
+            yield
     finally:
-        for group, values in zip(groups, rates, strict=True):
-            group.update(values)
         for scheduler, state in kept:
             scheduler.load_state_dict(state)
 

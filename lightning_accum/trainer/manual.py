@@ -27,7 +27,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.start_line import manual_start_line, samples_of
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import gradients_set_aside
-from lightning_accum.trainer.deferred_steps import DeferredSteps
+from lightning_accum.trainer.deferred_steps import DeferredSteps, groups_kept
 from lightning_accum.trainer.from_lightning import pl, rank_zero_info
 from lightning_accum.user_warnings import listed, users_line
 from lightning_accum.weighing.advice import OF_UNSEEN_TERMS
@@ -216,18 +216,15 @@ class ManualWindows(Windows):
         now = dict(self._module.named_parameters())
         of_trial = {parameter: now.get(name, parameter) for name, parameter in self._named.items()}
         groups = [group for optimizer in self.steps.optimizers for group in optimizer.param_groups]
-        of_groups = [{**group} for group in groups]
         kept = [(optimizer, deepcopy(optimizer.state_dict())) for optimizer in self.steps.others]
         try:
-            for group in groups:
-                group["params"] = [of_trial.get(parameter, parameter) for parameter in group["params"]]
-            with gradients_set_aside(self._parameters()):
+            with groups_kept(self.steps.optimizers), gradients_set_aside(self._parameters()):
+                for group in groups:
+                    group["params"] = [of_trial.get(parameter, parameter) for parameter in group["params"]]
                 yield self.tried
         finally:
             self.most_tried = max(self.most_tried, len(self.tried.losses))
             self.current, self.tried = before, None
-            for group, values in zip(groups, of_groups, strict=True):
-                group.update(values)
             for optimizer, state in kept:
                 optimizer.load_state_dict(state)
             for parameter, is_trained in trained:  # an error may occur after toggle_optimizer has changed it

@@ -134,7 +134,7 @@ class DeferredSigterm(_SignalConnector):
     def _sigterm_notifier_fn(self, signum: Any, frame: Any) -> None:
         trainer = self.trainer
         accumulation = cast("Engine", trainer.strategy).accumulation
-        has_begun = trainer.fit_loop._data_fetcher is not None  # not yet in the sanity check
+        has_begun = trainer.fit_loop._data_fetcher is not None  # it is None in the sanity check
         if accumulation is None or trainer.world_size == 1 or (has_begun and not is_agreeing(trainer)):
             # without super(), since Lightning restores the handlers after this object has its own class again
             _SignalConnector._sigterm_notifier_fn(self, signum, frame)

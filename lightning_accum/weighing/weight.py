@@ -169,8 +169,11 @@ class Weigher:
             return Contribution(None, (), 0.0, None, True, is_new, of_terms, of_factors, doubt)
         of_batch = [one for one in terms if one.mode != ONCE]
         # the term whose weight is logged: a cross entropy if there is one, but none that is new or has a factor of 0
-        is_known = {one.term.key: one.term.key in self.known.units and not one.term.is_off for one in of_batch}
-        main = max(of_batch, key=lambda one: (is_known[one.term.key], one.term.words == "cross entropy"), default=None)
+        main = min(
+            of_batch,
+            key=lambda one: (one.term.is_off or one.term.key not in self.known.units, one.term.words != "cross entropy"),
+            default=None,
+        )
         if main is None and terms and not self.known.of_samples:
             main = terms[0]._replace(weight=1.0)  # the mean of equal penalties
         if main is None:
