@@ -30,12 +30,10 @@ def each(o: Tensor, b: Any) -> Tensor:
 def ce(o: Tensor, b: Any, **kwargs: Any) -> Tensor:
     return F.cross_entropy(o, b.t, **kwargs)
 
-def of(function: Callable[[Tensor], Tensor]) -> Function:
-    """Of the losses of the rows."""
+def of(function: Callable[[Tensor], Tensor]) -> Function:  # of the losses of the rows
     return lambda o, b, m: function(each(o, b))
 
-def beyond(rows: int, function: Callable[[Tensor, Any], Tensor]) -> Function:
-    """A term that small batches do not have."""
+def beyond(rows: int, function: Callable[[Tensor, Any], Tensor]) -> Function:  # a term that small batches do not have
     return lambda o, b, m: each(o, b).mean() + (function(o, b) if len(o) > rows else 0.0)
 
 def covariance(z: Tensor) -> Tensor:
@@ -54,8 +52,7 @@ def negatives(o: Tensor, b: Any, ratio: int, least: int) -> Tensor:
 def balanced(o: Tensor, b: Any) -> Tensor:
     return (ce(o, b, reduction="none") / torch.bincount(b.t, minlength=4).to(D)[b.t]).mean()
 
-def alike(o: Tensor, b: Any) -> Tensor:
-    """Two terms made by the same operations; either may be absent."""
+def alike(o: Tensor, b: Any) -> Tensor:  # two terms made by the same operations; either may be absent
     loss = ce(o, b)
     for column, chosen in enumerate((b.rare, b.w > 0.95)):
         if chosen.any():

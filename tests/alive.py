@@ -13,9 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Alive(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, from when an operator has made them."""
-
+class Alive(TorchDispatchMode):  # counts the bytes of all tensors that are alive, from when an operator has made them
     def __init__(self) -> None:
         super().__init__()
         self.bytes = self.peak = 0
@@ -73,9 +71,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
             self.peak = max(self.peak, self.now)
 
 
-class _Saved:
-    """Lives as long as the graph needs the tensor: up to the backward, or to the end of what never has one."""
-
+class _Saved:  # lives as long as the graph needs the tensor: up to the backward, or to the end of what never has one
     def __init__(self, tensor: Tensor, counter: SavedBytes) -> None:
         self.tensor = tensor.detach()  # with its graph, an output that its own operation saves would hold itself
         self._counter = counter

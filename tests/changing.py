@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric, MeanMetric
 
 
-class Table(OrderedDict):
-    """Like the outputs of Hugging Face's models, which forbid to be updated."""
-
+class Table(OrderedDict):  # like the outputs of Hugging Face's models, which forbid to be updated
     def update(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError
 
@@ -35,9 +33,7 @@ class Buffers(nn.Module):
         self.train(not self.training)
 
 
-class Count:
-    """An object that is no module."""
-
+class Count:  # an object that is no module
     def __init__(self) -> None:
         self.calls, self.mean, self.parts = 0, torch.zeros(2), [torch.zeros(1)]
 
@@ -58,9 +54,7 @@ def counter() -> Callable[[], int]:
     return count
 
 
-class Changes(Toy):
-    """Has state of every kind, which each call of training_step changes; has room for so many rows."""
-
+class Changes(Toy):  # has state of every kind, which each call of training_step changes; has room for so many rows
     def __init__(self, room: int) -> None:
         super().__init__(classified)
         self.room, self.seen, self.deleted = room, [], True
@@ -103,8 +97,7 @@ class Changes(Toy):
         self.log("mean", self.shown, on_step=True, on_epoch=True)
         return loss
 
-    def state(self) -> dict[str, Any]:
-        """All of it, in numbers and texts."""
+    def state(self) -> dict[str, Any]:  # all of it, in numbers and texts
         modules = [self.buffers_inside, *self.not_registered["buffers"]]
         found = {name: repr(value) for name, value in vars(self).items() if name.startswith("a_")}
         found |= {

@@ -26,8 +26,7 @@ for name in ("lightning.pytorch", "lightning.fabric"):
 os.register_at_fork(after_in_child=lambda: faulthandler.enable(2))  # a process that crashes tells where, with what is captured
 
 
-def pytest_report_header(config: Any) -> str:
-    """How long it will take, for those who run everything."""
+def pytest_report_header(config: Any) -> str:  # how long it will take, for those who run everything
     return "lightning_accum: the tests take about 5 minutes on 2 quiet cores"
 
 
@@ -80,15 +79,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_configure(config: Any) -> None:
-    """Have a worker wait for nobody."""
+def pytest_configure(config: Any) -> None:  # have a worker wait for nobody
     database = getattr(config, "failures_db", None)  # of pytest-rerunfailures: a worker asks it at each test
     if database is not None:  # two small messages, of which the second would wait 40 ms for an answer to the first
         database.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Show what was seen of tests that had to run again."""
+def pytest_terminal_summary(terminalreporter: Any) -> None:  # show what was seen of tests that had to run again
     for report in terminalreporter.getreports("rerun"):
         terminalreporter.section(f"ran again: {report.nodeid}")
         terminalreporter.write_line(report.longreprtext)

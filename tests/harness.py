@@ -106,9 +106,7 @@ def trained(
     return run.whole if hasattr(run, "whole") else dict(module.named_parameters())
 
 
-class Dealt(pl.LightningDataModule):
-    """Each data-parallel rank has loader batches of its own."""
-
+class Dealt(pl.LightningDataModule):  # each data-parallel rank has loader batches of its own
     def __init__(self, by_rank: Sequence[Sequence[Rows | None]], collate: Callable[[Any], Any] = pad, has_length: bool = True):
         super().__init__()
         self.by_rank = [[None if rows is None else collate(rows) for rows in own] for own in by_rank]
@@ -120,9 +118,7 @@ class Dealt(pl.LightningDataModule):
         return loader(own) if self.has_length else DataLoader(Unsized(own), batch_size=None)
 
 
-class Unsized(IterableDataset):
-    """Batches of an unknown number."""
-
+class Unsized(IterableDataset):  # batches of an unknown number
     def __init__(self, batches: Sequence[Any]) -> None:
         self.batches = batches
 

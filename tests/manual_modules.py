@@ -18,9 +18,7 @@ def gan_loss(logits: Tensor) -> Tensor:
     return F.softplus(logits).mean()
 
 
-class Manual(pl.LightningModule):
-    """What the modules here share: two networks, two optimizers."""
-
+class Manual(pl.LightningModule):  # what the modules here share: two networks, two optimizers
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -66,15 +64,11 @@ class GAN(Manual):
         return loss_g
 
 
-class Unclipped(GAN):
-    """Lightning clips no shards."""
-
+class Unclipped(GAN):  # Lightning clips no shards
     clip = 0.0
 
 
-class Toggled(Manual):
-    """Each optimizer's turn in toggle_optimizer; zero_grad after the step."""
-
+class Toggled(Manual):  # each optimizer's turn in toggle_optimizer; zero_grad after the step
     def training_step(self, batch: Any, batch_idx: int) -> None:
         real, noise = batch
         opt_g, opt_d = self.optimizers()
@@ -93,9 +87,7 @@ class Toggled(Manual):
             optimizer.zero_grad(set_to_none=False)
 
 
-class Closures(Manual):
-    """Steps by closures, each of which runs its own backward. The two networks do not depend on each other."""
-
+class Closures(Manual):  # steps by closures, each of which runs its own backward. The two networks do not depend on each other.
     def training_step(self, batch: Any, batch_idx: int) -> None:
         real, noise = batch
         opt_g, opt_d = self.optimizers()
@@ -116,9 +108,7 @@ class Closures(Manual):
         opt_d.step(closure=closure_d)
 
 
-class MAML(Manual):
-    """An inner step through which the outer loss is differentiated: a gradient of a gradient."""
-
+class MAML(Manual):  # an inner step through which the outer loss is differentiated: a gradient of a gradient
     def build(self) -> None:
         self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
 
@@ -145,9 +135,7 @@ class MAML(Manual):
         return loss
 
 
-class TwoSchedulers(GAN):
-    """Each optimizer has a scheduler, which the module steps after every step."""
-
+class TwoSchedulers(GAN):  # each optimizer has a scheduler, which the module steps after every step
     def configure_optimizers(self) -> Any:
         optimizers = super().configure_optimizers()
         exponential = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.7)
@@ -160,9 +148,7 @@ class TwoSchedulers(GAN):
         return loss
 
 
-class RawOptimizers(GAN):
-    """The module's own references to its optimizers, without Lightning's wrapper."""
-
+class RawOptimizers(GAN):  # the module's own references to its optimizers, without Lightning's wrapper
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         return super().optimizers(use_pl_optimizer=False)
 
@@ -170,9 +156,7 @@ class RawOptimizers(GAN):
 ALL = [GAN, Toggled, Closures, MAML, TwoSchedulers, RawOptimizers]
 
 
-class Dependent(Manual):
-    """The discriminator steps, then the generator's loss is computed with the new discriminator."""
-
+class Dependent(Manual):  # the discriminator steps, then the generator's loss is computed with the new discriminator
     def training_step(self, batch: Any, batch_idx: int) -> None:
         real, noise = batch
         opt_g, opt_d = self.optimizers()

@@ -46,9 +46,7 @@ VERSIONS = (
 
 
 @dataclass(frozen=True)
-class Environment:
-    """A virtual environment in a directory; variables named in ``left_out`` do not reach into it."""
-
+class Environment:  # a virtual environment in a directory; variables named in ``left_out`` do not reach into it
     directory: Path
     left_out: Sequence[str] = OF_OTHERS
 

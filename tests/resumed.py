@@ -17,9 +17,7 @@ ROWS = sentences(72)
 """In an epoch, over all ranks: 18 loader batches of 4."""
 
 
-class Module(ShardedLanguage):
-    """In single precision, where sums in another order would show, with a scheduler."""
-
+class Module(ShardedLanguage):  # in single precision, where sums in another order would show, with a scheduler
     def __init__(self) -> None:
         super().__init__("adamw")
         self.float()
@@ -35,9 +33,7 @@ class Module(ShardedLanguage):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class Record(Callback):
-    """Writes down all that a training ends with."""
-
+class Record(Callback):  # writes down all that a training ends with
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
 

@@ -28,9 +28,7 @@ class Outcome:
 
 
 @dataclass
-class Window:
-    """Of micro-batches of all ranks."""
-
+class Window:  # of micro-batches of all ranks
     parts: list[Batch] = field(default_factory=list)
     loader_batches: int = 0
     size: float = 0.0
@@ -38,9 +36,7 @@ class Window:
     is_left_out: bool = False
 
 
-class ByHand:
-    """Trains on the windows of a point, each as one batch."""
-
+class ByHand:  # trains on the windows of a point, each as one batch
     def __init__(self, point: Point) -> None:
         self.point = point
         self.net = Net(point)
@@ -76,8 +72,7 @@ class ByHand:
         self.outcome.last_rate = self.optimizer.param_groups[0]["lr"]
         return self.outcome
 
-    def run_loader_batches(self, epoch: int, index: int) -> None:
-        """One of every rank that has one left."""
+    def run_loader_batches(self, epoch: int, index: int) -> None:  # one of every rank that has one left
         point = self.point
         if self.window.loader_batches == 0:
             self.window.size = self.size(epoch)
@@ -91,8 +86,7 @@ class ByHand:
         if self.is_full():
             self.end_window()
 
-    def size(self, epoch: int) -> float:
-        """Of a window that begins now: in loader batches, or weight."""
+    def size(self, epoch: int) -> float:  # of a window that begins now: in loader batches, or weight
         kind, size = self.point.window
         if kind == "mapping":
             return [n for start, n in size if start <= epoch][-1]
@@ -110,8 +104,7 @@ class ByHand:
     def forget(self) -> None:
         self.window = Window()
 
-    def end_window(self) -> None:
-        """One optimizer step on all samples of the window, if any of them counts."""
+    def end_window(self) -> None:  # one optimizer step on all samples of the window, if any of them counts
         point, window = self.point, self.window
         weights = [weight_of(point, part) for part in window.parts]
         is_sum = point.loss == "sum"
@@ -143,8 +136,7 @@ class ByHand:
         self.seen += total
         self.count(window)
 
-    def count(self, window: Window) -> None:
-        """An optimizer step."""
+    def count(self, window: Window) -> None:  # an optimizer step
         point = self.point
         self.outcome.steps += 1
         before, self.time = self.time, self.time + self.ticks(window)
@@ -197,8 +189,7 @@ def parts_of(point: Point, batch: Batch) -> list[Batch]:
     ]
 
 
-def counts(part: Batch) -> bool:
-    """Whether a micro-batch is in its window: it has a loss, which is finite."""
+def counts(part: Batch) -> bool:  # whether a micro-batch is in its window: it has a loss, which is finite
     return part["has_loss"] and bool(part["x"].isfinite().all())
 
 

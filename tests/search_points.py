@@ -24,9 +24,7 @@ Batch = dict[str, Any]
 
 
 @dataclass
-class Point:
-    """One combination. Its ``repr`` says all that was drawn."""
-
+class Point:  # one combination. Its ``repr`` says all that was drawn.
     seed: int
     engine: str
     loss: str
@@ -56,8 +54,7 @@ class Point:
     goes_on_after: int = 0
     """Loader batches after which a second training goes on from a checkpoint of the first; 0 for one training."""
 
-    def resumed(self) -> Point:
-        """The same in two trainings."""
+    def resumed(self) -> Point:  # the same in two trainings
         after = random.Random(self.seed).randint(1, max(1, max(self.lengths) * self.trainer["max_epochs"] - 1))
         # the epochs that are left may have no window that can be full
         policy = {**self.policy, "tail": "step"} if self.window[0] == "mapping" and self.policy["tail"] == "drop" else self.policy
@@ -65,8 +62,7 @@ class Point:
 
     # --- the arguments, as the package takes them -------------------------------------------------------------------------
 
-    def arguments(self) -> dict[str, Any]:
-        """Of ``GradientAccumulation``."""
+    def arguments(self) -> dict[str, Any]:  # of ``GradientAccumulation``
         kind, size = self.window
         windows: dict[str, Callable[[], Any]] = {
             "int": lambda: size,
@@ -107,8 +103,7 @@ class Point:
         is_whole = self.micro_batch is None and not self.counts_tokens and size == 1
         return is_whole and self.ranks == 1 and self.policy["on_nonfinite"] == "propagate"
 
-    def refusals(self) -> list[str]:
-        """What the package says to combinations that it does not have; none for all others."""
+    def refusals(self) -> list[str]:  # what the package says to combinations that it does not have; none for all others
         policy, tail, is_sharded = self.policy, self.policy["tail"], self.engine == "fsdp2"
         unit = None if self.micro_batch is None else self.micro_batch[0]
         reduces_often = self.strategy.get("sync") == "micro_batch"
@@ -140,8 +135,7 @@ class Point:
 
 
 # --- the draw -------------------------------------------------------------------------------------------------------------
-def draw(seed: int, engine: str = "accum") -> Point:
-    """The combination of a seed."""
+def draw(seed: int, engine: str = "accum") -> Point:  # the combination of a seed
     rng = random.Random(f"{engine} {seed}")
     ranks = 1 if engine == "accum" else 2
 
@@ -237,14 +231,12 @@ def _draw_holes(point: Point, rng: random.Random) -> None:
                 point.holes[rank, index] = rng.choice(kinds)
 
 
-def _needs_rows(point: Point) -> bool:
-    """Which rows are in which micro-batch makes a difference."""
+def _needs_rows(point: Point) -> bool:  # which rows are in which micro-batch makes a difference
     is_uneven = not is_consistent(point) or point.counts_tokens or point.is_low_precision or point.loss == "terms"
     return point.micro_batch is not None and (is_uneven or "nan" in point.holes.values())
 
 
-def is_consistent(point: Point) -> bool:
-    """The weight is what the mean loss is divided by."""
+def is_consistent(point: Point) -> bool:  # the weight is what the mean loss is divided by
     of_loss = {"tokens": ["tokens", "function"], "squares": ["samples"], "terms": ["list"]}
     return point.weight in ["auto", *of_loss.get(point.loss, [])]
 
@@ -282,9 +274,7 @@ def _draw_batches(point: Point, rng: random.Random) -> list[list[Batch | None]]:
 
 
 # --- the model --------------------------------------------------------------------------------------------------------------
-class Net(nn.Module):
-    """Features of each column, a parameter for marked rows only, and two heads."""
-
+class Net(nn.Module):  # features of each column, a parameter for marked rows only, and two heads
     def __init__(self, point: Point) -> None:
         super().__init__()
         torch.manual_seed(point.seed)
@@ -299,8 +289,7 @@ class Net(nn.Module):
         self.register_buffer("class_weights", torch.tensor([1.0, 0.5, 2.0, 0.25]), persistent=False)
         self.to(point.dtype)
 
-    def forward(self, batch: Batch) -> Tensor:
-        """The loss of a batch."""
+    def forward(self, batch: Batch) -> Tensor:  # the loss of a batch
         hidden, marks = self.trunk(batch["x"]), batch["marks"]
         if self.uses_all or bool(marks.any()):
             hidden = hidden + marks.to(hidden.dtype)[:, None, None] * self.of_marked

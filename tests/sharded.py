@@ -28,9 +28,7 @@ _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 needs_sharding_on_cpu = pytest.mark.skipif(_VERSION < (2, 9), reason="needs a torch that shards on the CPU")
 
 
-class _Launcher(_MultiProcessingLauncher):
-    """Lightning's own, which hands whole parameters back."""
-
+class _Launcher(_MultiProcessingLauncher):  # Lightning's own, which hands whole parameters back
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> _WorkerOutput | None:
         state = whole_parameters(trainer.strategy.model)
         if trainer.global_rank == 0:
@@ -71,9 +69,7 @@ class ForkedFSDP1(_Forked, FSDPAccumulationStrategy):
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
 
 
-class DoublePrecision(FSDPPrecision):
-    """Lightning has FSDP1 in single precision at most."""
-
+class DoublePrecision(FSDPPrecision):  # Lightning has FSDP1 in single precision at most
     def __init__(self) -> None:
         super().__init__("32-true")
 
@@ -127,9 +123,7 @@ def cut_linear_layers(module: Language) -> None:
         parallelize_module(block, mesh, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
 
 
-class ShardedLanguage(Language):
-    """The language model of the tests, cut for FSDP2, with or without tensor parallelism, or for FSDP1."""
-
+class ShardedLanguage(Language):  # the language model of the tests, cut for FSDP2, with or without tensor parallelism, or for FSDP1
     def __init__(self, optimizer: str = "sgd", reshard_after_forward: bool | None = None) -> None:
         super().__init__(optimizer)
         self.reshard_after_forward = reshard_after_forward
@@ -143,9 +137,7 @@ class ShardedLanguage(Language):
         shard(self, [*self.net.blocks, self.net], **options)
 
 
-class ShardedScalar(Scalar):
-    """One parameter, in a layer that is sharded: the gradient is the mean of x."""
-
+class ShardedScalar(Scalar):  # one parameter, in a layer that is sharded: the gradient is the mean of x
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         del self.w

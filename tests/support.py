@@ -58,9 +58,7 @@ def ddp(**kwargs: Any) -> DDPAccumulationStrategy:
     return DDPAccumulationStrategy(**{"start_method": "fork", "timeout": timedelta(seconds=60), **kwargs})
 
 
-class OnCPU(DDPAccumulationStrategy):
-    """Lightning registers communication hooks on CUDA only."""
-
+class OnCPU(DDPAccumulationStrategy):  # Lightning registers communication hooks on CUDA only
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"start_method": "fork", "timeout": timedelta(seconds=20), **kwargs})
 
@@ -129,9 +127,7 @@ def loader(batches: Sequence[Any]) -> DataLoader:
     return DataLoader(list(batches), batch_size=None, shuffle=False)
 
 
-class StatefulLoader:
-    """Knows its place in the data, as torchdata's StatefulDataLoader does."""
-
+class StatefulLoader:  # knows its place in the data, as torchdata's StatefulDataLoader does
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
         self.at = self.begin_at = 0
@@ -156,9 +152,7 @@ class Interrupted(Exception):
     """Ends a training."""
 
 
-class SaveAfter(Callback):
-    """Takes a checkpoint in a hook after so many loader batches of all epochs, and goes on or ends there."""
-
+class SaveAfter(Callback):  # takes a checkpoint in a hook after so many loader batches of all epochs, and goes on or ends there
     def __init__(
         self, *after: int | None, ends: bool = False, path: str | Path = "inside.ckpt", hook: str = "on_train_batch_end"
     ) -> None:
@@ -220,9 +214,7 @@ class Scalar(pl.LightningModule):
         return -self.w.item() / self.lr
 
 
-class Distance(Scalar):
-    """Mean squared distance to the numbers."""
-
+class Distance(Scalar):  # mean squared distance to the numbers
     def loss(self, x: Tensor) -> Tensor | None:
         return None if x.isnan().any() else (self.w - x).square().mean()
 
@@ -267,9 +259,7 @@ class Asking(pl.LightningModule):
         return super().configure_optimizers()
 
 
-class Manually(pl.LightningModule):
-    """Before another module: takes that one's steps in manual optimization."""
-
+class Manually(pl.LightningModule):  # before another module: takes that one's steps in manual optimization
     automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -349,9 +339,7 @@ def seeds_of_a_search(
     ]
 
 
-class Hide(torch.autograd.Function):
-    """A loss behind it cannot be read."""
-
+class Hide(torch.autograd.Function):  # a loss behind it cannot be read
     @staticmethod
     def forward(ctx: Any, loss: Tensor) -> Tensor:
         return loss.clone()
@@ -364,9 +352,7 @@ class Hide(torch.autograd.Function):
 NONE_LOSS = torch.tensor([math.nan], dtype=torch.float64)
 
 
-class TinyGPT(nn.Module):
-    """Two causal transformer blocks over bytes; gives logits of shape (batch, length, vocabulary)."""
-
+class TinyGPT(nn.Module):  # two causal transformer blocks over bytes; gives logits of shape (batch, length, vocabulary)
     def __init__(self, vocabulary: int = 17, width: int = 16, length: int = 12) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
@@ -396,9 +382,7 @@ def language_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
 
-class Language(pl.LightningModule):
-    """A causal language model that knows nothing of accumulation."""
-
+class Language(pl.LightningModule):  # a causal language model that knows nothing of accumulation
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -443,9 +427,7 @@ def train_by_hand(
     return module
 
 
-class WrapsAnother(torch.optim.Optimizer):
-    """As Lookahead is often written: ``Optimizer.__init__`` is not called."""
-
+class WrapsAnother(torch.optim.Optimizer):  # as Lookahead is often written: ``Optimizer.__init__`` is not called
     def __init__(self, inner) -> None:
         self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, inner.defaults
 
@@ -456,9 +438,7 @@ class WrapsAnother(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
 
-class LooksAhead(torch.optim.SGD):
-    """Takes its gradient ahead of its parameters, as SAM does."""
-
+class LooksAhead(torch.optim.SGD):  # takes its gradient ahead of its parameters, as SAM does
     of = staticmethod(lambda parameter: parameter.data)
 
     def step(self, closure: Any = None) -> Any:

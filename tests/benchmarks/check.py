@@ -42,9 +42,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Callable[...
 }  # fmt: skip
 
 
-class Windows(pl.Callback):
-    """Reads a meter where training begins, and at the end of each window."""
-
+class Windows(pl.Callback):  # reads a meter where training begins, and at the end of each window
     def __init__(self, read: Callable[[], float]) -> None:
         self.read, self.readings = read, [0.0]
 

@@ -49,9 +49,7 @@ def window() -> int:
     return GLOBAL_BATCH // MICRO_BATCH // ranks()
 
 
-class GPT(nn.Module):
-    """A small causal language model over bytes that returns its own mean loss, as those of Hugging Face do."""
-
+class GPT(nn.Module):  # a small causal language model over bytes that returns its own mean loss, as those of Hugging Face do
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng():
@@ -65,9 +63,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
-class CountingGPT(GPT):
-    """The same, and takes the count of all bytes to predict in the window, which the HF Trainer offers."""
-
+class CountingGPT(GPT):  # the same, and takes the count of all bytes to predict in the window, which the HF Trainer offers
     loss_type = "ForCausalLM"  # by which the HF Trainer knows that the labels are shifted inside, and counts so
 
     def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> dict[str, Tensor]:
@@ -76,17 +72,13 @@ class CountingGPT(GPT):
         return {"loss": self.loss(input_ids, labels, "sum") / num_items_in_batch}
 
 
-class SummingGPT(GPT):
-    """The same, and returns a sum, as the token recipe of Accelerate wants."""
-
+class SummingGPT(GPT):  # the same, and returns a sum, as the token recipe of Accelerate wants
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"loss": self.loss(input_ids, labels, "sum")}
 
 
 @dataclass
-class Training:
-    """One training: what goes in, and what was seen of it."""
-
+class Training:  # one training: what goes in, and what was seen of it
     texts: Texts
     epochs: int
     model: GPT
@@ -169,9 +161,7 @@ def by_hand(training: Training) -> None:
                 training.optimizer.zero_grad()
 
 
-class Module(pl.LightningModule):
-    """What a Trainer gets. It knows nothing of accumulation."""
-
+class Module(pl.LightningModule):  # what a Trainer gets. It knows nothing of accumulation.
     def __init__(self, training: Training) -> None:
         super().__init__()
         self.model = training.model
@@ -283,9 +273,7 @@ def with_hugging_face(training: Training) -> None:
 
 
 @dataclass(frozen=True)
-class Side:
-    """A way to train, which may need a package."""
-
+class Side:  # a way to train, which may need a package
     name: str
     train: Callable[[Training], None]
     model: type[GPT] = GPT

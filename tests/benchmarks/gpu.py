@@ -32,9 +32,7 @@ Size = SimpleNamespace
 """The options of the command line."""
 
 
-class Tied(GPT):
-    """Returns its own mean loss, as models of Hugging Face do."""
-
+class Tied(GPT):  # returns its own mean loss, as models of Hugging Face do
     def __init__(self, size: Size) -> None:
         super().__init__(size.vocabulary, size.features, size.layers, size.length, max(1, size.features // 64))
         self.head.weight = self.token.weight
@@ -43,9 +41,7 @@ class Tied(GPT):
         return {"loss": language_loss(super().forward(input_ids), labels)}
 
 
-class Meter:
-    """Tokens per second, and the peak, of the steps after the first two."""
-
+class Meter:  # tokens per second, and the peak, of the steps after the first two
     def __init__(self, size: Size) -> None:
         self.size, self.steps, self.speed, self.peak, self._began = size, 0, 0.0, 0, 0.0
 

@@ -37,9 +37,7 @@ def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (images[:1440], labels[:1440]), (images[1440:], labels[1440:])
 
 
-class Block(nn.Module):
-    """Two convolutions beside a shortcut, as in He et al. 2016."""
-
+class Block(nn.Module):  # two convolutions beside a shortcut, as in He et al. 2016.
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
@@ -55,9 +53,7 @@ class Block(nn.Module):
         return F.relu(self.second_norm(self.second(hidden)) + self.shortcut(x))
 
 
-class ResNet(nn.Sequential):
-    """A block of 8 channels, one of 16 and one of 32, each of which follows on a quarter of the pixels."""
-
+class ResNet(nn.Sequential):  # a block of 8 channels, one of 16 and one of 32, each of which follows on a quarter of the pixels
     def __init__(self, stride: int) -> None:
         stem = nn.Conv2d(1, 8, 3, stride, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
         blocks = Block(8, 8, 1), Block(8, 16, 2), Block(16, 32, 2)
@@ -68,9 +64,7 @@ BATCH = 96
 WHOLE, SPLIT, OFFLOAD = "whole batch", "micro-batches", "offload"
 
 
-class Validated(Module):
-    """A small ResNet with BatchNorm, which notes its accuracy after each epoch."""
-
+class Validated(Module):  # a small ResNet with BatchNorm, which notes its accuracy after each epoch
     def __init__(self, seed: int, validation: tuple[Tensor, Tensor], stride: int) -> None:
         torch.manual_seed(seed)
         super().__init__(ResNet(stride), classify)

@@ -32,9 +32,7 @@ FEATURES, CLASSES, ROWS = 64, 10, 4
 SPLIT, SPLIT_ROWS, WARM_UP = 16, 16, 33  # the looks of windows 2, 8 and 32 are before
 
 
-class Logging(Module):
-    """Logs its loss."""
-
+class Logging(Module):  # logs its loss
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, prog_bar=True)
@@ -46,9 +44,7 @@ def parts(batch: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(batch[0].split(SPLIT_ROWS), batch[1].split(SPLIT_ROWS), strict=True)
 
 
-class ByItself(Module):
-    """Manual optimization: the module splits its batch, weighs and steps."""
-
+class ByItself(Module):  # manual optimization: the module splits its batch, weighs and steps
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.automatic_optimization = False

@@ -23,9 +23,7 @@ import lightning_accum
 FEATURES, CLASSES, ROWS, WINDOW, FIRST, PACKAGE = 4, 3, 4, 4, 80, Path(lightning_accum.__file__).parent
 
 
-class Follows(pl.Callback):
-    """Notes the file and the name of each function of the package that one loader batch calls."""
-
+class Follows(pl.Callback):  # notes the file and the name of each function of the package that one loader batch calls
     def __init__(self, batch_idx: int) -> None:
         self.batch_idx, self.calls = batch_idx, list[tuple[str, str]]()
 

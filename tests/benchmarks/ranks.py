@@ -63,9 +63,7 @@ def loss_of(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return language_loss(net(batch["input_ids"]), batch["labels"])
 
 
-class Sharded(Module):
-    """Where there is a mesh, it shards itself."""
-
+class Sharded(Module):  # where there is a mesh, it shards itself
     keeps_gathered = False
 
     def configure_model(self) -> None:

@@ -23,9 +23,7 @@ Batch = tuple[Tensor, Tensor]
 Train = Callable[[pl.LightningModule, Any], None]
 
 
-class TwoTowers(nn.Module):
-    """Two towers, and a learned scale of their products."""
-
+class TwoTowers(nn.Module):  # two towers, and a learned scale of their products
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -38,9 +36,7 @@ def _tower() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, WIDTH), *blocks, nn.Linear(WIDTH, 64))
 
 
-class Contrastive(Module):
-    """With the loss of CLIP. Its gradients stay where they are from step to step, as the budget has it."""
-
+class Contrastive(Module):  # with the loss of CLIP. Its gradients stay where they are from step to step, as the budget has it.
     def __init__(self) -> None:
         super().__init__(TwoTowers(), lambda net, batch: clip(net.image(batch[0]), net.text(batch[1]), batch[0], net.scale))
 

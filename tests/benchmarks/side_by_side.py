@@ -195,9 +195,7 @@ def labelled(rows: int, features: int, classes: int, number: int) -> list[tuple[
     ]
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward layer; causal, unless a mask says what may be seen."""
-
+class Block(nn.Module):  # attention and a feed-forward layer; causal, unless a mask says what may be seen
     def __init__(self, features: int, heads: int) -> None:
         super().__init__()
         self.heads, self.norm, self.norm_2 = heads, nn.LayerNorm(features), nn.LayerNorm(features)
@@ -211,9 +209,7 @@ class Block(nn.Module):
         return hidden + self.narrow(F.gelu(self.wide(self.norm_2(hidden))))
 
 
-class GPT(nn.Module):
-    """Tokens to logits."""
-
+class GPT(nn.Module):  # tokens to logits
     def __init__(self, vocabulary: int, features: int, layers: int, length: int, heads: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -31,9 +31,7 @@ PLAIN = "a plain window"
 Batch = dict[str, Tensor]
 
 
-class Scored(nn.Module):
-    """A net that gives (rows, places, classes), and a score of each row."""
-
+class Scored(nn.Module):  # a net that gives (rows, places, classes), and a score of each row
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net, self.score = net, nn.Linear(VOCABULARY, 1)

@@ -219,8 +219,7 @@ def test_parameter_that_ddp_does_not_reduce_is_an_error(kind: str, window: int) 
 COUNTED = ("batch_to_device", "backward", "optimizer_step", "training_step", "post_backward")
 
 
-def counting(kind: type) -> type:
-    """Of Lightning's, a strategy that counts what it does in a micro-batch and a step."""
+def counting(kind: type) -> type:  # of Lightning's, a strategy that counts what it does in a micro-batch and a step
 
     def counted(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:

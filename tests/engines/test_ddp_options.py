@@ -31,9 +31,7 @@ def train(module: Language, by_rank: Any = BY_RANK, epochs: int = EPOCHS, *callb
     fit(module, Dealt(by_rank), *callbacks, strategy=OnCPU(**options), **arguments)
 
 
-class Hooked(Language):
-    """Leaves its ranks' gradients of the first step, parameters and hook calls in a file."""
-
+class Hooked(Language):  # leaves its ranks' gradients of the first step, parameters and hook calls in a file
     def __init__(self, hook: Callable[..., Any]) -> None:
         super().__init__()
         self.buckets: list[int] = []
@@ -97,8 +95,7 @@ def names_of(found: profile) -> list[str]:
 REDUCTION = "c10d::allreduce_"
 
 
-def order() -> list[str]:
-    """Of the nodes of the last backward and what is to be all-reduced, as it was begun."""
+def order() -> list[str]:  # of the nodes of the last backward and what is to be all-reduced, as it was begun
     events, node = torch.load("profiled.pt"), "autograd::engine::evaluate_function: "
     last = events[len(events) - events[::-1].index("next micro-batch") :]
     names = [name.removeprefix(node) for name in last if name.startswith(node) or name == REDUCTION]

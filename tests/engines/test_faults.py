@@ -58,21 +58,17 @@ class End:
     said: str
     notes: list[dict[str, Any]]
 
-    def all(self, name: str) -> Any:
-        """What is the same in the notes of all ranks."""
+    def all(self, name: str) -> Any:  # what is the same in the notes of all ranks
         first, *others = [note[name] for note in self.notes]
         assert others == [first] * len(others), self.notes
         return first
 
-    def assert_soon(self) -> None:
-        """All ranks came to their end soon after the fault."""
+    def assert_soon(self) -> None:  # all ranks came to their end soon after the fault
         fault = float(Path("fault").read_text())
         assert all(note["time"] - fault < SOON for note in self.notes if note), self
 
 
-class Notes(pl.Callback):
-    """A file of each rank, with what it ended with."""
-
+class Notes(pl.Callback):  # a file of each rank, with what it ended with
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if not dist.is_initialized():  # a process that started the ranks, and is none
             return
@@ -94,8 +90,7 @@ def _parameter(module: pl.LightningModule) -> float:
     return parameter.item()
 
 
-def _running(groups: Sequence[int]) -> list[int]:
-    """What has not ended of these groups of processes."""
+def _running(groups: Sequence[int]) -> list[int]:  # what has not ended of these groups of processes
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -294,8 +289,7 @@ def test_two_nodes_without_a_fault_equal_the_full_batch(strategy: str) -> None:
 # --- a rank raises or is killed -----------------------------------------------------------------------------------------
 
 
-def assert_failed(end: End, rank: int) -> None:
-    """All ranks ended with an error, and that of the first is seen."""
+def assert_failed(end: End, rank: int) -> None:  # all ranks ended with an error, and that of the first is seen
     assert 0 not in end.statuses, end
     assert all(note["ended_with"] for note in end.notes), end
     assert f"boom on rank {rank}" in end.notes[rank]["ended_with"]

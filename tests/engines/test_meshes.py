@@ -26,9 +26,7 @@ from lightning_accum import AccumulationError, GradientAccumulation, ModelParall
 pytestmark = needs_sharding_on_cpu
 
 
-class Heads(nn.Module):
-    """One group of parameters, of which a batch takes one head."""
-
+class Heads(nn.Module):  # one group of parameters, of which a batch takes one head
     def __init__(self, number: int) -> None:
         super().__init__()
         self.each = nn.ModuleList(nn.Linear(6, 1) for _ in range(number))
@@ -37,9 +35,7 @@ class Heads(nn.Module):
         return self.each[head](x)
 
 
-class Tasks(nn.ModuleDict):
-    """Of three heads of the same size, batches take the first or the second; some leave out a whole layer."""
-
+class Tasks(nn.ModuleDict):  # of three heads of the same size, batches take the first or the second; some leave out a whole layer
     def __init__(self) -> None:
         super().__init__({"body": nn.Linear(4, 6), "extra": nn.Linear(6, 6), "heads": Heads(3)})
 
@@ -92,9 +88,7 @@ def test_shards_of_other_ranks_are_refused(over: Any, sync: str, named: str) -> 
         trained(Over(), 2, "fsdp2", {"sync": sync}, Dealt(dealt(sentences(8), 2, "fsdp2")))
 
 
-class BesideTensor(ShardedLanguage):
-    """Replicas of shards, whose layers are cut over other ranks."""
-
+class BesideTensor(ShardedLanguage):  # replicas of shards, whose layers are cut over other ranks
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelAccumulationStrategy):
             cut_linear_layers(self)
@@ -114,9 +108,7 @@ def test_replicas_of_shards_beside_tensor_parallelism_equal_the_full_batch(sync:
 VOCABULARY, LENGTH, ROWS = 11, 8, 20
 
 
-class Attending(nn.Module):
-    """Each token sees those before it, which other ranks may have."""
-
+class Attending(nn.Module):  # each token sees those before it, which other ranks may have
     def __init__(self) -> None:
         super().__init__()
         self.token, self.before, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, 6), nn.Linear(6, VOCABULARY)
@@ -130,9 +122,7 @@ class Attending(nn.Module):
         return self.head((own + self.before(means)).tanh())
 
 
-class Parts(Toy):
-    """A rank has the part of each row that it has in the mesh; one process has all of it."""
-
+class Parts(Toy):  # a rank has the part of each row that it has in the mesh; one process has all of it
     def __init__(self) -> None:
         super().__init__(self.loss_of_tokens, "adamw", Attending)
 
@@ -177,17 +167,13 @@ def test_rows_whose_tokens_two_ranks_share_equal_the_full_batch(sync: str) -> No
     assert_one_window_one_batch(Parts, loaded(), 2, "named mesh", options, windows=windows, collate=default_collate)
 
 
-class LacksLoss(Parts):
-    """Of the second batch, the rank that has the first part returns none."""
-
+class LacksLoss(Parts):  # of the second batch, the rank that has the first part returns none
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx == 1 and self.global_rank == 0 else loss
 
 
-class OfRows(Parts):
-    """A sum over the tokens of each row, and the mean of these."""
-
+class OfRows(Parts):  # a sum over the tokens of each row, and the mean of these
     def loss_of_tokens(self, net: Attending, batch: dict[str, Tensor]) -> Tensor:
         logits, labels = self.part(net, batch)
         return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1).mean()

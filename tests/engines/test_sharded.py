@@ -44,9 +44,7 @@ def windows_in(batches: int, size: int, steps: int | None = None) -> list[Any]:
     return windows_of(rows_of(batches), size, EPOCHS)[:steps]
 
 
-class OfKind(ShardedLanguage):
-    """FSDP1 by other rules than those of Lightning."""
-
+class OfKind(ShardedLanguage):  # FSDP1 by other rules than those of Lightning
     def __init__(self, **kind: Any) -> None:
         super().__init__()
         self.kind = kind
@@ -72,9 +70,7 @@ def test_other_kinds_of_fsdp1_equal_the_full_batch(kind: dict[str, Any], has_hol
     assert_one_window_one_batch(partial(OfKind, **kind), by_rank, 2, "fsdp1", epochs=EPOCHS)
 
 
-class Recomputed(ShardedLanguage):
-    """Blocks keep no activations, and run once more in the backward."""
-
+class Recomputed(ShardedLanguage):  # blocks keep no activations, and run once more in the backward
     def configure_model(self) -> None:
         super().configure_model()
         for block in self.net.blocks:
@@ -88,9 +84,7 @@ def test_activation_checkpointing_equals_the_full_batch(engine: str, reshard: bo
     assert_one_window_one_batch(partial(Recomputed, reshard_after_forward=reshard), rows_of(3), 2, engine, epochs=EPOCHS)
 
 
-class Validated(ShardedLanguage):
-    """Notes the loss of every validation."""
-
+class Validated(ShardedLanguage):  # notes the loss of every validation
     def on_fit_start(self) -> None:
         self.validation_losses: list[float] = []
 
@@ -235,9 +229,7 @@ class OneHead(ShardedLanguage):
         return language_loss(self.heads[(batch_idx + self.global_rank) % 2](self.net(batch["input_ids"])), batch["labels"])
 
 
-class Skips(ShardedLanguage):
-    """Rows of zeros have no loss."""
-
+class Skips(ShardedLanguage):  # rows of zeros have no loss
     is_early = False  # it returns None before it runs its modules
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -28,9 +28,7 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-class Planted(Language):
-    """A language model with something of its own, by name; sharded where the strategy is for that."""
-
+class Planted(Language):  # a language model with something of its own, by name; sharded where the strategy is for that
     def __init__(self, what: str = "", optimizer: str = "sgd") -> None:
         super().__init__(optimizer)
         self.what = what
@@ -125,9 +123,7 @@ def test_ranks_compute_in_the_default_type_of_this_process() -> None:
         assert verify(Planted("a number of the default type"), ROWS, devices=2, precision="32-true")
 
 
-class Compresses(DDPAccumulationStrategy):
-    """Lightning registers communication hooks on GPUs only."""
-
+class Compresses(DDPAccumulationStrategy):  # Lightning registers communication hooks on GPUs only
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         ddp = super()._setup_model(model)
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)

@@ -58,9 +58,7 @@ def test_half_precision_equals_the_full_batch_to_its_bits(precision: str, most: 
 
 
 # --- memory, and waiting for the device ---------------------------------------------------------------------------------
-class Wide(nn.Module):
-    """Keeps as many bytes for backward as it is told, for each row."""
-
+class Wide(nn.Module):  # keeps as many bytes for backward as it is told, for each row
     def __init__(self, features: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(features, features) for _ in range(8))
@@ -145,8 +143,7 @@ def test_no_micro_batch_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("policy", [{"window": 4}, {"micro_batch": 4, "trim_padding": False}], ids=["window", "split"])
 @pytest.mark.parametrize("is_whole", [False, True], ids=["network", "module"])
 def test_compiled_modules_take_the_step_of_the_full_batch(mode: str, policy: dict[str, Any], is_whole: bool) -> None:
-    def count_targets(batch: dict[str, Tensor]) -> Tensor:
-        """Where training_step is compiled, its graph is hidden."""
+    def count_targets(batch: dict[str, Tensor]) -> Tensor:  # where training_step is compiled, its graph is hidden
         return (batch["labels"][:, 1:] != -100).sum()
 
     torch._dynamo.reset()
@@ -170,9 +167,7 @@ def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-class Blocks(nn.Module):
-    """Of one width, each with a BatchNorm layer."""
-
+class Blocks(nn.Module):  # of one width, each with a BatchNorm layer
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 32, 3, padding=1, bias=False)

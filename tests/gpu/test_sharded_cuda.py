@@ -68,9 +68,7 @@ def test_a_window_equals_its_full_batch_over_nccl(engine: str, sync: str) -> Non
     assert error < 1e-11  # sums on a GPU have another order
 
 
-class Deep(Toy):
-    """Parameters that can be seen in memory: 16 layers of 4 MiB."""
-
+class Deep(Toy):  # parameters that can be seen in memory: 16 layers of 4 MiB
     def __init__(self) -> None:
         layers = [nn.Linear(1024, 1024, bias=False) for _ in range(16)]
         super().__init__(lambda net, batch: net(batch).square().mean(), net=lambda: nn.Sequential(*layers))

@@ -24,9 +24,7 @@ BATCHES = [x(1), x(2, 3, 4), x(5), x(6, 7)]
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
-class Numbers(Scalar):
-    """The gradient of a window is the mean of its numbers; the rate is for the file to set."""
-
+class Numbers(Scalar):  # the gradient of a window is the mean of its numbers; the rate is for the file to set
     def __init__(self, lr: float = 1.0) -> None:
         super().__init__(BATCHES, lr=lr)
 
@@ -44,33 +42,27 @@ def fit(path: str, module: Any = Numbers, **kwargs: Any) -> LightningCLI:
     return LightningCLI(module, args=["fit", "--config", path], **{"save_config_callback": None, **kwargs})
 
 
-def built(path: str, module: Any = Numbers) -> LightningCLI:
-    """All objects of a file, without training."""
+def built(path: str, module: Any = Numbers) -> LightningCLI:  # all objects of a file, without training
     return LightningCLI(module, args=["--config", path], run=False, save_config_callback=None)
 
 
-def grows(step: int) -> int:
-    """A window by optimizer step."""
+def grows(step: int) -> int:  # a window by optimizer step
     return 1 + step
 
 
-def tokens_grow(seen: float) -> int:
-    """A size in tokens, by those seen."""
+def tokens_grow(seen: float) -> int:  # a size in tokens, by those seen
     return 1 if seen == 0 else 4
 
 
-def halves(batch: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """The user's own way to split."""
+def halves(batch: torch.Tensor, size: int) -> list[torch.Tensor]:  # the user's own way to split
     return list(batch.split(size))
 
 
-def numel(batch: torch.Tensor) -> torch.Tensor:
-    """The user's own weight."""
+def numel(batch: torch.Tensor) -> torch.Tensor:  # the user's own weight
     return torch.tensor(batch.numel())
 
 
-def numel_without_types(batch):
-    """As most functions in scripts are."""
+def numel_without_types(batch):  # as most functions in scripts are
     return torch.tensor(batch.numel())
 
 
@@ -137,9 +129,7 @@ DDP = {"start_method": "fork", "timeout": "0:01:00", "find_unused_parameters": T
     "strategy", ["accum_ddp_fork", *(by_class("DDPAccumulationStrategy", sync=s, **DDP) for s in ("window", "micro_batch"))]
 )
 def test_two_ranks_from_yaml_take_the_step_of_their_one_batch(strategy: Any) -> None:
-    class Shares(Scalar):
-        """Two ranks, with other numbers on each."""
-
+    class Shares(Scalar):  # two ranks, with other numbers on each
         def __init__(self) -> None:
             super().__init__(by_rank=[[x(1), x(2, 3)], [x(4, 5, 6), x(7)]])
 

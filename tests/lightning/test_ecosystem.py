@@ -70,9 +70,7 @@ def test_a_stateful_loader_goes_on_from_inside_a_window_to_the_bit(
         size = {} if "batch_sampler" in options else {"batch_size": 4}
         return StatefulDataLoader(ROWS, num_workers=workers, collate_fn=pad, **size, **options)
 
-    class InOrder(Module):
-        """Notes which batches it gets."""
-
+    class InOrder(Module):  # notes which batches it gets
         def __init__(self) -> None:
             super().__init__()
             self.order: list[int] = []
@@ -215,8 +213,7 @@ class TwoOfThem(Scalar):
             raise Interrupted
 
 
-def eight(rows: int = 1) -> Any:
-    """Loader batches of 1, 2, ... 8, from a loader that knows its place."""
+def eight(rows: int = 1) -> Any:  # loader batches of 1, 2, ... 8, from a loader that knows its place.
     numbers = torch.arange(1, 9, dtype=torch.float64).repeat_interleave(rows)
     return StatefulDataLoader(numbers, batch_size=rows)
 
@@ -315,9 +312,7 @@ def regress(net: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(net(batch[0]), batch[1])
 
 
-class Regression(Toy):
-    """On equal loader batches, where Lightning's own accumulation is right too and can be compared with."""
-
+class Regression(Toy):  # on equal loader batches, where Lightning's own accumulation is right too and can be compared with
     def __init__(self, batch_size: int = 4, fits: float = float("inf")) -> None:
         super().__init__(regress, net=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
         self.batch_size, self.fits = batch_size, fits
@@ -362,9 +357,7 @@ def test_stochastic_weight_averaging_as_with_lightnings_windows_of_the_same_batc
     ids=["3", "up and down", "by epoch", "tokens"],
 )
 def test_the_rate_finder_tries_each_rate_in_one_window(policy: Any, notes: int) -> None:
-    class Rates(Scalar):
-        """Writes down the rate of every optimizer step."""
-
+    class Rates(Scalar):  # writes down the rate of every optimizer step
         def __init__(self) -> None:
             super().__init__([x(i) for i in range(1, 13)], lr=1e-3)
             self.rates: list[float] = []

@@ -21,9 +21,7 @@ def squares(net: nn.Module, batch: Tensor) -> Tensor:
     return net(batch).square().mean()
 
 
-class Swapping(Toy):
-    """Changes something about the Trainer before a training, or in the middle of an epoch."""
-
+class Swapping(Toy):  # changes something about the Trainer before a training, or in the middle of an epoch
     def __init__(self, swap: Callable[[Any, Callable[[str, Any], Any]], None], is_late: bool) -> None:
         super().__init__(squares)
         self.swap, self.is_late, self.called = swap, is_late, []
@@ -130,9 +128,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Hooked(Toy):
-    """Has a hook that does not do what Lightning's does."""
-
+class Hooked(Toy):  # has a hook that does not do what Lightning's does
     def __init__(self, optimizer: str, name: str, where: str) -> None:
         super().__init__(squares, optimizer)
         self.name, self.where = name, where
@@ -189,9 +185,7 @@ def test_a_loss_of_any_kind_has_the_gradient_that_torch_gives_it(loss: str) -> N
     assert_window_equals_batch(lambda: Toy(LOSSES[loss]), [list(rows[:2]), list(rows[2:])], policy)
 
 
-class Taking(Toy):
-    """Takes its target out of the batch, as many modules do."""
-
+class Taking(Toy):  # takes its target out of the batch, as many modules do
     def __init__(self) -> None:
         super().__init__(squares, net=lambda: nn.Linear(2, 1))
 
@@ -212,9 +206,7 @@ def rows(number: int = 4) -> dict[str, Tensor]:
 
 @SPLIT_OR_NOT
 def test_what_a_hook_puts_into_the_batch_is_trained_on_and_not_in_the_loaders(policy: dict[str, Any]) -> None:
-    class TakingAtTheStart(Taking):
-        """Does it before the micro-batches are cut."""
-
+    class TakingAtTheStart(Taking):  # does it before the micro-batches are cut
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             batch["y"] = -batch["y"]
 

@@ -33,9 +33,7 @@ def batches(number: int = 5, size: int = 8) -> list[dict[str, Any]]:
     return made
 
 
-class Classifier(Toy):
-    """Makes and logs whatever ``tell`` says of its logits, labels and loss."""
-
+class Classifier(Toy):  # makes and logs whatever ``tell`` says of its logits, labels and loss
     def __init__(self, tell: Callable[..., Any], metrics: dict[str, Any] | None = None) -> None:
         super().__init__(lambda net, batch: F.cross_entropy(net(batch["x"]), batch["y"]), net=lambda: nn.Linear(4, CLASSES))
         self.tell, self.metrics = tell, nn.ModuleDict(metrics or {})
@@ -124,9 +122,7 @@ def assert_same(found: Any, wanted: Any, where: str = "") -> None:
 @pytest.mark.some_cases(1, 1)
 @pytest.mark.parametrize("size", [3, 1, 4])
 def test_logs_outputs_metrics_and_hooks_are_those_of_the_whole_batch(size: int) -> None:
-    class Seen(Callback):
-        """Notes what the hooks of a batch get, and what metrics hold after it."""
-
+    class Seen(Callback):  # notes what the hooks of a batch get, and what metrics hold after it
         def __init__(self) -> None:
             self.seen: list[Any] = []
 
@@ -139,16 +135,12 @@ def test_logs_outputs_metrics_and_hooks_are_those_of_the_whole_batch(size: int) 
             held = [module.metrics["accuracy"], module.metrics["mean"]]
             self.seen.append([(metric.compute(), metric.update_called) for metric in held])
 
-    class Tracking(MetricTracker):
-        """Starts with one metric."""
-
+    class Tracking(MetricTracker):  # starts with one metric
         def __init__(self) -> None:
             super().__init__(MulticlassF1Score(CLASSES, ignore_index=-100))
             self.increment()
 
-    class NamedMetric(MulticlassF1Score):
-        """Computes several values, by name."""
-
+    class NamedMetric(MulticlassF1Score):  # computes several values, by name
         def compute(self) -> Any:
             value = super().compute()
             return {"f1": value, "square": value.square()}
@@ -263,9 +255,7 @@ def test_outputs_of_sorted_rows_come_back_in_the_order_of_the_batch() -> None:
     assert outputs["loss"].item() == pytest.approx((lengths.double().square().sum() / lengths.sum()).item(), rel=1e-12)
 
 
-class OfRanks(Scalar):
-    """Logs the mean of its numbers, and the numbers of each class that it has, in the order of the classes."""
-
+class OfRanks(Scalar):  # logs the mean of its numbers, and the numbers of each class that it has, in the order of the classes
     def __init__(self) -> None:
         super().__init__(by_rank=[[x(0, 0, 2, 2, 1, 1)] * 2, [x(2, 0)] * 2], lr=0.0)  # three micro-batches, and one
         self.register_buffer("seen", torch.zeros(2, 4, dtype=torch.float64))
@@ -300,8 +290,7 @@ SIZE, MANY, LENGTH, FEATURES = 4, 16, 6, 32
 KEPT: list[Tensor] = []
 
 
-def entropy(logits: Tensor) -> Tensor:
-    """Saves tensors of its own, which the backward of the loss does not free."""
+def entropy(logits: Tensor) -> Tensor:  # saves tensors of its own, which the backward of the loss does not free
     probabilities = logits.softmax(-1)
     return -(probabilities * probabilities.log()).sum(-1)
 
@@ -320,9 +309,7 @@ def returns_rows(module: pl.LightningModule, logits: Tensor, loss: Tensor) -> An
 TOLD: dict[str, Callable[..., Any]] = {"nothing": lambda module, logits, loss: loss, "logs": logs, "rows": returns_rows}
 
 
-class Tagger(Toy):
-    """Labels tokens; ``tell`` says what training_step makes of its logits and loss."""
-
+class Tagger(Toy):  # labels tokens; ``tell`` says what training_step makes of its logits and loss
     def __init__(self, tell: Callable[..., Any], capacity: int = MANY * SIZE) -> None:
         make = [nn.Embedding(11, FEATURES), nn.Linear(FEATURES, FEATURES), nn.GELU(), nn.Linear(FEATURES, 11)]
         super().__init__(lambda net, batch: None, net=lambda: nn.Sequential(*make))

@@ -209,9 +209,7 @@ ENDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, list[float]]] = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_window_that_is_cut_short_steps_on_what_is_there_and_steps_are_those_that_were_estimated(name: str) -> None:
-    class Stops(Scalar):
-        """Stops, or skips the rest of the epoch, in a batch or at the end of an epoch."""
-
+    class Stops(Scalar):  # stops, or skips the rest of the epoch, in a batch or at the end of an epoch
         def __init__(self, how: str) -> None:
             super().__init__(ONE_TO_EIGHT if how != "epoch" else ONE_TO_EIGHT[:3])
             self.how = how

@@ -80,9 +80,7 @@ def outcome(policy: dict[str, Any]) -> str:
     return "exact" if error <= 1e-12 else "told" if told else f"silently {error:.2g} off"
 
 
-class Lightning:
-    """Lightning's code, to be changed until the end of a test."""
-
+class Lightning:  # Lightning's code, to be changed until the end of a test
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
 
@@ -104,8 +102,7 @@ class Lightning:
         exec(compile(text, file, "exec", flags=postponed, dont_inherit=True), function.__globals__, made)
         self._monkeypatch.setattr(holder, method, made["make"](holder))
 
-    def copy(self, name: str, is_renamed: bool = False) -> None:
-        """Have a method under another name, too, or only there."""
+    def copy(self, name: str, is_renamed: bool = False) -> None:  # have a method under another name, too, or only there
         holder, _, method = name.partition(".")
         self._monkeypatch.setattr(HOLDERS[holder], f"{method}_", inspect.getattr_static(HOLDERS[holder], method), raising=False)
         if is_renamed:

@@ -107,9 +107,7 @@ def test_where_nothing_is_added_up_in_a_wider_type_nothing_changes(window: int, 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str)
 def test_parameters_that_some_ranks_or_none_use(options: dict[str, Any]) -> None:
-    class SomeUsed(Whole):
-        """``w`` is used on both ranks, ``of_rank_1`` on one of them, ``none`` on no rank."""
-
+    class SomeUsed(Whole):  # ``w`` is used on both ranks, ``of_rank_1`` on one of them, ``none`` on no rank
         def __init__(self) -> None:
             super().__init__(*(torch.stack([torch.arange(3.0) + 10 * i + rank / 3 for i in range(6)]) for rank in range(2)))
             self.of_rank_1, self.none = (nn.Parameter(torch.zeros(3)) for _ in range(2))

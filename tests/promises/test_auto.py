@@ -40,8 +40,7 @@ class Limited(Language):
         self.attempts.append(len(inputs[0]))
         return (limited(inputs[0], self.limit_here(), self.where, exhausted), *inputs[1:])
 
-    def limit_here(self) -> int:
-        """With ``less``, only the first batch of each window of three has room for ``most``."""
+    def limit_here(self) -> int:  # with ``less``, only the first batch of each window of three has room for ``most``
         return self.less if self.less and self.trainer.fit_loop.epoch_loop.batch_idx % 3 else self.most
 
 
@@ -184,9 +183,7 @@ def test_what_a_smaller_size_does_not_mend_is_an_error(module: Any, data: Any, p
 @pytest.mark.parametrize(("most", "agreed"), [((8, 2), 2), ((3, 8), 2), ((2, 4), 2), ((1, 1), 1)])
 @pytest.mark.parametrize("window", [1, 2])
 def test_one_rank_or_both_out_of_memory(most: tuple[int, int], agreed: int, where: str, window: int) -> None:
-    class Ranked(Limited):
-        """Every rank has half of the rows, and room of its own."""
-
+    class Ranked(Limited):  # every rank has half of the rows, and room of its own
         def __init__(self, most_by_rank: tuple[int, int], where: str) -> None:
             super().__init__(where=where)
             self.most_by_rank = most_by_rank

@@ -29,8 +29,7 @@ from lightning_accum.fabric import Accumulator
 from lightning_accum.testing import adamw, assert_window_equals_batch
 
 
-def breaks(net: nn.Module, batch: Any) -> Tensor:
-    """Only rows tell: its graph is that of a mean."""
+def breaks(net: nn.Module, batch: Any) -> Tensor:  # only rows tell: its graph is that of a mean
     return classified(net, batch) * (1 + 0.1 * len(batch[1]))
 
 
@@ -145,9 +144,7 @@ def test_a_part_without_a_finite_loss_is_no_part_of_a_batch_with_one(seed: int) 
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 4}])
 def test_a_term_that_begins_takes_the_steps_of_full_batches_from_the_first_on(policy: Any, steps: int) -> None:
-    class Begins(Toy):
-        """Another term, after a step or an epoch: its window was left out."""
-
+    class Begins(Toy):  # another term, after a step or an epoch: its window was left out
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             outputs, share = self.net(batch[0]), self.trainer.global_step // steps
             return F.cross_entropy(outputs, batch[1]) + share * outputs.square().mean()
@@ -196,9 +193,7 @@ def test_batches_of_labeled_and_of_other_samples_have_rows_of_their_own() -> Non
     assert_window_equals_batch(Toy(loss), rows, GradientAccumulation(2), collate=collate)
 
 
-class Answers(list[Any]):
-    """Samples, each of a question over a connection that counts them, which no copy has."""
-
+class Answers(list[Any]):  # samples, each of a question over a connection that counts them, which no copy has
     def __init__(self) -> None:
         super().__init__((torch.randn(1 + place % 4, 4).double(), place * place % 4) for place in range(32))
         self.sockets = socket.socketpair()
@@ -209,9 +204,7 @@ class Answers(list[Any]):
         return points + len(self.sockets[1].recv(99, socket.MSG_PEEK)), label
 
 
-class Counts(Answers):
-    """Samples that depend on how many this object has given."""
-
+class Counts(Answers):  # samples that depend on how many this object has given
     of_all = 0
 
     def __init__(self) -> None:
@@ -227,9 +220,7 @@ class Counts(Answers):
 
 @pytest.mark.parametrize("dataset", [Answers, Counts])
 def test_training_is_as_without_the_samples_that_are_drawn_for_the_check(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Draws:
-        """Counts its calls, and has random numbers of its own."""
-
+    class Draws:  # counts its calls, and has random numbers of its own
         def __init__(self) -> None:
             self.calls, self.generator = 0, torch.Generator().manual_seed(1)
 
@@ -716,9 +707,7 @@ class Centred(Toy):
         return (self.net(batch[0]) - self.left).square().mean()
 
 
-class Teaches(Centred):
-    """Leaves something for each row, and a learning rate."""
-
+class Teaches(Centred):  # leaves something for each row, and a learning rate
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.left = batch[0].sum(1, keepdim=True)
         for group in self.optimizers().param_groups:

@@ -31,9 +31,7 @@ class SmallNetwork(nn.Module):
         return self.head(self.embedding(tokens).tanh())
 
 
-class Small(Language):
-    """Compiled in a second, not in ten."""
-
+class Small(Language):  # compiled in a second, not in ten
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__(optimizer)
         torch.manual_seed(7)

@@ -37,9 +37,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[Any], list[int]]] = {
 """A policy, the loader batches, and the optimizer steps after each of three epochs."""
 
 
-class Noted(Distance):
-    """Notes the parameter after each real step, as torch sees it, and at each validation."""
-
+class Noted(Distance):  # notes the parameter after each real step, as torch sees it, and at each validation
     def __init__(self, batches: Any = (), **kwargs: Any) -> None:
         super().__init__(batches, lr=0.05, **kwargs)
         self.stepped: list[float] = []
@@ -61,9 +59,7 @@ class Noted(Distance):
         return loader([x(3), x(4)])
 
 
-class Listens(Callback):
-    """Notes each window, and how things stand then."""
-
+class Listens(Callback):  # notes each window, and how things stand then
     def __init__(self) -> None:
         self.windows: list[Any] = []
         self.steps: list[int] = []
@@ -129,9 +125,7 @@ def test_a_validation_is_of_the_parameters_after_its_step_and_leaves_the_trainin
 
 @pytest.mark.parametrize(("policy", "steps"), [({"window": 3}, 6), ({"window": 2, "tail": "carry"}, 7)], ids=str)
 def test_on_two_ranks_all_validate_after_the_same_steps(policy: dict[str, Any], steps: int) -> None:
-    class Ranked(Noted):
-        """Two ranks of other data, each of which leaves what it has counted in a file."""
-
+    class Ranked(Noted):  # two ranks of other data, each of which leaves what it has counted in a file
         def __init__(self) -> None:
             super().__init__(by_rank=[SEVEN, SEVEN[::-1]])
 
@@ -166,9 +160,7 @@ def test_a_window_is_what_its_full_batch_was_and_cannot_be_changed() -> None:
 
 @pytest.mark.parametrize("policy", [{"window": 1}, {"window": 3}, {"micro_batch": 1}], ids=str)
 def test_the_module_hears_its_windows_and_may_log_them(policy: dict[str, Any]) -> None:
-    class Hears(Noted):
-        """The module's own hook, which logs."""
-
+    class Hears(Noted):  # the module's own hook, which logs
         def on_window_end(self, window: Any) -> None:
             self.log("heard", window.loss, on_step=False, on_epoch=True, batch_size=1)
 

@@ -32,9 +32,7 @@ class Newton(Scalar):
         return torch.optim.LBFGS(self.parameters())
 
 
-class Layered(Scalar):
-    """With a layer that is never called."""
-
+class Layered(Scalar):  # with a layer that is never called
     def __init__(self, layer: nn.Module) -> None:
         super().__init__([x(1.0), x(2.0)])
         self.layer = layer

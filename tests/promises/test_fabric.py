@@ -109,8 +109,7 @@ def loop(fabric: Fabric | None, optimizer: str, loader: Any, task: Task = LANGUA
 
 def assert_steps_of(
     found: Trained, optimizer: str, windows: Sequence[Any], task: Task = LANGUAGE, shown: slice = slice(None)
-) -> None:
-    """These are a loop's on one full batch a window, and so are the losses of windows in ``shown``."""
+) -> None:  # these are a loop's on one full batch a window, and so are the losses of windows in ``shown``
     reference, losses = Toy(task.loss, optimizer, task.make), []
 
     def noted(batch: Any) -> Tensor:
@@ -184,8 +183,7 @@ def test_two_ranks_take_the_steps_of_one_process_on_the_full_batch(strategy: str
     assert_steps_of(on_two(run, strategy), "adamw", [rows[i : i + 16] for i in range(0, 41, 16)] * 2)
 
 
-def switching(fabric: Fabric) -> Trained | str:
-    """A loop with what is left of Fabric's own recipe for accumulation."""
+def switching(fabric: Fabric) -> Trained | str:  # a loop with what is left of Fabric's own recipe for accumulation
     model, wrapped, _, accumulator = set_up(fabric, "adamw", window=2)
     losses = []
     try:
@@ -267,9 +265,7 @@ BATCHES = [rows_of_terms(size, seed) for seed, size in enumerate((3, 1, 5, 2, 2,
 WINDOWS = windows_of([BATCHES], 4)
 
 
-class LossOfTerms(nn.Module):
-    """The loss of a batch, as the model that the loop calls."""
-
+class LossOfTerms(nn.Module):  # the loss of a batch, as the model that the loop calls
     def __init__(self, name: str) -> None:
         super().__init__()
         self.of = OfTerms(LOSSES[name].of)
@@ -288,8 +284,7 @@ def of_terms(name: str = "tokens and samples") -> Task:
 
 def loop_of_terms(
     optimizer: str, batches: Sequence[Any], task: Task | None = None, fabric: Any = None, **arguments: Any
-) -> Trained:
-    """One pass."""
+) -> Trained:  # one pass
     return loop(fabric, optimizer, list(map(default_collate, batches)), task or of_terms(), 1, **arguments)
 
 
@@ -362,8 +357,7 @@ def accumulator_of(model: nn.Module, **arguments: Any) -> Accumulator:
     return Accumulator(None, model, torch.optim.SGD(model.parameters(), 1.0), log=False, **arguments)
 
 
-def scalar() -> nn.Linear:
-    """Its gradient is the mean of what it sees."""
+def scalar() -> nn.Linear:  # its gradient is the mean of what it sees
     model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     nn.init.zeros_(model.weight)
     return model
@@ -519,8 +513,7 @@ def test_a_step_that_a_grad_scaler_leaves_out_is_none_and_clipping_is_unscaled()
 Body = Callable[[Accumulator, nn.Module, Any, Tensor], Any]
 
 
-def run(body: Body, **arguments: Any) -> None:
-    """A loop with this body."""
+def run(body: Body, **arguments: Any) -> None:  # a loop with this body
     model = nn.Sequential(scalar(), scalar())
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     accumulator = Accumulator(None, model, optimizer, log=False, **{"window": 2, **arguments})
@@ -592,9 +585,7 @@ def test_hooks_of_parameters_that_see_each_micro_batch_are_warned_of(register: s
     assert messages == []
 
 
-class Counted(list):
-    """Says that it has so many batches."""
-
+class Counted(list):  # says that it has so many batches
     length = 0
 
     def __len__(self) -> int:

@@ -38,8 +38,7 @@ ROWS = [LINES[sum(SIZES[:place]) : sum(SIZES[: place + 1])] for place in range(l
 POLICIES = {"windows": {"window": 4}, "split": {"micro_batch": 3}}
 
 
-def make_batch(rows: Any) -> dict[str, Tensor]:
-    """Padded with 0; labels are -100 there, and at every fifth word."""
+def make_batch(rows: Any) -> dict[str, Tensor]:  # padded with 0; labels are -100 there, and at every fifth word
     batch = pad(rows)
     return {**batch, "labels": batch["labels"].masked_fill(batch["input_ids"] % 5 == 4, -100)}
 

@@ -42,8 +42,7 @@ def batches(*rows: int) -> list[list[Tensor]]:
     return [[x.float(), labels] for x, labels in labelled(*rows)]
 
 
-def small_break(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Less than bfloat16 rounds."""
+def small_break(outputs: Tensor, labels: Tensor) -> Tensor:  # less than bfloat16 rounds
     return F.cross_entropy(outputs, labels) + 0.02 * F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
 
 
@@ -120,9 +119,7 @@ def test_counts_that_half_precision_rounds_and_those_of_ignored_labels_make_the_
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("part", [0.0, 0.02])
 def test_rows_that_depend_on_each_other_by_less_than_half_precision_rounds_are_not_run_apart(precision: str, part: float) -> None:
-    class Beside(nn.Module):
-        """Adds a part of the mean of all rows to each."""
-
+    class Beside(nn.Module):  # adds a part of the mean of all rows to each
         def __init__(self, part: float) -> None:
             super().__init__()
             self.layer, self.part = nn.Linear(4, 4), part

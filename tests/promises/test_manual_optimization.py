@@ -51,9 +51,7 @@ def full_batches(size: int = 3, kind: type[Manual] = GAN) -> list[Any]:
     return [default_collate(rows) for rows in windows_of([draw(kind)], size)]
 
 
-class Ranked(GAN):
-    """Each rank has a loader of its own; ``without`` is the rank that has no second batch."""
-
+class Ranked(GAN):  # each rank has a loader of its own; ``without`` is the rank that has no second batch
     without = -1
 
     def train_dataloader(self) -> Any:
@@ -123,9 +121,7 @@ def test_a_step_before_a_loss_that_depends_on_it_is_an_error(dtype: torch.dtype)
     fit(Dependent(), batches_of(GAN))
 
 
-class OneOptimizer(GAN):
-    """The first optimizer steps on what ``backwards`` leaves."""
-
+class OneOptimizer(GAN):  # the first optimizer steps on what ``backwards`` leaves
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()[0]
         optimizer.zero_grad()
@@ -157,18 +153,14 @@ class Sometimes(GAN):
         opt_d.step()
 
 
-class NeverZero(Manual):
-    """Gradients are never cleared: the module's own run adds each batch's to those before."""
-
+class NeverZero(Manual):  # gradients are never cleared: the module's own run adds each batch's to those before
     def training_step(self, batch: Any, batch_idx: int) -> None:
         opt_g, _ = self.optimizers()
         self.manual_backward(self.discriminator(self.generator(batch[1])).square().mean())
         opt_g.step()
 
 
-class OwnScheduler(GAN):
-    """A scheduler that the Trainer does not know of."""
-
+class OwnScheduler(GAN):  # a scheduler that the Trainer does not know of
     def on_train_start(self) -> None:
         self.kept = {"schedule": torch.optim.lr_scheduler.ExponentialLR(self.optimizers(use_pl_optimizer=False)[0], 0.5)}
 
@@ -188,9 +180,7 @@ class StepsInHook(GAN):
         optimizer.zero_grad()
 
 
-class NearItsStart(OneOptimizer):
-    """Distances to the initial parameters, which have no gradient at first, beside a loss and alone."""
-
+class NearItsStart(OneOptimizer):  # distances to the initial parameters, which have no gradient at first, beside a loss and alone
     def build(self) -> None:
         super().build()
         self.start = [own.detach().clone() for own in self.generator.parameters()]
@@ -248,9 +238,7 @@ def test_a_rank_without_the_last_batch_of_a_window_ends_all(rank: int) -> None:
     assert time.monotonic() - begin < 15  # and not after the time-out of the group
 
 
-class Shorter(Unclipped):
-    """Rank 1 has a loader batch less."""
-
+class Shorter(Unclipped):  # Rank 1 has a loader batch less
     steps = 0
 
     def train_dataloader(self) -> Any:
@@ -377,9 +365,7 @@ class Direct(OneOptimizer):
         self.discriminator(self.generator(batch[1])).square().mean().backward()
 
 
-class Follows(GAN):
-    """A moving average in a hook, written through ``.data``, which counts no changes."""
-
+class Follows(GAN):  # a moving average in a hook, written through ``.data``, which counts no changes
     def build(self) -> None:
         super().build()
         self.average = copy.deepcopy(self.generator).requires_grad_(False)
@@ -470,9 +456,7 @@ def test_gradients_with_a_graph_are_refused() -> None:
 
 
 # --- losses that do not add up ----------------------------------------------------------------------------------------------
-class Compares(GAN):
-    """The second backward compares the rows of its batch."""
-
+class Compares(GAN):  # the second backward compares the rows of its batch
     def training_step(self, batch: Any, batch_idx: int) -> None:
         opt_g, opt_d = self.optimizers()
         opt_g.zero_grad()
@@ -486,9 +470,7 @@ class Compares(GAN):
         opt_d.step()
 
 
-class OfTerms(OneOptimizer):
-    """A mean over rows beside one over what is chosen, in one backward."""
-
+class OfTerms(OneOptimizer):  # a mean over rows beside one over what is chosen, in one backward
     def terms(self, batch: Any) -> list[Tensor]:
         found = self.generator(batch[1])
         return [found[batch[1][:, 0] > -0.5].square().mean(), (found - 1).abs().mean()]
@@ -528,9 +510,7 @@ def test_terms_in_backwards_of_their_own_are_exact() -> None:
 
 
 def test_a_term_that_begins_later_is_warned_of() -> None:
-    class Begins(OneOptimizer):
-        """Another term of the loss begins with the fourth loader batch."""
-
+    class Begins(OneOptimizer):  # another term of the loss begins with the fourth loader batch
         def backwards(self, batch: Any, batch_idx: int) -> None:
             found = self.generator(batch[1])
             loss = found.square().mean()

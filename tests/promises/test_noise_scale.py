@@ -38,9 +38,7 @@ class Summed(Quadratic):
         return 0.5 * (self.w - x).square().sum()
 
 
-class Kept(GradientNoiseScale):
-    """Leaves its estimate in a file, since forked processes take theirs with them."""
-
+class Kept(GradientNoiseScale):  # leaves its estimate in a file, since forked processes take theirs with them
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         torch.save(self.estimate, f"estimate_{trainer.global_rank}.pt")

@@ -26,9 +26,7 @@ FEATURES, WIDTH, CLASSES, IGNORED = 3, 6, 4, -100
 Batch = dict[str, Tensor]
 
 
-class Net(nn.Module):
-    """Two layers; in the backward, ``added`` goes into the gradient of the first."""
-
+class Net(nn.Module):  # two layers; in the backward, ``added`` goes into the gradient of the first
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
@@ -52,9 +50,7 @@ def spoilt_by_its_rows(net: Net, batch: Batch) -> Tensor:
     return F.cross_entropy(logits + spoilt, batch["y"], ignore_index=IGNORED)
 
 
-class Classifier(Toy):
-    """Rows of a batch may spoil its loss, or the gradients of the first layer."""
-
+class Classifier(Toy):  # rows of a batch may spoil its loss, or the gradients of the first layer
     def __init__(self, *by_rank: Sequence[Any], optimizer: str = "adamw") -> None:
         super().__init__(spoilt_by_its_rows, optimizer, Net)
         self.by_rank = by_rank
@@ -66,8 +62,7 @@ class Classifier(Toy):
         shard(self, [self.net.first, self.net])
 
 
-def labels(*ys: int, fault: int = FINE, seed: int = 0) -> Batch:
-    """Rows of these labels, the last of them spoilt."""
+def labels(*ys: int, fault: int = FINE, seed: int = 0) -> Batch:  # rows of these labels, the last of them spoilt
     x = torch.randn(len(ys), FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return {"x": x, "y": torch.tensor(ys), "fault": torch.tensor([FINE] * (len(ys) - 1) + [fault])}
 
@@ -124,9 +119,7 @@ def test_one_warning_names_batch_rank_and_what_is_not_finite(fault: int) -> None
     assert (shown["window/skipped_micro_batches"], shown["window/micro_batches"], shown["window/weight"]) == (2, 1, 2)
 
 
-class Logging(Classifier):
-    """Logs its loss in several ways, returns what it computed, counts what it has seen, and holds state."""
-
+class Logging(Classifier):  # logs its loss in several ways, returns what it computed, counts what it has seen, and holds state
     def __init__(self, *by_rank: Sequence[Any]) -> None:
         super().__init__(*by_rank)
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")

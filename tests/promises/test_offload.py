@@ -176,9 +176,7 @@ def contrastive(net: nn.Module, batch: Any) -> Tensor:
     return clip(found := net(batch[0]), found.flip(1), found, torch.tensor(1.0))
 
 
-class Images(Toy):
-    """BatchNorm and dropout, in single precision."""
-
+class Images(Toy):  # BatchNorm and dropout, in single precision
     def __init__(self, loss: Any, optimizer: str = "adamw") -> None:
         super().__init__(loss, optimizer, normalised)
         self.float()
@@ -229,8 +227,7 @@ ON_RANKS = [on("ddp", 3), *OPTIONS, on("fsdp2", 1), on("fsdp1", 1), on("fsdp2", 
 @pytest.mark.some_cases(1, 3)
 @pytest.mark.parametrize(("engine", "options", "window"), ON_RANKS)
 def test_windows_and_ranks(memory: OtherMemory, engine: str, options: dict[str, Any], window: int) -> None:
-    def moves(host: OtherMemory) -> pl.Callback:
-        """Something was moved on each of several ranks, and nothing lost."""
+    def moves(host: OtherMemory) -> pl.Callback:  # something was moved on each of several ranks, and nothing lost
 
         def look(trainer: pl.Trainer, pl_module: Any) -> None:
             assert trainer.world_size == 1 or (host.out > 0 and not host.faults)
@@ -246,9 +243,7 @@ LAYERS = 12
 
 
 def test_the_peak_is_a_few_layers_and_not_all_of_them(memory: OtherMemory) -> None:
-    class Deep(Toy):
-        """Convolutions with BatchNorm between them, all of one width."""
-
+    class Deep(Toy):  # convolutions with BatchNorm between them, all of one width
         def __init__(self, alive: Alive) -> None:
             layers = (nn.Sequential(nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16), nn.Tanh()) for _ in range(LAYERS))
             loss = lambda net, batch: (net(batch) - 1).square().mean()  # noqa: E731

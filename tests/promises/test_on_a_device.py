@@ -44,9 +44,7 @@ def test_counts_of_a_device_are_exact(make: Any, policy: dict[str, Any]) -> None
     assert_one_window_one_batch(make, [batches], GradientAccumulation(**policy), optimizers=[None, adamw])
 
 
-class Graphed(nn.Module):
-    """Its backward writes to the same memory each time, like that of ``torch.cuda.make_graphed_callables``."""
-
+class Graphed(nn.Module):  # its backward writes to the same memory each time, like that of ``torch.cuda.make_graphed_callables``
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, weight: Tensor, static: Tensor) -> Tensor:

@@ -21,9 +21,7 @@ BATCHES = [torch.randn(3, 4, generator=GENERATOR, dtype=torch.float64) for _ in 
 WHOLE = [joined(BATCHES[first : first + 3]) for first in range(0, 12, 3)]
 
 
-class Net(pl.LightningModule):
-    """Two layers whose output is compared with that of a second one."""
-
+class Net(pl.LightningModule):  # two layers whose output is compared with that of a second one
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -66,9 +64,7 @@ FollowsAtBatchEnd = with_(on_train_batch_end=lambda self, *_: self.follow())
 FollowsOnce = with_(optimizer_step=_optimizer_step)
 
 
-class Queue(Net):
-    """MoCo: the keys of earlier batches are the negatives of this one."""
-
+class Queue(Net):  # MoCo: the keys of earlier batches are the negatives of this one
     def made(self) -> None:
         self.register_buffer("queue", F.normalize(torch.randn(12, 4, dtype=torch.float64)))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
@@ -81,9 +77,7 @@ class Queue(Net):
         return F.cross_entropy(logits / 0.2, torch.zeros(len(k), dtype=torch.long))
 
 
-class Memory(Net):
-    """No loss depends on what it keeps."""
-
+class Memory(Net):  # no loss depends on what it keeps
     def made(self) -> None:
         self.register_buffer("queue", torch.zeros(4, 4, dtype=torch.float64))
         self.online.append(weight_norm(nn.Linear(4, 4)).double())
@@ -125,9 +119,7 @@ class OfMean(Net):
         return super().training_step(batch - self.mean, batch_idx)
 
 
-class ByGlobalStep(Net):
-    """Changes its teacher when ``global_step`` has grown."""
-
+class ByGlobalStep(Net):  # changes its teacher when ``global_step`` has grown
     last = -1
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

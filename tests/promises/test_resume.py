@@ -87,9 +87,7 @@ def test_a_checkpoint_before_the_step_of_a_window_says_that_it_lacks_it() -> Non
 def test_a_window_of_counted_terms_that_was_begun_on_other_ranks_begins_anew() -> None:
     """What its terms weigh was counted in batches that these ranks do not have."""
 
-    class OfTwoCounts(Scalar):
-        """Means over all numbers, and over those above 2."""
-
+    class OfTwoCounts(Scalar):  # means over all numbers, and over those above 2
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             return (self.w * batch).mean() + (self.w * batch[batch > 2]).mean()
 
@@ -173,9 +171,7 @@ def test_parameters_frozen_since_the_checkpoint_stay_where_they_are() -> None:
     assert module.w.item() != -2.0
 
 
-class Placed(Scalar):
-    """Its loader knows its place. Notes which epochs begin, and the loss of each that ends."""
-
+class Placed(Scalar):  # its loader knows its place. Notes which epochs begin, and the loss of each that ends.
     def __init__(self, values: list[Any]) -> None:
         super().__init__([None if value is None else x(value) for value in values])
         self.optimizer = super().configure_optimizers()

@@ -95,9 +95,7 @@ def test_the_error_of_a_loss_of_pairs_names_submodules_with_which_it_is_exact(na
 
 
 def test_random_numbers_are_those_of_the_first_pass_and_go_on_as_if_it_were_the_only_one() -> None:
-    class Drawing(Toy):
-        """Begins each step with a seed of its own, and notes which random numbers are next after its backward."""
-
+    class Drawing(Toy):  # begins each step with a seed of its own, and notes which random numbers are next after its backward
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             torch.manual_seed(batch_idx)
             random.seed(batch_idx)
@@ -129,9 +127,7 @@ def test_random_numbers_are_those_of_the_first_pass_and_go_on_as_if_it_were_the_
 
 
 # --- any call -----------------------------------------------------------------------------------------------------------
-class Encoder(nn.Module):
-    """A small network, and a ``forward(self, *inputs)``."""
-
+class Encoder(nn.Module):  # a small network, and a ``forward(self, *inputs)``
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
         self.net = mlp()
@@ -154,8 +150,7 @@ def sharing() -> dict[str, nn.Module]:
     linear = nn.Linear(5, 6)
     return {"a": linear, "b": nn.Sequential(linear, nn.Tanh())}
 
-def model(make: Callable[[], Any]) -> nn.ModuleDict:
-    """Named submodules, a stem before them and a number."""
+def model(make: Callable[[], Any]) -> nn.ModuleDict:  # named submodules, a stem before them and a number
     made = make()
     net = nn.ModuleDict({**(made if isinstance(made, dict) else {"a": made}), "stem": nn.Linear(5, 5)})
     net.weight = nn.Parameter(torch.tensor(1.3))
@@ -232,8 +227,7 @@ def sequences(x: Tensor) -> Tensor:
 def images(x: Tensor) -> Tensor:
     return (x.sum(1)[:, None] * torch.linspace(-2, 2, 3 * 16 * 16).to(x)).sin().reshape(-1, 3, 16, 16)
 
-def texts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers of words, their mask and the lengths of rows."""
+def texts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # numbers of words, their mask and the lengths of rows
     lengths = (x[:, 0].abs() * 1000).long() % LENGTH + 1
     mask = (torch.arange(LENGTH) < lengths[:, None]).long()
     return ((x.sum(1).abs()[:, None] * 1000).long() + torch.arange(LENGTH) * 7) % (CLASSES - 3) * mask + 3 * mask, mask, lengths
@@ -257,9 +251,7 @@ def gpt_model() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     return transformers.GPT2Model(transformers.GPT2Config(vocab_size=CLASSES, n_positions=16, n_embd=16, n_layer=1, n_head=2))
 
-class Packed(nn.Module):
-    """An LSTM over packed sequences."""
-
+class Packed(nn.Module):  # an LSTM over packed sequences
     def __init__(self, is_padded_to_batch: bool) -> None:
         super().__init__()
         self.rnn, self.is_padded_to_batch = nn.LSTM(5, 7, 2, batch_first=True, bidirectional=True), is_padded_to_batch
@@ -288,8 +280,7 @@ def embedding(**options: Any) -> nn.Module:
 def of_ids(net: Any, x: Tensor) -> Tensor:
     return spread(net.a(texts(x)[0]) @ net.a[0].weight.T) + net.a[0].weight.square().sum()
 
-def keeps(what: Callable[[Any, Tensor], Any]) -> Callable[[], nn.Module]:
-    """Leaves something in an attribute."""
+def keeps(what: Callable[[Any, Tensor], Any]) -> Callable[[], nn.Module]:  # leaves something in an attribute
 
     def forward(self: Any, x: Tensor) -> Tensor:
         z: Tensor = self.net(x)
@@ -464,8 +455,7 @@ def test_names_and_sizes_that_do_not_fit_are_refused_before_training(policy: dic
 
 
 # --- windows and what else there is ---------------------------------------------------------------------------------------
-def uneven() -> list[list[Any]]:
-    """Loader batches of unequally many rows, most of one of which are ignored."""
+def uneven() -> list[list[Any]]:  # loader batches of unequally many rows, most of one of which are ignored
     rows = batches(3, 10, 7, 5, 8, 2)
     rows[1][2:] = [(x, -100) for x, _ in rows[1][2:]]
     return rows
@@ -517,9 +507,7 @@ def test_the_networks_of_a_gan_in_manual_optimization() -> None:
 WITH_RANKS: dict[str, Any] = {"collate": default_collate, "optimizers": (sgd, adamw)}
 
 
-class Gathering(Toy):
-    """A loss of the rows of all ranks, as a CLIP over ranks has it: each gathers, and sees the whole."""
-
+class Gathering(Toy):  # a loss of the rows of all ranks, as a CLIP over ranks has it: each gathers, and sees the whole
     def __init__(self, loss: Loss, gathers: str = "lightning", is_sharded: bool = False) -> None:
         super().__init__(loss, net=encoder_and_scale)
         self.gathers, self.head = gathers, nn.Linear(6, 6, bias=False).double()

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_accum import BalancedBatchSampler, GradientAccumulation, SameOrderSampler, Tokens
 
 
-def log_normal(number: int, seed: int = 0) -> list[int]:
-    """Median 80, longest 512."""
+def log_normal(number: int, seed: int = 0) -> list[int]:  # median 80, longest 512
     generator = random.Random(seed)
     return [max(1, min(512, round(80 * math.exp(0.9 * generator.gauss(0, 1))))) for _ in range(number)]
 

@@ -10,9 +10,7 @@ from support import Scalar, fit, fp16_on_cpu, x
 from lightning_accum import GradientAccumulation
 
 
-class Counting(torch.optim.lr_scheduler.LRScheduler):
-    """Notes at which optimizer step it was stepped."""
-
+class Counting(torch.optim.lr_scheduler.LRScheduler):  # notes at which optimizer step it was stepped
     def __init__(self, optimizer: Any, module: Any) -> None:
         self.module, self.at = module, []
         super().__init__(optimizer)
@@ -114,9 +112,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     [*(("loss", name) for name in POLICIES), *(("labels", name) for name, p in POLICIES.items() if "micro_batch" in p)],
 )
 def test_a_window_without_a_loss_changes_nothing_and_counts_alike_however_its_batch_runs(missing: str, policy: str) -> None:
-    class Momentum(Scheduled):
-        """Gradients that are zeros, and not None, would be steps of the momentum and the weight decay."""
-
+    class Momentum(Scheduled):  # gradients that are zeros, and not None, would be steps of the momentum and the weight decay
         def loss(self, x: Any) -> Any:
             if missing == "loss":
                 return super().loss(x)

@@ -36,9 +36,7 @@ WHILE_TRAINING = ("is not finite: ", "reach its size, but the loss is a sum")
 REFUSED = (MisconfigurationException, ValueError, FloatingPointError)
 
 
-class Searched(pl.LightningModule):
-    """Trains the net of a point, and notes what each optimizer step was made of."""
-
+class Searched(pl.LightningModule):  # trains the net of a point, and notes what each optimizer step was made of
     def __init__(self, point: Point) -> None:
         super().__init__()
         self.allow_zero_length_dataloader_with_multiple_devices = True
@@ -108,9 +106,7 @@ CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
 }
 
 
-class Stopper(pl.Callback):
-    """Ends a training after so many loader batches; its checkpoint is taken before the tail that this makes."""
-
+class Stopper(pl.Callback):  # ends a training after so many loader batches; its checkpoint is taken before the tail that this makes
     def __init__(self, after: int, checkpoint: str | None = None) -> None:
         self.left, self.checkpoint = after, checkpoint
 
@@ -123,8 +119,7 @@ class Stopper(pl.Callback):
                 pl_module.begun = deepcopy(pl_module.outcome)
 
 
-def train(point: Point, *more: pl.Callback, **checkpoint: str) -> Searched:
-    """As the package does."""
+def train(point: Point, *more: pl.Callback, **checkpoint: str) -> Searched:  # as the package does
     callbacks = [GradientAccumulation(**point.arguments())]
     callbacks += [CALLBACKS[name]() for name in point.callbacks]
     callbacks += [] if point.stops_after is None else [Stopper(point.stops_after)]

@@ -23,9 +23,7 @@ from lightning_accum import AccumulationError, GradientAccumulation, Tokens, Uns
 from lightning_accum.testing import assert_window_equals_batch
 
 
-class Gets(Scalar):
-    """Keeps what training_step gets, of a loss that depends on no row."""
-
+class Gets(Scalar):  # keeps what training_step gets, of a loss that depends on no row
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[Any] = []
@@ -48,8 +46,7 @@ def pieces(data: Any, micro_batch: Any = 3, number: int | None = None, **policy:
 
 
 # --- which containers ----------------------------------------------------------------------------------------------------
-def rows(*shape: int, start: int = 0) -> Tensor:
-    """A tensor whose entries all differ."""
+def rows(*shape: int, start: int = 0) -> Tensor:  # a tensor whose entries all differ
     return torch.arange(start, start + int(torch.tensor(shape).prod())).reshape(shape)
 
 

@@ -34,9 +34,7 @@ for place in (3, 4):
     UNLABELLED[place]["y"] = torch.tensor(-100)
 
 
-class Reader(pl.LightningModule):
-    """Embeds tokens; the loss is told from outside."""
-
+class Reader(pl.LightningModule):  # embeds tokens; the loss is told from outside
     widths: list[int]
 
     def __init__(self, loss: Callable[[Any, Any], Tensor]) -> None:
@@ -56,8 +54,7 @@ class Reader(pl.LightningModule):
 
 
 # fmt: off
-def of_tokens(module: Reader, batch: Row) -> Tensor:
-    """The loss of each token, none of padding."""
+def of_tokens(module: Reader, batch: Row) -> Tensor:  # the loss of each token, none of padding
     logits = module.head(module.token(batch["input_ids"]))
     losses = F.cross_entropy(logits.flatten(0, 1), (batch["input_ids"] % 3).flatten(), reduction="none").reshape(logits.shape[:2])
     return losses * batch["attention_mask"]

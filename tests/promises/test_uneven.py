@@ -37,9 +37,7 @@ def means(by_rank: Sequence[Sequence[Tensor]], window: int) -> list[float]:
     return [torch.cat(parts).mean().item() for parts in windows]
 
 
-class Uneven(ShardedScalar):
-    """Each data-parallel rank has batches of its own. What training ended with is in a file for each rank."""
-
+class Uneven(ShardedScalar):  # each data-parallel rank has batches of its own. What training ended with is in a file for each rank.
     def __init__(self, by_rank: Sequence[Sequence[Any]] = (), has_length: bool = True) -> None:
         super().__init__(by_rank=by_rank)
         self.allow_zero_length_dataloader_with_multiple_devices = True
@@ -122,8 +120,7 @@ CASES = [  # an engine, so many loader batches of each rank, and how they make w
 @pytest.mark.parametrize(("engine", "options", "lengths", "policy"), CASES)
 def test_ranks_that_end_at_different_times_equal_the_full_batch(
     engine: str, options: dict[str, Any], lengths: tuple[int, ...], policy: dict[str, Any], has_length: bool
-) -> None:
-    """Of a mean of numbers: the gradient of each window is the mean of all of its own."""
+) -> None:  # of a mean of numbers: the gradient of each window is the mean of all of its own
     rows = [[list(batch) for batch in own] for own in batches(*lengths)]
     arguments = {"collate": torch.stack, "epochs": EPOCHS, "has_length": has_length}
     assert_one_window_one_batch(ShardedScalar, rows, GradientAccumulation(**policy), engine, options, **arguments)
@@ -133,15 +130,11 @@ def test_ranks_that_end_at_different_times_equal_the_full_batch(
 @LENGTHS_KNOWN
 @ENGINES
 def test_lengths_may_change_from_epoch_to_epoch(engine: str, has_length: bool) -> None:
-    class Streams(Unsized):
-        """Others in each epoch."""
-
+    class Streams(Unsized):  # others in each epoch
         def __iter__(self) -> Iterator[Any]:
             return iter(self.batches.pop(0))
 
-    class ByEpoch(Uneven):
-        """In each epoch the loaders have other lengths."""
-
+    class ByEpoch(Uneven):  # in each epoch the loaders have other lengths
         def train_dataloader(self) -> DataLoader:
             by_epoch = [by_rank[self.global_rank] for by_rank in self.by_rank]
             if self.has_length:
@@ -191,9 +184,7 @@ def test_what_is_logged_in_an_epoch_counts_every_sample_once(engine: str, has_le
 @LENGTHS_KNOWN
 @ENGINES
 def test_a_rank_that_stands_in_changes_nothing_of_its_own(engine: str, has_length: bool) -> None:
-    class Changes(Uneven):
-        """Its training_step changes what a module can hold."""
-
+    class Changes(Uneven):  # its training_step changes what a module can hold
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.seen: list[float] = []
@@ -224,9 +215,7 @@ def test_a_rank_that_stands_in_changes_nothing_of_its_own(engine: str, has_lengt
 )
 @ENGINES
 def test_validation_is_on_all_ranks_at_once(engine: str, has_length: bool, interval: float, expected: list[int]) -> None:
-    class Validates(Uneven):
-        """Notes how many batches it had trained on at each validation."""
-
+    class Validates(Uneven):  # notes how many batches it had trained on at each validation
         def on_fit_start(self) -> None:
             self.validated_at: list[int] = []
 

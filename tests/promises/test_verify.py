@@ -64,9 +64,7 @@ def names(report: Any) -> list[str]:
 
 
 # --- modules of others ---------------------------------------------------------------------------------------------------
-class Talking(Language):
-    """Logs to its logger, looks at a metric of validation that one step does not have, and brings callbacks."""
-
+class Talking(Language):  # logs to its logger, looks at a metric of validation that one step does not have, and brings callbacks
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.logger.experiment.add_scalar("loss", loss, self.global_step)
@@ -171,9 +169,7 @@ def changed(change: Callable[[Any], Any], *middle: nn.Module) -> Classifier:
     return module
 
 
-class Late(Classifier):
-    """Layers that are made while the Trainer sets up."""
-
+class Late(Classifier):  # layers that are made while the Trainer sets up
     def setup(self, stage):
         self.scale = nn.Linear(3, 3)
 
@@ -405,9 +401,7 @@ def test_batches_of_a_class_of_their_own_are_joined_and_split_by_functions() -> 
         def training_step(self, batch, batch_idx):
             return (self.w * batch.values).mean()
 
-    class Bags:
-        """Sets of numbers of different sizes, which are collated end to end in an object of their own."""
-
+    class Bags:  # sets of numbers of different sizes, which are collated end to end in an object of their own
         def __init__(self, values: Any) -> None:
             self.values = values if isinstance(values, Tensor) else torch.cat(values)
 

@@ -144,12 +144,10 @@ MIXES = [  # an engine; the loader batches of a window, and their rows; the rows
 def test_every_mix_of_ranks_window_and_micro_batch_has_the_curve_and_the_parameters_of_full_batches(
     engine: str, options: dict[str, Any], window: int, batch: int, micro_batch: int | None, optimizer: str
 ) -> None:
-    def same_order(batch: int) -> DataLoader:
-        """The one line: whatever the ranks, the same global batches."""
+    def same_order(batch: int) -> DataLoader:  # the one line: whatever the ranks, the same global batches
         return DataLoader(SEQUENCES, batch_size=batch, sampler=SameOrderSampler(SEQUENCES, seed=SEED), collate_fn=pad)
 
-    def global_batches() -> list[list[Tensor]]:
-        """Of all epochs, in an order that knows no sampler."""
+    def global_batches() -> list[list[Tensor]]:  # of all epochs, in an order that knows no sampler
         found = []
         for epoch in range(EPOCHS):
             order = torch.randperm(len(SEQUENCES), generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
@@ -166,9 +164,7 @@ def test_every_mix_of_ranks_window_and_micro_batch_has_the_curve_and_the_paramet
 KINDS = ["no batch", "None before the forward", "None after the forward", "all labels ignored"]
 
 
-class Hole(list):
-    """Rows that are not in their window."""
-
+class Hole(list):  # rows that are not in their window
     def __init__(self, rows: Any, kind: str) -> None:
         super().__init__()
         self.rows, self.kind = rows, kind
@@ -196,8 +192,7 @@ class Holed(ShardedLanguage):
 
 def assert_the_rest_is_the_window(
     engine: str, options: Any, places: list[tuple[int, int]], kinds: list[str], rows: Any = ROWS[:28], **policy: Any
-) -> None:
-    """With each of the kinds in turn at loader batches of ranks."""
+) -> None:  # with each of the kinds in turn at loader batches of ranks
     by_rank: list[list[Any]] = dealt(rows, 2, engine)
     for index, (rank, place) in enumerate(places):
         by_rank[rank][place] = Hole(by_rank[rank][place], kinds[index % len(kinds)])

@@ -26,8 +26,7 @@ ENGINES = [
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("engine", "options"), ENGINES)
 def test_windows_of_tokens_are_their_full_batches(engine: str, options: dict[str, Any], optimizer: str, has_length: bool) -> None:
-    def tokens_of(rows: list[torch.Tensor]) -> int:
-        """A row has one prediction less than tokens."""
+    def tokens_of(rows: list[torch.Tensor]) -> int:  # a row has one prediction less than tokens
         return sum(len(row) - 1 for row in rows)
 
     def windows_of_tokens(of_ranks: list[list[list[torch.Tensor]]], size: int) -> list[list[torch.Tensor]]:

@@ -28,9 +28,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Package:
-    """What is installed, and the cases that it has. ``imports`` is the Lightning that its modules are of."""
-
+class Package:  # what is installed, and the cases that it has. ``imports`` is the Lightning that its modules are of.
     name: str
     field: str
     imports: str

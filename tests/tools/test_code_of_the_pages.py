@@ -31,9 +31,7 @@ def blocks(page: Path, language: str, text: str | None = None) -> list[str]:
     return [re.sub(rf"^{indent}", "", block, flags=re.MULTILINE) for indent, block in found]
 
 
-class Encoded(pl.LightningModule):
-    """What the pages call ``module``: any module, with a submodule that can run row-wise."""
-
+class Encoded(pl.LightningModule):  # what the pages call ``module``: any module, with a submodule that can run row-wise
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Linear(4, 3)

@@ -45,8 +45,7 @@ def run(command: list[str], variables: Sequence[dict[str, object]] = ({},)) -> t
     return printed("\n".join(outputs))
 
 
-def printed(output: str) -> tuple[int, float]:
-    """The steps and the loss."""
+def printed(output: str) -> tuple[int, float]:  # the steps and the loss
     ((steps, loss),) = re.findall(r"^(\d+) steps, loss ([\d.]+)$", output, re.MULTILINE)
     return int(steps), float(loss)
 
@@ -103,16 +102,14 @@ def test_an_example_by_torchrun_is_the_full_batch() -> None:
     assert run(command) == one_epoch_by_hand("fsdp2.py")
 
 
-def slurm(rank: int, port: int) -> dict[str, object]:
-    """What srun sets for a task: two nodes of one task each."""
+def slurm(rank: int, port: int) -> dict[str, object]:  # what srun sets for a task: two nodes of one task each
     return {
         "SLURM_JOB_ID": 4711, "SLURM_JOB_NAME": "train", "SLURM_NNODES": 2, "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 1,
         "SLURM_PROCID": rank, "SLURM_LOCALID": 0, "SLURM_NODEID": rank, "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": port,
     }  # fmt: skip
 
 
-def kubeflow(rank: int, port: int) -> dict[str, object]:
-    """What a PyTorchJob sets: two pods of one process each."""
+def kubeflow(rank: int, port: int) -> dict[str, object]:  # what a PyTorchJob sets: two pods of one process each
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {"KUBERNETES_PORT": "tcp://10.0.0.1:443", "WORLD_SIZE": 2, "RANK": rank, **address}
 

@@ -32,9 +32,7 @@ class OnDevice(Tensor):  # says so; its value is on the host
     __torch_dispatch__ = None  # outside of Device
 
 
-class Device(TorchDispatchMode):
-    """Runs what concerns the device on the host, and counts the copies to it."""
-
+class Device(TorchDispatchMode):  # runs what concerns the device on the host, and counts the copies to it
     copies = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
