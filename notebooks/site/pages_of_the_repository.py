@@ -1,12 +1,14 @@
 """Pages of the site that live elsewhere in the repository: nothing of it is copied into ``docs``.
 
-MkDocs calls :func:`on_files` before it reads the navigation.
+MkDocs calls :func:`on_files` before it reads the navigation, and :func:`on_page_markdown` with each page, whose links lead to files
+of the repository.
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 import nbformat
 from mkdocs.config.defaults import MkDocsConfig
@@ -15,6 +17,7 @@ from nbconvert import MarkdownExporter
 from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "notebooks" / "site" / "docs"
 PAGES = {
     "third_party.md": "notebooks/third_party.md",
     "changelog.md": "CHANGELOG.md",
@@ -26,7 +29,8 @@ _LINK = re.compile(r"(!?\[[^\]]*\])\(((?![a-z]+://|#)[^)\s]+)\)")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages, the figures, the examples and the notebooks."""
     for page, source in PAGES.items():
-        files.append(File.generated(config, page, content=_within_the_site((ROOT / source).read_text(encoding="utf-8"), source)))
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=_within_the_site(text, ROOT / source, page)))
     for figure in sorted((ROOT / "notebooks" / "figures").glob("*.png")):
         files.append(File.generated(config, f"figures/{figure.name}", content=figure.read_bytes()))
     files.append(File.generated(config, "examples.md", content=_examples()))
@@ -36,21 +40,39 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def _within_the_site(text: str, source: str) -> str:
-    """A page with its links to pages of the site as such, and its other relative ones as the paths they name."""
-    places = {(ROOT / file).resolve(): page for page, file in PAGES.items()}
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """The links of a page to files outside of ``docs``, as the pages of the site that they are."""
+    source = DOCS / page.file.src_path
+    return _within_the_site(markdown, source, page.file.src_path) if source.exists() else markdown
+
+
+def _within_the_site(text: str, source: Path, page: str) -> str:
+    """The text of a page, with links to other files of the repository as links to pages, or as the paths they name."""
+    up = "../" * (len(PurePath(page).parts) - 1)
 
     def link(found: re.Match[str]) -> str:
         path, _, heading = found[2].partition("#")
-        target = (ROOT / source).parent.joinpath(path).resolve()
-        if target in places:
-            return f"{found[1]}({places[target]}{'#' * bool(heading)}{heading})"
-        if (Path(__file__).parent / "docs") in target.parents:
-            page = target.relative_to(Path(__file__).parent / "docs").as_posix()
-            return f"{found[1]}({page}{'#' * bool(heading)}{heading})"
-        return f"`{target.relative_to(ROOT).as_posix()}`"
+        target = source.parent.joinpath(path).resolve()
+        if DOCS in source.parents and (DOCS in target.parents or not path):
+            return found[0]
+        place = _place_of(target)
+        return f"{found[1]}({up}{place}{f'#{heading}' * bool(heading)})" if place else f"`{target.relative_to(ROOT).as_posix()}`"
 
     return _LINK.sub(link, text)
+
+
+def _place_of(target: Path) -> str | None:
+    """The page of a file of the repository, or None."""
+    path = target.relative_to(ROOT)
+    if DOCS in target.parents:
+        return target.relative_to(DOCS).as_posix()
+    if path.parent.as_posix() == "notebooks/examples":
+        return "examples.md" + f"#{path.name.replace('.', '').lower()}" * (path.name != "README.md")
+    if path.suffix == ".ipynb":
+        return f"notebooks/{path.stem}.md"
+    if path.suffix == ".png":
+        return f"figures/{path.name}"
+    return next((page for page, file in PAGES.items() if file == path.as_posix()), None)
 
 
 def _examples() -> str:

@@ -23,8 +23,6 @@ PAGES = [
     ROOT / "tests" / "promises" / "README.md",
     *sorted(SITE.rglob("*.md")),
 ]
-MADE_BY_THE_SITE = ("third_party.md", "examples.md", "changelog.md", "notebooks/", "figures/")
-"""Pages of the site that are made of other files of the repository when it is built, which looks at links to them."""
 PUBLIC = {**{name: getattr(lightning_accum, name) for name in lightning_accum.__all__}, "Accumulator": Accumulator}
 ERRORS = {name for name, value in PUBLIC.items() if isinstance(value, type) and issubclass(value, Exception)}
 """And warnings: they are caught, not called."""
@@ -62,8 +60,6 @@ def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
             continue
         path, _, heading = target.partition("#")
         found = Path(os.path.normpath(page.parent / path)) if path else page
-        if SITE in found.parents and found.relative_to(SITE).as_posix().startswith(MADE_BY_THE_SITE):
-            continue
         assert found.exists(), target
         if heading:
             headings = [re.sub(r"[^\w\- ]", "", line).strip().lower().replace(" ", "-") for line in found.read_text().split("\n#")]
