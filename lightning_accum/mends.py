@@ -57,8 +57,8 @@ def _of_pairs(checked: Checked, rows: Rows) -> str:
         policy += ", gather the rows of all ranks (self.all_gather(..., sync_grads=True))"
     return (
         "No weight that was tried makes them add up: the loss compares the rows of its batch (entries of dimension 0, or see "
-        "split=), depends on earlier batches, or divides by something other than a count. Have the loader yield your effective "
-        f"batch, with {policy}; or pass the denominator of its mean, as a function of the batch: weight=."
+        "split=), depends on earlier batches, divides by something other than a count, or gets more in the module's backward. Have "
+        f"the loader yield your effective batch, with {policy}; or pass the mean's denominator, a function of the batch: weight=."
     )
 
 

@@ -60,6 +60,10 @@ class Trained:
         """Run a step inside the engine's own preparation."""
         return step(*args, **kwargs)
 
+    def differentiated(self, loss: Tensor, share: float) -> Tensor:
+        """What is differentiated for ``share`` times a loss, divided by it: perhaps more, by the module's own ``backward``."""
+        return loss
+
     def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
         """The loss of a batch that had one before, of which nothing is logged. Only sharded modules need it."""
         raise NotImplementedError

@@ -117,30 +117,24 @@ class Trial:
         """The relative error that rounding in that type explains."""
         return rounding(self.mode.eps)
 
-    def losses_of(self, batches: Sequence[Callable[[], Any]]) -> list[float]:
-        """The losses of some batches, each run as if it were the first. Called on all ranks, with equally many."""
-
-        def loss_of(batch: Callable[[], Any]) -> float:
+    def _loss_of(self, batch: Callable[[], Any], seed: int | None = None) -> float:
+        def run() -> float:
             self.restore()
+            if seed is not None:
+                seed_everything(seed)
             return float(self.step(batch()).detach())
 
-        with self.held():
-            return [self.together(partial(loss_of, batch)) for batch in batches]
+        return self.together(run)
 
     def differ(self, one: Callable[[], Any], other: Callable[[], Any]) -> bool:
         """Whether two batches have different losses on this rank, each run as if it were the first. Called on all ranks."""
-        first, second = self.losses_of([one, other])
+        with self.held():
+            first, second = self._loss_of(one), self._loss_of(other)
         return abs(first - second) > self.tolerance * max(abs(first), abs(second))
 
     def is_random(self, batch: Callable[[], Any]) -> bool:
         """Whether a loss depends on random numbers that do not belong to rows, which may be the same by chance. On all ranks."""
-
-        def loss_of(seed: int) -> float:
-            self.restore()
-            seed_everything(seed)
-            return float(self.step(batch()).detach())
-
-        losses = [self.together(partial(loss_of, seed)) for seed in range(4)]
+        losses = [self._loss_of(batch, seed) for seed in range(4)]
         return self.largest(max(losses) - min(losses)) > self.tolerance * self.largest(max(map(abs, losses)))
 
     def result(self, batch: Callable[[], Any], step: Step | None = None) -> Result:
@@ -262,7 +256,8 @@ class Trial:
         if not trained:
             return {}
         with _users_code(), self.mode:
-            gradients = self.backward.gradients_of(loss, share, [*trained.values()], keeps_graph)
+            own = self.trained.differentiated(loss, share)
+            gradients = self.backward.gradients_of(own, share, [*trained.values()], keeps_graph)
         most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(trained)))
         return {index: sample(own, most) / scale for index, own in zip(trained, gradients, strict=True) if own is not None}
 

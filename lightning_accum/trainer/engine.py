@@ -5,7 +5,7 @@ hooks of a micro-batch and of an optimizer step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,11 +23,13 @@ from lightning_accum.session import Session
 from lightning_accum.start_line import start_line
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
-from lightning_accum.trainer.from_lightning import Strategy, move_data_to_device, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import Strategy, is_lightnings, move_data_to_device, pl, rank_zero_info
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import WindowRows
 from lightning_accum.trainer.seams import ShippedHooks
 from lightning_accum.trainer.watch import Watch
+from lightning_accum.undo import replacing
+from lightning_accum.verdict import CannotCheckError
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.windows import Windows
@@ -117,6 +119,19 @@ class Engine(Strategy, Trained):
         return move(batch, device, dataloader_idx)
 
     @override
+    def differentiated(self, loss: Tensor, share: float) -> Tensor:
+        if is_lightnings(self.module, "backward") or not (share and self.module.automatic_optimization):
+            return loss
+        found = list[Tensor]()
+        note = lambda own, gradient=None, *_, **__: found.append((own * (1 if gradient is None else gradient)).sum())  # noqa: E731
+        # gradients are None here; code that looks at them is warned of
+        with replacing(torch.autograd, backward=note), suppress(AttributeError, TypeError):
+            self.module.backward(loss * share)
+        if not found:
+            raise CannotCheckError("the module's own backward does not call loss.backward()")
+        return sum(found[1:], found[0]) / share
+
+    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self.manual is not None:
             return self.manual.backward(super().backward, closure_loss, optimizer, *args, **kwargs)
@@ -146,7 +161,7 @@ class Engine(Strategy, Trained):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        if self.manual is not None:
-            run = super().optimizer_step
-            return self.manual.steps.on_step(optimizer, lambda closure: run(optimizer, closure, model, **kwargs), closure)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        run: Any = super().optimizer_step
+        if self.manual is None:
+            return run(optimizer, closure, model, **kwargs)
+        return self.manual.steps.on_step(optimizer, lambda closure: run(optimizer, closure, model, **kwargs), closure)

@@ -46,7 +46,6 @@ def unlogged_step(trainer: pl.Trainer, ahead: int = 0, is_begun: bool = True) ->
     strategy, precision, others = cast("Engine", trainer.strategy), trainer.precision_plugin, _others(trainer, ahead)
 
     def training_step(batch: Any) -> Any:
-        """Run it as the engine does."""
         is_mixed = isinstance(precision, pl.plugins.MixedPrecision)
         dtype = exact_dtype(strategy.root_device) if is_mixed else torch.float32
         is_wide = not any(is_narrow(parameter, dtype) for parameter in trainer.lightning_module.parameters())
@@ -57,10 +56,8 @@ def unlogged_step(trainer: pl.Trainer, ahead: int = 0, is_begun: bool = True) ->
                 number = trainer.fit_loop.epoch_loop.batch_idx + ahead
                 call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, number)
         with torch.enable_grad(), context, logging_nothing(trainer):
-            step = partial(call._call_lightning_module_hook, trainer, "training_step")
-            output = strategy.run_as_engine(step, batch, *others)
-            module = trainer.lightning_module
-            if module.automatic_optimization and not is_lightnings(module, "on_before_backward"):
+            output = strategy.run_as_engine(partial(call._call_lightning_module_hook, trainer, "training_step"), batch, *others)
+            if strategy.module.automatic_optimization and not is_lightnings(strategy.module, "on_before_backward"):
                 call._call_lightning_module_hook(trainer, "on_before_backward", result_of(output).closure_loss)  # it may add hooks
             return output
 
@@ -82,8 +79,7 @@ def _rates_kept(strategy: Engine) -> Iterator[None]:
 def loss_unlogged(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> Tensor | None:
     """The loss of a batch without training, as the loader batch ``ahead`` of the current one."""
     with torch.enable_grad(), trainer.precision_plugin.train_step_context(), logging_nothing(trainer):
-        output = call._call_lightning_module_hook(trainer, "training_step", batch, *_others(trainer, ahead))
-        return result_of(output).closure_loss
+        return result_of(call._call_lightning_module_hook(trainer, "training_step", batch, *_others(trainer, ahead))).closure_loss
 
 
 def _others(trainer: pl.Trainer, ahead: int = 0) -> list[Any]:

@@ -56,7 +56,6 @@ class Watch:
         self._before_step: tuple[list[int], list[Tensor]] = ([], [])
         self._own: Tensor | None = None
         self._rates: list[float] | None = None
-        self._times: list[float] = []  # the factor by which the module's own backward multiplies a loss
         self._is_lightnings = partial(is_lightnings, module)
 
     def begin(self) -> None:
@@ -91,7 +90,7 @@ class Watch:
     def gradient_of_loss(self, loss: Tensor, gradient: Tensor | None, scale: float | None) -> Iterator[None]:
         """Expect the loss to get ``gradient`` once in the backward, times the ``scale`` of a GradScaler (None: unknown)."""
         own, self._own = self._own if self._own is not None else loss, None
-        if not own.requires_grad or scale is None or own._backward_hooks:  # hooks of the module change it
+        if not own.requires_grad or scale is None or own._backward_hooks or not self._is_lightnings("backward"):  # hooks change it
             yield
             return
         expected = scale * (1.0 if gradient is None else float(gradient))
@@ -99,15 +98,6 @@ class Watch:
         with own.register_hook(lambda found: arrived.append(found.clone())):  # type: ignore[no-untyped-call]
             yield
         found = [float(number) for number in arrived]
-        if not self._is_lightnings("backward"):
-            times = [number / expected for number in found[:1] if expected]
-            self._times = self._times or times
-            if any(abs(one - two) > _TOLERANCE * abs(two) for one, two in zip(times, self._times, strict=False)):
-                raise UsageError(
-                    f"The module's backward multiplies the losses of micro-batches by different numbers: by {self._times[0]:g}, and"
-                    f" then by {times[0]:g}. Multiply the loss in training_step."
-                )
-            return
         is_right = len(found) == 1 and abs(found[0] - expected) <= _TOLERANCE * abs(expected)
         if not is_right and math.isfinite(expected) and (not found or math.isfinite(found[0])):
             raise seams.broken(

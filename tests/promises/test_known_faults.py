@@ -234,6 +234,12 @@ class Scales(Toy):  # by its loss: in its own backward, or its learning rate
         super().backward(loss / loss.detach(), *args, **kwargs)
 
 
+class Penalises(Toy):  # 0.6 before
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+        (0.1 * self.net.weight.square().sum()).backward()
+
+
 class Rates(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -241,7 +247,7 @@ class Rates(Toy):
         return loss
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(Scales, "refused"), (Rates, "warned")])
+@pytest.mark.parametrize(("kind", "expected"), [(Scales, "refused"), (Penalises, "refused"), (Rates, "warned")])
 def test_a_step_that_is_scaled_by_the_loss_of_a_micro_batch_is_seen(kind: Any, expected: str) -> None:  # 0.4, 0.06 before
     assert outcome(partial(kind, classified), rows_of(4, 4, 4, 4), optimizer=None) == expected
     assert outcome_split(partial(kind, classified), labelled(4, 4), optimizer=None) == expected
