@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from real_modules.table import Exact, Refused, Warned, happens
-from support import Toy, classified, labelled, loader
+from support import Toy, classified, error_of_updates, fit, joined, labelled, loader
+from support import said as said
 
 from lightning_accum import GradientAccumulation
 from lightning_accum.testing import EXACT, sgd
@@ -45,6 +46,14 @@ def outcome_split(module: Any, batches: Sequence[Any], size: int = 2, row_wise: 
 def rows_of(*sizes: int, ignored: float = 0.0) -> list[list[Any]]:
     """The rows of loader batches of so many."""
     return [list(zip(*batch, strict=True)) for batch in labelled(*sizes, ignored=ignored)]
+
+
+def off(loss: Any, batches: list[Any], window: int = 2, kind: type[Toy] = Toy, optimizer: str = "sgd", **policy: Any) -> float:
+    """How far windows of these loader batches end from their full batches, in what training changes."""
+    found, expected, start = (kind(loss, optimizer) for _ in range(3))
+    fit(found, batches, GradientAccumulation(window, **policy))
+    fit(expected, [joined(batches[at : at + window]) for at in range(0, len(batches), window)], GradientAccumulation(1))
+    return error_of_updates(found, expected, start)
 
 
 def scheduled(make: Callable[[Toy, torch.optim.Optimizer], Any], **how: Any) -> Toy:

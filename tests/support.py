@@ -339,6 +339,13 @@ def seeds_of_a_search(
     ]
 
 
+def said(module: pl.LightningModule, data: Any, *callbacks: Callback, **kwargs: Any) -> str:
+    """What this package warns of in a fit."""
+    with warned() as messages:
+        fit(module, data, *callbacks, **kwargs)
+    return "\n".join(messages)
+
+
 class Hide(torch.autograd.Function):  # a loss behind it cannot be read
     @staticmethod
     def forward(ctx: Any, loss: Tensor) -> Tensor:
