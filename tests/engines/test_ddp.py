@@ -54,9 +54,7 @@ MANY = [[torch.arange(24.0).double().reshape(8, 3)[:rows] + batch for batch in r
         ("window", {"micro_batch": "auto", "check": False}, MANY, 3, [14, 2]),
     ],
 )
-def test_one_gradient_reduction_and_one_small_all_reduce_a_window(
-    sync: str, policy: dict[str, Any], by_rank: Any, reductions: int, small: list[int]
-) -> None:
+def test_one_reduction_and_one_small_all_reduce_a_window(sync: str, policy: Any, by_rank: Any, reductions: int, small: Any) -> None:
     module, number = Scalar(by_rank=by_rank), len(by_rank[0])
     module.big = nn.Linear(100, 1, bias=False).double()
     module.loss = lambda x: (module.w * x).mean() + module.big(x.new_ones(1, 100)).mean() * 0

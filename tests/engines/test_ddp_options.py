@@ -74,9 +74,7 @@ def hooked(hook: Callable[..., Any], **options: Any) -> tuple[list[Tensor], list
     ],
     ids=["fp16", "bf16", "fp16 in small buckets", "wrapped in fp16"],
 )
-def test_compressed_gradients_are_those_of_the_full_batch_but_for_rounding(
-    hook: Callable[..., Any], options: dict[str, Any], unit: float
-) -> None:
+def test_compressed_gradients_are_those_of_the_full_batch_but_for_rounding(hook: Any, options: Any, unit: float) -> None:
     """The gradients of two ranks are rounded, each by at most a ``unit`` of its numbers, and their mean once more."""
     first, buckets = hooked(hook, **options)
     module = Language()

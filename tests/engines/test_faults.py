@@ -398,9 +398,7 @@ ENDS: dict[str, tuple[Fault, int, dict[str, Any]]] = {
 @pytest.mark.some_cases(5, 12)
 @strategies("ddp", "fsdp2", "fsdp1")
 @pytest.mark.parametrize("case", ENDS)
-def test_sigterm_ends_all_ranks_after_the_window_or_before_the_next_batch_of_a_loader_without_length(
-    strategy: str, case: str
-) -> None:
+def test_sigterm_ends_all_ranks_after_the_window_or_before_the_next_batch_of_an_unsized_loader(strategy: str, case: str) -> None:
     fault, windows, kwargs = ENDS[case]
     end = ranks(partial(train, strategy, fault, **kwargs))
     if kwargs.get("loader", {}).get("is_sized") is False:

@@ -156,9 +156,7 @@ def test_checkpoint_inside_a_window_changes_nothing(sync: str, reshard: bool | N
     ],
     ids=str,
 )
-def test_low_precision_is_as_near_to_the_full_batch_in_double_as_it_is_on_one_rank(
-    engine: str, precision: str, clip: dict[str, float]
-) -> None:
+def test_low_precision_is_as_near_to_the_full_batch_in_double_as_on_one_rank(engine: str, precision: str, clip: Any) -> None:
     """Both round alike, but for the order of sums; FSDP1 in bf16-mixed rounds once more, in its reduction."""
     by_rank = rows_of(5)
     exact = train_by_hand(Language(), [pad(window) for window in windows_of(by_rank, 2)], EPOCHS, **clip)

@@ -54,9 +54,7 @@ ORDERS = [
 @pytest.mark.some_cases(1, 2)
 @pytest.mark.parametrize("policy", [{"window": 3}, {"window": Tokens(60), "tail": "carry"}], ids=["3", "tokens"])
 @pytest.mark.parametrize(("workers", "order", "epoch"), ORDERS)
-def test_a_stateful_loader_goes_on_from_inside_a_window_to_the_bit(
-    workers: int, order: str, epoch: int, policy: dict[str, Any]
-) -> None:
+def test_a_stateful_loader_goes_on_inside_a_window_to_the_bit(workers: int, order: str, epoch: int, policy: dict[str, Any]) -> None:
     def stateful(workers: int, order: str) -> Any:
         generator = torch.Generator().manual_seed(5)
         orders: dict[str, Callable[[], dict[str, Any]]] = {

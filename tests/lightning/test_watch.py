@@ -198,9 +198,7 @@ MUTATIONS = {
 @pytest.mark.some_cases(16, 92)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_method_of_lightnings_that_changed_leaves_windows_exact_or_it_is_told(
-    policy: str, name: str, lightning: Lightning
-) -> None:
+def test_a_method_of_lightnings_that_changed_leaves_windows_exact_or_is_told(policy: str, name: str, lightning: Lightning) -> None:
     edited, before, after, called = MUTATIONS[name]
     lightning.copy(called)
     lightning.edit(edited, before, after)
@@ -244,9 +242,7 @@ def test_every_method_that_is_replaced_is_in_the_table() -> None:
                 assert any((base.__name__, name) in rows for base in derived.__mro__), f"{derived.__name__}.{name}"
 
 
-def test_a_method_that_was_not_read_is_named_and_nothing_is_done_in_its_place(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_method_that_was_not_read_is_named_and_nothing_is_done_in_its_place(monkeypatch: Any, caplog: Any) -> None:
     heard = []
 
     def backward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -193,16 +193,14 @@ def test_one_line_says_what_a_window_is_in_what_unit(caplog: Any, kind: Any, pol
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tail", "is_warned_of"), [(13, "step", True), (13, "drop", True), (13, "carry", False), (12, "step", False)]
+    ("tokens", "tail", "is_told_of"), [(13, "step", True), (13, "drop", True), (13, "carry", False), (12, "step", False)]
 )
 @pytest.mark.parametrize("micro_batch", [None, 2])
-def test_a_window_of_tokens_that_no_epoch_can_fill_is_warned_of(
-    tokens: int, tail: Any, is_warned_of: bool, micro_batch: Any
-) -> None:
+def test_a_window_of_tokens_that_no_epoch_can_fill_is_told_of(tokens: int, tail: Any, is_told_of: bool, micro_batch: Any) -> None:
     with warned() as told:
         fit(Classifies(DATA[Classifies]), None, GradientAccumulation(Tokens(tokens), tail=tail, micro_batch=micro_batch))
     assert [message for message in told if 'tail="carry"' in message] == told
-    assert bool(told) == is_warned_of
+    assert bool(told) == is_told_of
 
 
 def line_of(function: Callable[..., Any], text: str) -> int:

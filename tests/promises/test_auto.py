@@ -53,9 +53,7 @@ def trained(module: pl.LightningModule, size: int = BATCH, **policy: Any) -> pl.
 @pytest.mark.some_cases(1, 2)
 @WHERE
 @pytest.mark.parametrize(("most", "less", "policy"), [(4, 0, {"micro_batch": "auto"}), (16, 5, {"window": 3})])
-def test_the_step_is_the_one_that_was_due_with_the_gradients_of_earlier_batches(
-    most: int, less: int, policy: Any, where: str
-) -> None:
+def test_the_step_is_the_one_that_was_due_with_gradients_of_earlier_batches(most: int, less: int, policy: Any, where: str) -> None:
     module, whole = trained(Limited(most, where, less=less), **policy), trained(Language("adamw"), policy.get("window", 1) * BATCH)
     assert relative_error(module.parameters(), whole.parameters()) < 1e-12
 

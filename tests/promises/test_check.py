@@ -155,9 +155,7 @@ def test_a_term_that_begins_takes_the_steps_of_full_batches_from_the_first_on(po
 
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 8}])
 @pytest.mark.parametrize("is_raised_later", [False, True])
-def test_a_count_that_is_raised_to_1_in_single_rows_is_exact_until_it_is_raised_in_training(
-    policy: Any, is_raised_later: bool
-) -> None:
+def test_a_count_raised_to_1_in_single_rows_is_exact_until_it_is_raised_in_training(policy: Any, is_raised_later: bool) -> None:
     def by_scores(net: nn.Module, batch: Any) -> Tensor:  # as YOLOv8's
         outputs, scores = net(batch[0]), batch[1]
         weights, total = scores.amax(1), max(scores.sum(), 1)
@@ -509,9 +507,7 @@ def of_weights(*of_batches: Sequence[float]) -> list[list[Tensor]]:
 @pytest.mark.some_cases(3)
 @pytest.mark.parametrize("later", [[1, 1, 2, 2, 3, 3, 4, 4], [2, 2, 2, 2, 1, 1, 4, 4]])
 @pytest.mark.parametrize("name", ALIKE)
-def test_rows_are_looked_at_again_where_they_are_not_alike_in_what_all_that_were_checked_were(
-    name: str, later: list[float]
-) -> None:
+def test_rows_are_looked_at_again_if_they_are_not_alike_in_what_all_that_were_checked_were(name: str, later: list[float]) -> None:
     for data in (of_weights([1] * 8, [1] * 8, later), [Record(*batch) for batch in of_weights([1] * 8, [1] * 8, later)]):
         assert window_that_is_told_of(Toy(ALIKE[name]), data, window=1, micro_batch=2) == 2
 
@@ -664,9 +660,7 @@ HIDDEN: list[Any] = []
 @pytest.mark.parametrize(
     ("ignored", "dtype", "most"), [(0.0, torch.float64, 16), (0.4, torch.float64, 18), (0.4, torch.float32, 20)], ids=str
 )
-def test_the_step_is_tried_at_most_20_times_before_the_first_window(
-    ignored: float, dtype: torch.dtype, most: int, policy: dict[str, Any]
-) -> None:
+def test_the_step_is_tried_at_most_20_times_before_the_first_window(ignored: float, dtype: Any, most: int, policy: Any) -> None:
     HIDDEN.clear()
     module, steps = Toy(lambda *given: HIDDEN.append(1) or classified(*given)).to(dtype), list[int]()
     data, note = [[x.to(dtype), labels] for x, labels in labelled(16, 16, ignored=ignored)], lambda *_: steps.append(len(HIDDEN))

@@ -78,9 +78,7 @@ def test_windows_of_batches_of_many_lengths_compile_no_more_than_the_batches_do(
 @pytest.mark.some_cases(1, 2)
 @pytest.mark.parametrize("micro_batch", [5, Tokens(40), "auto"])
 @pytest.mark.parametrize(("compiled", "weight"), WEIGHTS[::2])
-def test_split_batches_of_many_lengths_are_exact_and_compiled_once_for_each_kind_of_size(
-    compiled: Any, weight: Any, micro_batch: Any
-) -> None:
+def test_split_batches_of_many_lengths_are_exact_and_compiled_once_a_kind(compiled: Any, weight: Any, micro_batch: Any) -> None:
     found = compilations(compiled(), GradientAccumulation(micro_batch=micro_batch, weight=weight), WHOLE)
     assert 1 <= found <= 4  # the first size, any length, any rows, and the rows of the proof
 
@@ -94,9 +92,7 @@ def test_dynamic_is_compiled_once_and_fixed_once_for_each_size(dynamic: bool) ->
 
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("micro_batch", [None, 5])
-def test_a_compiled_step_is_exact_by_a_count_that_the_check_adopts_and_needs_an_explicit_one_without(
-    micro_batch: int | None,
-) -> None:
+def test_a_compiled_step_is_exact_by_a_count_that_the_check_adopts_or_needs_an_explicit_one(micro_batch: int | None) -> None:
     window, batches = None if micro_batch else 4, WHOLE if micro_batch else QUARTERS
     fit(module := compiled_whole(), batches, GradientAccumulation(window, micro_batch=micro_batch), max_epochs=3)
     assert error_of_updates(module._orig_mod, train_by_hand(Small(), WHOLE, 3), Small()) <= 1e-12

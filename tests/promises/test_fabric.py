@@ -107,9 +107,8 @@ def loop(fabric: Fabric | None, optimizer: str, loader: Any, task: Task = LANGUA
     return whole_parameters(model), losses
 
 
-def assert_steps_of(
-    found: Trained, optimizer: str, windows: Sequence[Any], task: Task = LANGUAGE, shown: slice = slice(None)
-) -> None:  # these are a loop's on one full batch a window, and so are the losses of windows in ``shown``
+def assert_steps_of(found: Trained, optimizer: str, windows: Any, task: Task = LANGUAGE, shown: slice = slice(None)) -> None:
+    """These are a loop's on one full batch a window, and so are the losses of windows in ``shown``."""
     reference, losses = Toy(task.loss, optimizer, task.make), []
 
     def noted(batch: Any) -> Tensor:
@@ -282,10 +281,8 @@ def of_terms(name: str = "tokens and samples") -> Task:
     return Task(partial(LossOfTerms, name), call, default_collate, lambda model: [model.of.net])
 
 
-def loop_of_terms(
-    optimizer: str, batches: Sequence[Any], task: Task | None = None, fabric: Any = None, **arguments: Any
-) -> Trained:  # one pass
-    return loop(fabric, optimizer, list(map(default_collate, batches)), task or of_terms(), 1, **arguments)
+def loop_of_terms(optimizer: str, batches: Any, task: Task | None = None, fabric: Any = None, **how: Any) -> Trained:
+    return loop(fabric, optimizer, list(map(default_collate, batches)), task or of_terms(), 1, **how)
 
 
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
@@ -521,9 +518,7 @@ def run(body: Body, **arguments: Any) -> None:  # a loop with this body
         body(accumulator, model, optimizer, batch)
 
 
-def good(
-    accumulator: Accumulator, model: Any, optimizer: Any, batch: Tensor, change: Callable[[Tensor], Tensor] = lambda x: x
-) -> Any:
+def good(accumulator: Accumulator, model: Any, optimizer: Any, batch: Tensor, change: Any = lambda loss: loss) -> Any:
     accumulator.backward(change(model(batch).mean()))
     return accumulator.step()
 

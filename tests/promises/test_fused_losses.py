@@ -66,9 +66,7 @@ def assert_exact(loss: Any, policy: dict[str, Any], rows: Any = ROWS) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("is_shifted", [True, False], ids=["shifted", "unshifted"])
 @pytest.mark.parametrize("fused", FUSED)
-def test_with_no_argument_a_fused_cross_entropy_takes_the_steps_of_the_full_batches(
-    fused: str, is_shifted: bool, policy: str
-) -> None:
+def test_with_no_argument_a_fused_cross_entropy_takes_the_steps_of_full_batches(fused: str, is_shifted: bool, policy: str) -> None:
     assert_exact(loss_of(fused, is_shifted), POLICIES[policy])
 
 

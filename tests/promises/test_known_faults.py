@@ -127,9 +127,7 @@ FADED: dict[str, tuple[Any, Any]] = {  # what fades in and out, and what does no
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 2}])
 @pytest.mark.parametrize("name", FADED)
-def test_a_loss_with_a_factor_that_is_0_in_some_steps_takes_those_of_its_full_batch(
-    name: str, policy: dict[str, Any], optimizer: str
-) -> None:
+def test_a_loss_with_a_factor_that_is_0_in_some_steps_takes_those_of_its_full_batch(name: str, policy: Any, optimizer: str) -> None:
     def trained(batches: list[Any], policy: GradientAccumulation) -> Toy:
         fading, own = FADED[name]
         module = Toy(lambda *nb: abs(2 - (module.global_step + 2) % 4) / 2 * fading(*nb) + own(*nb), optimizer)
@@ -183,9 +181,7 @@ STEPS = LambdaCallback(
         ("linear", sgd, [STEPS], "warned"),
     ],
 )
-def test_what_an_optimizer_or_a_hook_changes_inside_a_window_is_noticed(
-    net: str, optimizer: Any, callbacks: Any, expected: str
-) -> None:
+def test_what_an_optimizer_or_a_hook_changes_in_a_window_is_seen(net: Any, optimizer: Any, callbacks: Any, expected: str) -> None:
     arguments = {"optimizer": optimizer, "trainer": {"callbacks": callbacks}}
     assert outcome(partial(Toy, classified, net=NETS[net]), rows_of(2, 3, 4, 5), **arguments) == expected
 
@@ -378,9 +374,7 @@ class Clipped(Toy):
         self.last = super().training_step(batch, batch_idx)
         return self.last
 
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
+    def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.1 * float(self.last.detach()), gradient_clip_algorithm="norm")
 
 
@@ -602,8 +596,6 @@ def rates(frequency: int, *callbacks: Any, **arguments: Any) -> list[float]:
 
 @pytest.mark.parametrize("frequency", [1, 5, *(case(23, "epochs of 5 batches are not counted anew", number) for number in (2, 3))])
 @pytest.mark.parametrize(("window", "counts", "at"), [(1, "optimizer_steps", 1), (1, "micro_batches", 1), (2, "micro_batches", 5)])
-def test_schedulers_are_where_those_of_lightning_are_without_accumulation(
-    window: int, counts: Any, at: int, frequency: int
-) -> None:
+def test_schedulers_are_where_lightnings_are_without_accumulation(window: int, counts: Any, at: int, frequency: int) -> None:
     found = rates(frequency, GradientAccumulation(window, scheduler_counts=counts))
     assert found[::at] == rates(frequency, strategy="auto")[::at]

@@ -63,9 +63,7 @@ def on_ranks(ranks: int, module: Scalar, window: Any, *callbacks: Callback, sync
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
-def test_a_window_begun_on_some_ranks_and_ended_on_others_is_the_step_of_all_that_was_in_it(
-    before: int, after: int, sync: str
-) -> None:
+def test_a_window_begun_on_some_ranks_and_ended_on_others_is_one_step(before: int, after: int, sync: str) -> None:
     begun = [[x(10 * rank + i) for i in range(8)] for rank in range(before)]
     ended = [[x(100 * rank + i) for i in range(8)] for rank in range(after)]
     on_ranks(before, Scalar(by_rank=begun), Tokens(10**6), SaveAfter(3, ends=True), sync=sync)
@@ -230,9 +228,7 @@ class EpochLosses(Callback):
             pl_module.epoch_losses[trainer.current_epoch] = float(trainer.callback_metrics["window/loss_epoch"])
 
 
-def parts_of(
-    stops: list[tuple[str, int]], values: list[Any], limit: dict[str, int], kind: type[Placed] = Placed, **policy: Any
-) -> None:
+def parts_of(stops: list[tuple[str, int]], values: list[Any], limit: Any, kind: type[Placed] = Placed, **policy: Any) -> None:
     """A training with stops takes the steps of the one without, sees the same epochs begin, and logs their losses."""
     whole, parts = kind(values), [kind(values) for _ in range(len(stops) + 1)]
     fit(whole, None, GradientAccumulation(**policy), EpochLosses(), **limit)

@@ -546,9 +546,7 @@ def test_a_loss_that_gathers_over_ranks_is_that_of_the_global_batch(loss: Loss, 
 @pytest.mark.parametrize(
     ("loss", "gathers", "named"), [(clip, "nothing", "(DoesNotAddUp|JointLoss)Error"), (barlow_twins, "lightning", "weight=.equal")]
 )
-def test_over_ranks_a_loss_of_one_ranks_rows_is_refused_and_a_gathered_sum_asks_for_its_weight(
-    loss: Loss, gathers: str, named: str
-) -> None:
+def test_a_loss_of_one_ranks_rows_is_refused_and_a_gathered_sum_asks_for_its_weight(loss: Loss, gathers: str, named: str) -> None:
     with pytest.raises(Exception, match=named):
         fit(Gathering(loss, gathers), collated(8, 8), row_wise(micro_batch=3), ranks=2)
 

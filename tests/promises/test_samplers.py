@@ -64,8 +64,8 @@ def test_windows_hold_the_samples_of_same_order_sampler_in_every_epoch(ranks: in
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize("lengths", [log_normal, lambda number: [0] * number, lambda number: [1000, *[1] * (number - 1)]])
-def test_ranks_have_as_many_loader_batches_unless_fewer_samples_than_ranks_are_left(
-    lengths: Callable[[int], list[int]], window: int, batch_size: int, samples: int, ranks: int
+def test_ranks_have_as_many_loader_batches_unless_too_few_samples_are_left(
+    lengths: Any, window: int, batch_size: int, samples: int, ranks: int
 ) -> None:
     numbers = [len(batches) for batches in by_rank(lengths(samples), batch_size, ranks, window=window)]
     left = samples % (window * ranks * batch_size)
@@ -178,9 +178,7 @@ def test_bad_argument_is_named(kind: Any, arguments: tuple[Any, ...], error: typ
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("samples", [0, 1, 2, 3, 7, 12, 60, 61])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])
-def test_ranks_together_get_every_sample_once_in_torchs_order_where_torch_repeats_nothing(
-    num_replicas: int, samples: int, shuffle: bool
-) -> None:
+def test_ranks_together_get_every_sample_once_in_torchs_order(num_replicas: int, samples: int, shuffle: bool) -> None:
     def dealt(sampler: SameOrderSampler, num_replicas: int) -> list[list[int]]:
         """What each rank gets, after its length was asked."""
         shares = []

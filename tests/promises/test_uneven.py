@@ -118,9 +118,9 @@ CASES = [  # an engine, so many loader batches of each rank, and how they make w
 @pytest.mark.some_cases(4, 12)
 @LENGTHS_KNOWN
 @pytest.mark.parametrize(("engine", "options", "lengths", "policy"), CASES)
-def test_ranks_that_end_at_different_times_equal_the_full_batch(
-    engine: str, options: dict[str, Any], lengths: tuple[int, ...], policy: dict[str, Any], has_length: bool
-) -> None:  # of a mean of numbers: the gradient of each window is the mean of all of its own
+def test_ranks_that_end_at_different_times_are_exact(
+    engine: str, options: Any, lengths: Any, policy: Any, has_length: bool
+) -> None:
     rows = [[list(batch) for batch in own] for own in batches(*lengths)]
     arguments = {"collate": torch.stack, "epochs": EPOCHS, "has_length": has_length}
     assert_one_window_one_batch(ShardedScalar, rows, GradientAccumulation(**policy), engine, options, **arguments)
@@ -242,8 +242,8 @@ MAPPED = [*(on(engine, 10, 0) for engine in ("ddp", "ddp of 3", "fsdp2")), on("d
 @pytest.mark.some_cases(2, 3)
 @pytest.mark.parametrize("samples", [7, 10])
 @pytest.mark.parametrize(("engine", "options", "window", "repeated"), MAPPED)
-def test_samples_of_a_map_style_dataset_count_once_but_with_a_sampler_of_the_user_that_repeats_some(
-    engine: str, options: Any, window: int, repeated: int, samples: int
+def test_samples_count_once_or_as_often_as_a_sampler_repeats_them(
+    engine, options, window: int, repeated: int, samples: int
 ) -> None:
     class MapStyle(Uneven):
         def __init__(self, samples: int, has_own_sampler: bool) -> None:

@@ -488,9 +488,7 @@ COMMANDS: list[tuple[str, int, str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "status", "text"), COMMANDS)
-def test_the_exit_status_of_the_command_says_what_came_of_it(
-    arguments: str, status: int, text: str, capsys: Any, monkeypatch: Any
-) -> None:
+def test_the_exit_status_says_what_came_of_it(arguments: str, status: int, text: str, capsys: Any, monkeypatch: Any) -> None:
     Path("project.py").write_text(PROJECT)
     monkeypatch.syspath_prepend(str(Path.cwd()))
     monkeypatch.delitem(sys.modules, "project", raising=False)

@@ -109,9 +109,7 @@ OF_SIZES += [on("fsdp2", 3, sync="shard"), on("ddp", 3, static_graph=True)]
 @pytest.mark.some_cases(2, 5)
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(("engine", "options", "size"), OF_SIZES)
-def test_so_do_windows_of_split_batches_where_ranks_have_different_numbers_of_micro_batches(
-    engine: str, options: dict[str, Any], size: Any, window: int
-) -> None:
+def test_so_do_ranks_with_different_numbers_of_micro_batches(engine: str, options: dict[str, Any], size: Any, window: int) -> None:
     shares = [SPLIT[i : i + BATCH] for i in range(0, len(SPLIT), BATCH)]
     by_rank = [shares] if engine == "accum" else [[rows[:3] for rows in shares], [rows[3:] for rows in shares]]
     policy = GradientAccumulation(window, micro_batch=size)
@@ -141,9 +139,7 @@ MIXES = [  # an engine; the loader batches of a window, and their rows; the rows
 @pytest.mark.some_cases(2, 3)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("engine", "options", "window", "batch", "micro_batch"), MIXES)
-def test_every_mix_of_ranks_window_and_micro_batch_has_the_curve_and_the_parameters_of_full_batches(
-    engine: str, options: dict[str, Any], window: int, batch: int, micro_batch: int | None, optimizer: str
-) -> None:
+def test_every_mix_is_the_full_batch(engine: str, options: Any, window: int, batch: int, micro_batch: Any, optimizer: str) -> None:
     def same_order(batch: int) -> DataLoader:  # the one line: whatever the ranks, the same global batches
         return DataLoader(SEQUENCES, batch_size=batch, sampler=SameOrderSampler(SEQUENCES, seed=SEED), collate_fn=pad)
 

@@ -69,8 +69,6 @@ class Sum(Scalar):
         (GradientAccumulation({0: 8, 2: 1}, tail="drop"), Scalar, {}, "window"),
     ],
 )
-def test_windows_that_have_no_end_are_refused(
-    policy: GradientAccumulation, kind: type[Scalar], trainer: dict[str, Any], names: str
-) -> None:
+def test_windows_that_have_no_end_are_refused(policy: GradientAccumulation, kind: type[Scalar], trainer: Any, names: str) -> None:
     with pytest.raises(AccumulationError, match=names):
         fit(kind([x(1)] * 6), None, policy, **trainer)

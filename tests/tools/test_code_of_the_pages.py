@@ -95,9 +95,7 @@ def test_commands_of_a_page_exist(page: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_start_page_runs_and_quotes_the_line_that_it_prints(
-    page_names: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_start_page_runs_and_quotes_the_line_that_it_prints(page_names: dict[str, Any], caplog: Any, monkeypatch: Any) -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
