@@ -59,7 +59,7 @@ class Accumulation(Windows):
         self.sums = sums if isinstance(sums, MainGradients) else None  # the backward adds to them, not to the gradients
         self.closed: ClosedWindow | None = None  # the last window that ended; None before the first, and after a dropped one
         self.closed_loader_batches = 0
-        self.is_zero_grad_due = True  # the gradients are an earlier window's: the next backward clears them
+        self.is_zero_grad_due = True  # the gradients are of an earlier window, and are cleared before the next backward
         self._unread: UnreadableLossError | None = None
         self.is_shadow_batch = False  # whether the last drawn loader batch is a shadow batch; set by the code that draws it
         self._has_run_without_loss = False  # training_step has returned None in this window

@@ -105,7 +105,7 @@ class StepClock:
     """Counts optimizer steps, and knows which schedulers are due."""
 
     counts: SchedulerCounts = "optimizer_steps"  # what a scheduler's frequency counts
-    optimizer_steps: int = 0  # steps that happened, without those that a GradScaler skipped
+    optimizer_steps: int = 0  # without those that a GradScaler skipped
     time: int = 0  # the count of schedulers so far: optimizer steps, or the loader batches of these steps
     _before: dict[bool, int] = field(default_factory=dict)  # the time when schedulers last stepped; plateau schedulers: True
 

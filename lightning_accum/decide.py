@@ -169,7 +169,7 @@ class Deciding:
         return min((own for _, own, _ in found), key=lambda own: (own.mode is not None, own.deviation.size))._replace(mode=None)
 
     def _adopted(self, looks: Sequence[Look], key: int, eps: float) -> Fit | None:
-        """Counts of the batch with which a term adds up."""
+        """The fit of a term by counts of the batch; None if no count adds up."""
         checked, whole = self.checked, looks[0].whole.batch()
         known = [mode for mode in self.known.units.get(key, ()) if callable(mode)]
         fits = [self._fit(looks, key, (count,), eps) for count in known or checked.of_all(counts_of(whole))[0]]

@@ -41,7 +41,7 @@ CAPTION = (
 
 
 def run_demo(epochs: int, out: Path) -> int:
-    """Train every mix, the full batch first; print and plot the distance of each from it. Returns the exit status."""
+    """Train on the full batch, then in every mix; print and plot the distances from it. Returns the exit status."""
     mixes: Sequence[Mix] = MIXES
     if TorchVersion(torch.__version__) < "2.9":
         print("Runs with FSDP2 are left out: torch shards on a CPU from 2.9 on.", file=sys.stderr)

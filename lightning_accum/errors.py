@@ -72,7 +72,7 @@ class NothingSmallerError(AccumulationError, torch.OutOfMemoryError):
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 _OF_MEMORY = (
-    # the allocators of torch: c10/cuda/CUDACachingAllocator.cpp and those like it, c10/core/impl/alloc_cpu.cpp
+    # torch's allocators: c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDACachingAllocator.cpp and its siblings
     *(f"{device} out of memory" for device in ("CUDA", "HIP", "XPU", "MPS backend")),
     *("CUDA error: out of memory", "HIP error: out of memory"),  # from the driver, past the allocator
     *(f"DefaultCPUAllocator: {found}" for found in ("can't allocate memory", "not enough memory")),

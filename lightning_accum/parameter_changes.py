@@ -15,10 +15,7 @@ from lightning_accum.exact import is_on_host
 _WINDOWS = 4  # windows compared at the beginning of a fit: a moving average of the parameters begins to move after the first step
 _SAMPLED = 256  # elements compared in each parameter
 
-IN_OPTIMIZER_STEP = (
-    "in the module's optimizer_step, after super().optimizer_step(...); or in the same hook of batches, if a window is one"
-    " loader batch that is split (micro_batch=)"
-)
+ONCE_A_WINDOW = "in a callback's on_window_end, or in the module's optimizer_step after super().optimizer_step(...)"
 """Where to run code once a window, in automatic optimization."""
 
 
@@ -62,7 +59,7 @@ class ParameterChanges:
     once a window, as they should. Without ``warn`` nothing is compared.
     """
 
-    def __init__(self, warn: Callable[[str], None] | None, once_a_window: str = IN_OPTIMIZER_STEP) -> None:
+    def __init__(self, warn: Callable[[str], None] | None, once_a_window: str = ONCE_A_WINDOW) -> None:
         self._warn = warn
         self._once_a_window = once_a_window
         self._windows_left = _WINDOWS

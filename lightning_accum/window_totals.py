@@ -30,7 +30,7 @@ class ClosedWindow(NamedTuple):
         has_stepped: the optimizer has changed the parameters. False if a GradScaler skipped the step, or ``training_step`` always
             returned None: ``trainer.global_step`` counts these, too, as in plain Lightning.
         left_out: micro-batches that were not finite, and are not counted above.
-        slope: the derivative, if the loss is a function of a mean.
+        slope: the derivative of the loss by its mean, if it is a function of a mean.
         is_flagged: a rank had raised its :attr:`Window.flag`.
         is_last: a rank had raised its :attr:`Window.is_last`.
         is_empty: no micro-batch had weight, or a loss of 0 without it, so there is no gradient.
@@ -178,7 +178,7 @@ def summed(
 
     Args:
         entries: the micro-batches.
-        of_rank: the last fields, which belong to the rank.
+        of_rank: the last fields of :class:`Totals`, from ``left_out`` on.
         counted: further numbers, of terms that are counted first.
         tensor_of: converts numbers to a tensor on that device.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_accum.boundary import TAILS, Boundary, StepClock
 from lightning_accum.checkpoint import FORMAT, PartialWindow, check_format, gather_loss, restore_loss
-from lightning_accum.parameter_changes import IN_OPTIMIZER_STEP, ParameterChanges
+from lightning_accum.parameter_changes import ONCE_A_WINDOW, ParameterChanges
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.step import Trained
@@ -48,7 +48,7 @@ class EpochLoss:
 class Windows:
     """The windows of one ``fit``, with automatic or manual optimization."""
 
-    def __init__(self, policy: Policy, ranks: Ranks, warn: Callable[[str], None], once_a_window: str = IN_OPTIMIZER_STEP) -> None:
+    def __init__(self, policy: Policy, ranks: Ranks, warn: Callable[[str], None], once_a_window: str = ONCE_A_WINDOW) -> None:
         self.policy = policy
         self.ranks = ranks
         self.changes = ParameterChanges(warn if policy.check else None, once_a_window)

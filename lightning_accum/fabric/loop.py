@@ -225,7 +225,7 @@ def _warn_of_factors(loss: Tensor, size: float) -> None:
         return
     factor = float(saved)
     divisor = factor if kind == "DivBackward0" or factor == 0 else 1 / factor
-    if size > 1 and number_of(saved) is not None and math.isclose(size, divisor, rel_tol=1e-6):  # and no count of the batch
+    if size > 1 and number_of(saved) is not None and math.isclose(size, divisor, rel_tol=1e-6):  # no tensor, which counts
         rank_zero_warn(f"The loss is divided by the size of the window, {size:g}, and again by its weight. Remove this division.")
     elif kind == "MulBackward0" and saved.dtype == torch.float32 and factor >= 256 and math.frexp(factor)[0] == 0.5:
         rank_zero_warn(f'The loss is multiplied by {factor:g}. Instead of a GradScaler use Fabric(precision="16-mixed").')

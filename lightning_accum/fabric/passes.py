@@ -20,6 +20,7 @@ from lightning_accum.fabric.training import Training
 from lightning_accum.later_terms import check_loader_batch
 from lightning_accum.looks import Checked
 from lightning_accum.micro_batch import MicroBatch, Weighed
+from lightning_accum.parameter_changes import ONCE_A_WINDOW
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import LoaderBatches, of_all_ranks
 from lightning_accum.session import Session
@@ -148,7 +149,7 @@ _NAMES = {  # the first match is used
     'micro_batch="offload"': _AROUND,
     "delete checkpoint['callbacks']['GradientAccumulation'] from the file": "leave out accumulator.load_state_dict(...)",
     "GradientAccumulation": "Accumulator",
-    "in the module's optimizer_step, after super().optimizer_step(...)": "if accumulator.step() returns True",
+    ONCE_A_WINDOW: "if accumulator.step() returns True",
     "in on_before_optimizer_step, which sees": "in optimizer.register_step_pre_hook(...), which sees",
     "self.all_gather(..., sync_grads=True)": "torch.distributed.nn.functional.all_gather(...)",
     "`window/skipped_micro_batches`": "`accumulator.skipped_micro_batches`",

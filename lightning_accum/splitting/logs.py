@@ -127,8 +127,8 @@ class Joined(NamedTuple):
 def joined_logs(outputs: Sequence[Output], warn: Callable[[str], None]) -> Iterator[Joined]:
     """The logs of the whole batch, in the order of logging.
 
-    A mean is weighted: a value with a graph by its own denominator, ``loss.detach()`` by the weight of the loss, any other value by
-    its ``batch_size``, or by the weight of the loss if none was given. ``reduce_fx`` sum, min and max are applied unchanged. A
+    Means are weighted: a value with a graph by its own denominator, ``loss.detach()`` by the loss's weight, any other value by its
+    ``batch_size``, or by the loss's weight without one. ``reduce_fx`` sum, min and max are applied unchanged. A
     metric that shows a value of the step shows the value of the whole batch. If a name is logged several times in a step, the first
     values of the micro-batches make the first value of the batch, and so on.
     """

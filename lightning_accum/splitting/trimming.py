@@ -243,7 +243,7 @@ def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, batches: Sequence
             return f"without it, {error}"
         raise UnsuitableRowsError(f"with it, {error}") from error
     if not all(math.isfinite(one.loss) for one in measured):
-        raise CannotCheckError("its loss is not finite")
+        raise CannotCheckError("a loss is not finite")
     names = aliases(measured)
     for one in measured:
         one.rename(names)

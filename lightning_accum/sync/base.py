@@ -88,7 +88,7 @@ class GradientSync:
         """The gradients of ``share`` times a loss that is in no window, as these parameters receive them. They are not added to
         ``.grad``.
 
-        For a sharded module, returns this rank's shards of the mean over the ranks; called on all ranks.
+        For a sharded module: this rank's shards of the mean over the ranks. Called on all ranks.
         """
         if self.notes_parameters or self.is_recording_graph:
             start = torch.full_like(loss, share)
@@ -160,7 +160,7 @@ def gradients_in_place(
 
 @contextmanager
 def gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, parameters start without gradients, so a step cannot change the window's."""
+    """Inside, parameters have no gradients; afterwards they have the gradients of the window again."""
     kept = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in kept:
         parameter.grad = None

@@ -289,7 +289,7 @@ def _stays_gathered(unit: nn.Module) -> bool:
 def _reduce_accumulated(roots: Iterable[Any]) -> bool:
     """Have these modules reduce their remaining gradients, as at the end of a backward. Returns whether torch supports it."""
     queue_ends = [getattr(root._get_fsdp_state(), "_register_root_post_backward_final_callback", None) for root in roots]
-    if None in queue_ends or torch.__version__ < "2.9":  # 2.6 skips modules that are not gathered
+    if None in queue_ends or torch.__version__ < "2.9":  # torch 2.6 skips modules that are not gathered
         return False
 
     def end_of_backward(gradient: Tensor) -> None:

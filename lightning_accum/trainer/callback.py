@@ -84,8 +84,8 @@ class GradientAccumulation(pl.Callback):
         split: a function ``split(batch, size)`` that returns the micro-batches as a list, for batches that are not nested
             containers of tensors with one entry for each sample; ``split_lists`` for lists of images and targets.
         check: whether to check, on up to 8 rows of the first batch, that the weighted losses and gradients of parts add up to those
-            of the whole. It runs ``training_step`` a few times more, with dropout off, and restores everything. If they do not add
-            up there is an error before the first step.
+            of the whole. It runs ``training_step`` about 20 times, with dropout off, and restores everything. If they do not add up
+            there is an error before the first step.
         log: whether to log the metrics above, and to show the loss and the number of steps in the progress bar (``w_loss``,
             ``w_steps``).
         validate_every: validate after every so many optimizer steps of ``trainer.global_step``, counted over all epochs, and at no

@@ -41,7 +41,7 @@ class Call(Accumulation):
     """One of the backward calls in a ``training_step``: its windows, and the check of its loss."""
 
     def __init__(self, windows: ManualWindows, weight_scale: float | None) -> None:
-        self.given = GradientSums()  # its gradients in this window
+        self.given = GradientSums()  # the sums of its gradients in this window
         self.line = ""  # the line of the user's code that calls it
         super().__init__(windows.policy, windows.ranks, windows.warn_once, None, self.given, windows.row_wise, weight_scale)
         self.boundary = windows.boundary

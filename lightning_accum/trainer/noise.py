@@ -62,7 +62,7 @@ class GradientNoiseScale(pl.Callback):
     larger ones hardly need fewer steps. It usually grows during training.
 
     Micro-batches of weight ``n_i`` have mean gradients ``g_i``; a window of ``K`` of them over all ranks, of weight ``N``, has the
-    gradient ``g``. Without bias, ``S = (sum of n_i |g_i|^2 - N |g|^2) / (K - 1)`` and ``|G|^2 = |g|^2 - S / N``. Both are smoothed
+    gradient ``g``. Unbiased are ``S = (sum of n_i |g_i|^2 - N |g|^2) / (K - 1)`` and ``|G|^2 = |g|^2 - S / N``. Both are smoothed
     over the windows, with one all-reduce of 56 bytes a window. Logged are ``noise_scale/samples``, ``noise_scale/weight`` (in
     tokens, for a language model), ``noise_scale/variance`` (``S``) and ``noise_scale/gradient`` (``|G|^2``). The end of ``fit``
     prints the suggested batch size with an interval of two standard errors, which :attr:`estimate` has, too. Micro-batches are

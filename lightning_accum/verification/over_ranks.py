@@ -64,7 +64,7 @@ def _losses_in_words(steps: Sequence[Step], parts: Sequence[Step], tolerance: fl
         shown = [listed([f"{loss:.9g}" for loss in one.losses]) or "none" for one in (step, part)]
         found = f"Losses of the micro-batches of rank {rank}: {shown[0]}; in one process: {shown[1]}."
         others = differing({**step.before, **step.buffers}, {**part.before, **part.buffers}, tolerance)
-        yield found + (f" Other values than in one process: {listed(list(others))}." if others else "")
+        yield found + (f" These differ as well: {listed(list(others))}." if others else "")
 
 
 def _steps(

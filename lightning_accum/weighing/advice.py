@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from lightning_accum.parameter_changes import ONCE_A_WINDOW
 from lightning_accum.verdict import Verdict
 
 OF_SEVERAL_BATCHES = (
@@ -131,9 +132,8 @@ def of_state(what: str, size: float, who: str = "training_step") -> str:
     """The warning for state that a step changes, with the relative change of the loss."""
     return (
         f"{who} changes {what}, on which its loss depends (relative change of the loss of the same rows, or of its"
-        f" gradient: {size:.1g}), so micro-batches of a window see other values than the full batch would. Change it once a window:"
-        " in the module's optimizer_step, after super().optimizer_step(...); or have training_step see the full batch:"
-        ' micro_batch="offload", or micro_batch= with row_wise=, and a window of 1.'
+        f" gradient: {size:.1g}), so micro-batches see other values than the full batch would. Change it once a window, "
+        f'{ONCE_A_WINDOW}; or have it see the full batch: micro_batch="offload", or micro_batch= with row_wise=, and a window of 1.'
     )
 
 
@@ -154,7 +154,7 @@ OF_BATCH_IDX = (
 
 
 def how_to_mend(found: str) -> str:
-    """The error of a loss that shows no weight."""
+    """The message for a loss that shows no weight."""
     return (
         f'weight="auto" found no denominator in the loss: its graph ends in {found}. Pass the denominator of the mean: '
         "GradientAccumulation(weight=TokenCount(...)) for tokens, weight=SampleCount() for samples, weight=<a callable of the "

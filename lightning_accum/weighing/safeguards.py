@@ -47,7 +47,7 @@ def _zero_where_zero_arrives(gradients: tuple[Tensor | None, ...], arrived: tupl
 
 @contextmanager
 def gradients_of_zero(loss: Tensor, leaves_none: bool = False) -> Iterator[None]:
-    """Inside, a backward of ``loss`` adds zeros to the gradients of its parameters, whatever it computes.
+    """Inside, a backward of ``loss`` runs as usual, but adds only zeros to the gradients.
 
     For a loss without weight, which may be NaN: NaN * 0 is NaN. The backward itself runs, including its collectives.
 
@@ -98,7 +98,7 @@ def warn_of_batch_norm(module: nn.Module, is_split: bool, is_window_long: bool, 
         module: the module in training.
         is_split: loader batches are split into micro-batches.
         is_window_long: a window may have several loader batches.
-        warn: takes a warning to be seen once.
+        warn: gives a warning once.
     """
     if not (is_window_long or is_split) or not (layers := batch_norm_layers(module)):
         return

@@ -102,7 +102,7 @@ class Term(NamedTuple):
         number = size_of(self.number) if self.is_mean else 1.0
         if mode == COUNT:
             weight = quotient(number, self.losses if isinstance(self.total, float) and math.isnan(self.total) else self.total)
-            are_none = not self.is_mean and self.losses == 0  # a mean also counts masked elements
+            are_none = not self.is_mean and self.losses == 0  # in a mean, masked elements count
             if isinstance(are_none, Tensor):
                 return tensor_of(weight, are_none.device, exact_dtype(are_none.device)).masked_fill(are_none, 0.0)
             return 0.0 if are_none else weight
