@@ -1,16 +1,11 @@
-"""This package beside the others: how far from the full batch, how many steps and collectives, how fast.
+"""This package beside the others: how far from the full batch, and how many steps of the scheduler.
 
-One tiny GPT on docstrings of Python's standard library, 101 of them for the deviation (three windows of 32 and a tail of 5 in every
-epoch), the same data in the same order, through the sides of ``compared_sides.py``: the classic hand-written loop, Lightning's own
-accumulation, Accelerate (``accumulate()``, and its recipe for counted tokens), the HF Trainer (with a model that takes
-``num_items_in_batch``, and with one that does not) and this package, on 1 process and on 2 (DistributedDataParallel, gloo).
+One tiny GPT on 101 docstrings of Python's standard library (three windows of 32 and a tail of 5 in every epoch), the same data in
+the same order, through the sides of ``compared_sides.py``, on 1 process and on 2 (DistributedDataParallel, gloo).
 
 - deviation: of the parameters after three epochs, in float64: the norm of the difference from the full batch, which a hand-written
   loop over batches of 32 trains in one process, over the norm of what that has changed.
 - steps: of the optimizer and of the scheduler in three epochs; the full batch takes 12.
-- collectives: all that one process takes part in during a window, by torch's profiler.
-- thousands of tokens per second on texts of 1 to 256 bytes, in micro-batches of 4 texts: float32, medians over
-  rounds in which all sides take turns in the same processes.
 
     python tests/benchmarks/compare.py --out notebooks/figures/comparison.png
 """
@@ -22,7 +17,6 @@ import json
 import logging
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,85 +24,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from compared_sides import GLOBAL_BATCH, REFERENCE, SIDES, Side, Texts, Training, orders, rank, ranks, some_docstrings, window
+from compared_sides import REFERENCE, SIDES, rank, some_docstrings
 from processes import free_port
-from side_by_side import command_line, figure, interleaved
+from side_by_side import command_line, figure
 from support import error_of_updates
-from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "notebooks" / "site" / "docs" / "how-it-works.md"
-EPOCHS, SAMPLES, TIMED_WINDOWS = 3, 101, 12
+EPOCHS, SAMPLES = 3, 101
 BEGIN, END = "<!-- comparison -->", "<!-- end of comparison -->"
 
 Figures = dict[str, Any]
-"""What is known of a side: deviation, steps, scheduler steps, collectives, tokens per second."""
+"""What is known of a side: deviation, steps, scheduler steps."""
 
 
-def examined(side: Side, full: Training, texts: Texts) -> Figures:
-    """All that does not depend on time: the side beside the full batch, and its collectives on ``texts`` of four windows."""
-    training = side.new_training(full.texts, EPOCHS, torch.float64, full.kind)
-    side.train(training)
-    start = REFERENCE.new_training(full.texts, 1, torch.float64).model
-    return {
-        "deviation": error_of_updates(training.model, full.model, start),
-        "steps": training.steps,
-        "scheduler steps": training.schedule.last_epoch,
-        "collectives": collectives(side, texts),
-    }
-
-
-def collectives(side: Side, texts: Texts) -> int:
-    """How many of them the third window has: in the second DistributedDataParallel rebuilds its buckets."""
-    training = side.new_training(texts, 1, torch.float64)
-    watch = profile(activities=[ProfilerActivity.CPU])
-
-    def at(index: int) -> None:
-        if index == 2 * window():
-            watch.__enter__()
-        elif index == 3 * window():
-            watch.__exit__(None, None, None)
-
-    training.on_forward = at
-    side.train(training)
-    return sum(event.name.startswith("gloo:") for event in watch.events() or ())
-
-
-def seconds(side: Side, texts: Texts) -> float:
-    """What all windows but the first and the last take."""
-    if ranks() > 1:
-        dist.barrier()
-    training = side.new_training(texts, 1, torch.float32)
-    side.train(training)
-    return training.forwards[-window()] - training.forwards[window()]
-
-
-def timed(sides: list[Side], rounds: int) -> dict[str, Figures]:
-    """Tokens per second: medians."""
-    samples = GLOBAL_BATCH * TIMED_WINDOWS
-    corpus = some_docstrings(samples)
-    (order,) = orders(samples, 1)
-    tokens = sum(len(corpus[i]) + 1 for i in order[GLOBAL_BATCH:-GLOBAL_BATCH])
-    taken = interleaved({side.name: lambda side=side: seconds(side, corpus) for side in sides}, rounds)
-    return {name: {"tokens per second": tokens / statistics.median(found)} for name, found in taken.items()}
-
-
-def work(rounds: int, kind: str, out: Path) -> None:
+def work(kind: str, out: Path) -> None:
     """What one process does; the first writes what was found."""
     os.chdir(tempfile.mkdtemp())
     for name in ("transformers", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    full = REFERENCE.new_training(some_docstrings(SAMPLES), EPOCHS, torch.float64, kind)
+    texts, found = some_docstrings(SAMPLES), {}
+    start, full = (REFERENCE.new_training(texts, EPOCHS, kind) for _ in range(2))
     REFERENCE.train(full)
-    four_windows = some_docstrings(4 * GLOBAL_BATCH)
-    sides = [side for side in SIDES if side.is_there]
-    found = {side.name: examined(side, full, four_windows) for side in sides}
-    for name, figures in timed(sides, rounds).items() if rounds else ():
-        found[name].update(figures)
+    for side in (side for side in SIDES if side.is_there):
+        training = side.new_training(texts, EPOCHS, kind)
+        side.train(training)
+        deviation = error_of_updates(training.model, full.model, start.model)
+        found[side.name] = {"deviation": deviation, "steps": training.steps, "scheduler steps": training.schedule.last_epoch}
     if rank() == 0:
         out.write_text(json.dumps(found))
     if dist.is_initialized():
@@ -116,16 +61,16 @@ def work(rounds: int, kind: str, out: Path) -> None:
         dist.destroy_process_group()
 
 
-def measured(processes: int, rounds: int, kind: str) -> dict[str, Figures]:
+def measured(processes: int, kind: str) -> dict[str, Figures]:
     """Start the processes and read what they found."""
-    quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "9"}
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **quiet}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         launcher = []
         if processes > 1:
             launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", str(free_port())]
-        command = [sys.executable, *launcher, __file__, "--rounds", str(rounds), "--optimizer", kind, "--worker", str(out)]
+        command = [sys.executable, *launcher, __file__, "--optimizer", kind, "--worker", str(out)]
         subprocess.run(command, check=True, env=environment, timeout=3600, stdout=subprocess.DEVNULL)
         found: dict[str, Figures] = json.loads(out.read_text())
     return found
@@ -133,15 +78,11 @@ def measured(processes: int, rounds: int, kind: str) -> dict[str, Figures]:
 
 def table(found: Mapping[int, Mapping[str, Figures]]) -> str:
     """Markdown; the two numbers of a cell are those of 1 process and of 2."""
-    titles = ["", f"deviation after {EPOCHS} epochs", "scheduler steps", "collectives a window", "1000 tokens/s"]
+    titles = ["", f"deviation after {EPOCHS} epochs", "scheduler steps"]
     lines = ["| " + " | ".join(titles) + " |", "| --- |" + " --- |" * (len(titles) - 1)]
     for name in next(iter(found.values())):
         of_all = [figures[name] for figures in found.values()]
-        columns = [
-            [_short(figures["deviation"]) for figures in of_all],
-            *([str(figures[what]) for figures in of_all] for what in ("scheduler steps", "collectives")),
-            [f"{figures['tokens per second'] / 1000:.1f}" for figures in of_all if "tokens per second" in figures],
-        ]
+        columns = [_short(figures["deviation"]) for figures in of_all], [str(figures["scheduler steps"]) for figures in of_all]
         lines.append("| " + " | ".join([name, *map(", ".join, columns)]) + " |")
     return "\n".join([*lines, "", conditions()])
 
@@ -183,18 +124,12 @@ def draw(found: Mapping[int, Mapping[str, Figures]], path: Path | str) -> None:
         axes.spines["left"].set_visible(False)
 
 
-def main(
-    rounds: int = 7,
-    processes: tuple[int, ...] = (1, 2),
-    optimizer: str = "adamw",
-    out: str | None = None,
-    worker: str | None = None,
-) -> None:
-    """Measure, print, draw; with ``--rounds 0`` nothing is timed, and ``--optimizer sgd`` is for the deviations."""
+def main(processes: tuple[int, ...] = (1, 2), optimizer: str = "adamw", out: str | None = None, worker: str | None = None) -> None:
+    """Measure, print, draw."""
     if worker is not None:
-        work(rounds, optimizer, Path(worker))
+        work(optimizer, Path(worker))
         return
-    found = {number: measured(number, rounds, optimizer) for number in processes}
+    found = {number: measured(number, optimizer) for number in processes}
     print(table(found))
     if out is not None:
         draw(found, out)

@@ -1,15 +1,14 @@
 """The ways to accumulate that ``compare.py`` compares: one tiny GPT, the same data in the same order, and trainings of it.
 
 Every side trains :class:`GPT` with AdamW or SGD under a linear schedule, in windows of 32 samples, cut into micro-batches of 4, as
-its own documentation says to. What is recorded is recorded outside of it: by hooks on the model's forward and the optimizer's step.
+its own documentation says to. Its optimizer steps are counted by a hook.
 """
 
 import importlib.util
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -78,29 +77,22 @@ class SummingGPT(GPT):  # the same, and returns a sum, as the token recipe of Ac
 
 
 @dataclass
-class Training:  # one training: what goes in, and what was seen of it
+class Training:  # what goes in, and what was seen of it
     texts: Texts
     epochs: int
     model: GPT
     announced: int  # scheduler steps after which the learning rate is zero, as the side counts them
     kind: str  # "adamw" or "sgd", which has momentum
     steps: int = 0  # of the optimizer
-    forwards: list[float] = field(default_factory=list)  # when each forward of this rank began, in seconds
-    on_forward: Callable[[int], None] = lambda index: None  # called before each forward with its index
 
     def __post_init__(self) -> None:
         parameters = self.model.parameters()
         self.optimizer = AdamW(parameters, lr=1e-2) if self.kind == "adamw" else SGD(parameters, lr=1e-1, momentum=0.9)
         self.schedule = LambdaLR(self.optimizer, lambda step: max(0.0, 1 - step / self.announced))
         self.optimizer.register_step_post_hook(self._stepped)
-        self.model.register_forward_pre_hook(self._began)
 
     def _stepped(self, *args: Any) -> None:
         self.steps += 1
-
-    def _began(self, *args: Any) -> None:
-        self.on_forward(len(self.forwards))
-        self.forwards.append(time.perf_counter())
 
 
 def some_docstrings(number: int) -> Texts:
@@ -190,9 +182,7 @@ def with_lightning(training: Training) -> None:
 def with_this_package(training: Training, batch: int = MICRO_BATCH, **policy: Any) -> None:
     """Windows of loader batches, or loader batches split into micro-batches, sorted and trimmed."""
     sampler = SameOrderSampler(training.texts, seed=SEED)  # type: ignore[arg-type]
-    # a single epoch is for what a window costs: the check's forwards, once a fit, would be counted with those of the first windows
-    callback = GradientAccumulation(**policy, check=training.epochs > 1)
-    with_trainer(training, sampler, "accum", batch, callbacks=[callback], max_epochs=training.epochs)
+    with_trainer(training, sampler, "accum", batch, callbacks=[GradientAccumulation(**policy)], max_epochs=training.epochs)
 
 
 def _without_accelerators_state() -> None:
@@ -287,11 +277,10 @@ class Side:  # a way to train, which may need a package
     def is_there(self) -> bool:
         return importlib.util.find_spec(self.needs) is not None
 
-    def new_training(self, texts: Texts, epochs: int, dtype: torch.dtype, kind: str = "adamw") -> Training:
-        """A training that has not begun."""
+    def new_training(self, texts: Texts, epochs: int, kind: str) -> Training:
         steps = epochs * -(-len(texts) // GLOBAL_BATCH)
         by_process = ranks() if self.needs == "accelerate" else 1  # whose scheduler takes a step for each process
-        return Training(texts, epochs, self.model().to(dtype), steps * by_process, kind)
+        return Training(texts, epochs, self.model().double(), steps * by_process, kind)
 
 
 REFERENCE = Side("full batch", full_batch)

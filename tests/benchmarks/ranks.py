@@ -1,14 +1,10 @@
 """What accumulation costs over ranks: tokens per second of two processes, beside Lightning's own accumulation.
 
 Two processes train a small causal transformer in windows of 8 loader batches, over DistributedDataParallel and over ``fully_shard``
-(FSDP2: each block, and the rest), on the CPU over gloo. The micro-batches are small, so that communication shows. Lightning's own
-accumulation reduces the gradients once a window over DDP, and at every micro-batch over FSDP2.
-
-The processes are started once and run every side in turn, so all share the state of the machine. Every fit has a process group
-of its own, the same batches in the same order, the same number of optimizer steps (checked), and no logger, progress bar or
-checkpoint. The first windows do not count: DDP rebuilds its buckets there, and FSDP2 finds its root. Both ranks wait for each other
-before the first batch that counts, and after the last window. What is reported is the tokens of both ranks per second of the slower
-one, or, with ``--clock cpu``, per second that the two have computed in all.
+(FSDP2: each block, and the rest), on the CPU over gloo. The micro-batches are small, so that communication shows. They are started
+once and run every side in turn; every fit has a process group of its own, the same batches and the same number of optimizer steps
+(checked). The first windows do not count: DDP rebuilds its buckets there, and FSDP2 finds its root. What is reported is the tokens
+of both ranks per second of the slower one, or, with ``--clock cpu``, per second that the two have computed in all.
 
     python tests/benchmarks/ranks.py --rounds 10 --windows 4
     python tests/benchmarks/ranks.py --rounds 20 --windows 20 --features 32 --layers 2 --length 16
