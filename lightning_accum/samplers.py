@@ -88,16 +88,15 @@ class SameOrderSampler(DistributedSampler[Any]):
         leave_out_repeats(self)
 
     def state_dict(self) -> dict[str, int]:
-        """The position in the data."""
-        self._find_ranks()
-        return {"epoch": self.epoch, "yielded": self._yielded, "ranks": self.num_replicas}
+        """The position in the data; after an end, the beginning."""
+        yielded = self._yielded % max(1, len(self))  # of this rank: others may have one less
+        return {"epoch": self.epoch, "yielded": yielded, "ranks": self.num_replicas}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Begin the next iteration at the position of :meth:`state_dict`, on any number of ranks; after an end, at the
-        beginning."""
+        """Begin the next iteration at the position of :meth:`state_dict`, on any number of ranks."""
         self.set_epoch(state["epoch"])
-        length, own = len(self), self.num_replicas
-        self._begin_at = state["yielded"] * state.get("ranks", own) // own % max(1, length)
+        self._find_ranks()
+        self._begin_at = state["yielded"] * state.get("ranks", self.num_replicas) // self.num_replicas
 
 
 def leave_out_repeats(sampler: DistributedSampler[Any]) -> None:
