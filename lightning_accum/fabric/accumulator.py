@@ -199,14 +199,12 @@ class Accumulator(Loop):
             self._pass.close()
         if missing := {"passes", "loader_batches", "accumulation"} - set(state_dict):
             raise ArgumentError(f"This is not the state of an Accumulator: it lacks {', '.join(sorted(missing))}")
-        accumulation, seen = self._accumulation, self._seen
-        self._is_backward_done = self._has_failed = False
-        self._kept.forget()
+        accumulation, self._is_backward_done = self._accumulation, False
+        self.discard()
         self.passes, self.loader_batches = state_dict["passes"], state_dict["loader_batches"]
         accumulation.begin_epoch(self.passes)
         with self._messages:
-            window = accumulation.restart(state_dict["accumulation"], seen, 0, 0, int(self._size(1)))
-            self._training.zero_grad()
+            window = accumulation.restart(state_dict["accumulation"], self._seen, 0, 0, int(self._size(1)))
             if window is not None and any(loss.weighed and not loss.gradients for loss in window.losses):
                 raise ArgumentError("This state lacks the gradients of a window. Load the state of rank 0 on all ranks.")
             accumulation.restore(window, self._training)

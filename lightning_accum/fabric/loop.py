@@ -160,7 +160,9 @@ class Loop(Passes):
             self._refuse_changes()
             if not self._ends_window and not accumulation.is_full():
                 return False
+            self._has_failed = True  # if an error ends the next line
             self._session.end_window(self._seen, micro_batch.is_boundary)
+            self._has_failed = False
         has_stepped, self.gradient_norm = False, None
         if accumulation.closed is None or not accumulation.closed.is_empty:
             self.gradient_norm = self._training.clip(clip_norm, clip_value) if limits else None
@@ -186,9 +188,9 @@ class Loop(Passes):
     # --- what is refused --------------------------------------------------------------------------------------------
 
     def _refuse_unfinished(self) -> None:
-        """Raise an error after a failed backward, or a window that was not stepped."""
+        """Raise an error after a backward or window that failed, or a window that was not stepped."""
         if self._has_failed:
-            raise UsageError("A backward of this window has failed. Call accumulator.discard(), or resume from a checkpoint.")
+            raise UsageError("This window has failed. Call accumulator.discard(), or resume from a checkpoint.")
         if self._is_backward_done and self._ends_window and not self._is_step_done:
             raise UsageError("The window has ended: call accumulator.step() after every accumulator.backward(loss).")
 

@@ -138,7 +138,7 @@ class FSDP2Sync(ShardedSync):
     def reduce_accumulated(self) -> None:
         self._set_reduced(True)
         known = [root for root in self._roots if root not in self._unused_roots]
-        if self.policy != "micro_batch" and not _reduce_accumulated(known):
+        if self.policy != "micro_batch" and known and not _reduce_accumulated(known):
             super().reduce_accumulated()
 
     @override

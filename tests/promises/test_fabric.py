@@ -6,7 +6,7 @@ So they are with losses of several terms: with ``loss_of=``, or with a weight fo
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -256,6 +256,21 @@ def test_a_checkpoint_inside_a_window_of_two_ranks_goes_on() -> None:
     rows = sentences(31)
     found = on_two(lambda fabric: resumed(fabric, in_batches(rows, 2)[fabric.global_rank :: 2], window=3))
     assert_steps_of(found, "adamw", [rows[i : i + 12] for i in range(0, 31, 12)] * 2)
+
+
+@needs_sharding_on_cpu
+def test_a_state_that_is_loaded_inside_a_window_drops_its_gradients() -> None:
+    rows = sentences(24)
+
+    def run(fabric: Fabric) -> Trained:
+        model, wrapped, _, accumulator = set_up(fabric, "adamw", window=2)
+        loader, state = in_batches(rows, 4)[fabric.global_rank :: 2], accumulator.state_dict()
+        accumulator.backward(loss_of(wrapped, next(iter(accumulator(loader)))))
+        accumulator.load_state_dict(state)
+        losses = list(steps(accumulator, wrapped, accumulator(loader)))
+        return whole_parameters(model), losses
+
+    assert_steps_of(on_two(run, "fsdp2"), "adamw", [rows[:16], rows[16:]])
 
 
 # --- losses of several terms --------------------------------------------------------------------------------------------
@@ -624,6 +639,17 @@ def test_a_backward_that_failed_leaves_no_gradient_that_is_trained_on() -> None:
         if accumulator.step():
             gradients.append(model.weight.item())
     assert gradients[-1] == -4  # of the window that was dropped there is nothing
+
+
+def test_a_window_that_failed_leaves_no_gradient_that_is_trained_on() -> None:
+    model = scalar()
+    accumulator = accumulator_of(model, window=2)
+    with pytest.raises(AccumulationError, match="discard"):
+        for number, batch in enumerate(accumulator([column(1), column(3), column(4)])):
+            accumulator.backward(model(batch).sum() if number else model(batch).mean())
+            with suppress(ValueError):
+                accumulator.step()
+    assert model.weight.item() == 0
 
 
 def test_a_pass_that_is_broken_off_goes_on_in_the_next() -> None:
