@@ -96,7 +96,7 @@ class Accumulation(Windows):
 
     @override
     def restart(self, state: Mapping[str, Any], seen: int, into_window: int, steps: int, size: int) -> PartialWindow | None:
-        if (keys := state.get("counted")) is not None and not self.policy.counts_ahead:
+        if (keys := state.get("counted")) is not None and self.policy.weight == "auto":
             self.count_first(keys)
         partial = super().restart(state, seen, into_window, steps, size)
         self.is_zero_grad_due = partial is None

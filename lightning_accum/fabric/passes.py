@@ -119,7 +119,8 @@ class Passes:
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
         """The loss of a micro-batch that is ``ahead`` loader batches after the current one."""
-        assert self._training.loss_of is not None
+        if self._training.loss_of is None:
+            raise UsageError("The state that was loaded counts the terms of a loss ahead. Pass loss_of=, as before it was saved.")
         return self._training.loss_of(batch)
 
     def _size(self, of_tokens: float = math.inf) -> float:

@@ -327,6 +327,17 @@ def test_a_checkpoint_inside_a_window_of_several_terms_goes_on() -> None:
     assert_steps_of(found, "adamw", WINDOWS, of_terms(), shown=slice(0, 3, 2))  # not of the window in between
 
 
+def test_a_state_of_counted_terms_goes_on_with_one_weight_and_else_asks_for_loss_of() -> None:
+    task, loader = of_terms(), list(map(default_collate, BATCHES))
+    _, model, _, before = set_up(None, "sgd", task, window=4, loss_of=call)
+    list(steps(before, model, before(loader), task))
+    for arguments, raised in (({"weight": "equal"}, nullcontext()), ({}, pytest.raises(AccumulationError, match="loss_of="))):
+        _, model, _, after = set_up(None, "sgd", task, window=4, **arguments)
+        after.load_state_dict(before.state_dict())
+        with raised:
+            assert len(list(steps(after, model, after(loader), task))) == 3
+
+
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu)])
 @pytest.mark.parametrize("arguments", [{"window": 2}, {"micro_batch": 2}], ids=["windows", "split"])
@@ -538,7 +549,14 @@ def good(accumulator: Accumulator, model: Any, optimizer: Any, batch: Tensor, ch
     return accumulator.step()
 
 
+def ignoring_an_error(accumulator: Accumulator, model: Any, optimizer: Any, batch: Tensor) -> None:
+    accumulator.backward(model(batch).mean() if len(batch) == 2 else model(batch).sum())
+    with suppress(ValueError):
+        accumulator.step()
+
+
 MISTAKES: dict[str, tuple[Body, str]] = {
+    "a failed step is ignored": (ignoring_an_error, "discard"),
     "skipped": (lambda a, m, o, x: None, "backward"),
     "loss.backward": (lambda a, m, o, x: m(x).mean().backward(), "backward"),
     "no step": (lambda a, m, o, x: a.backward(m(x).mean()), "step"),
@@ -639,17 +657,6 @@ def test_a_backward_that_failed_leaves_no_gradient_that_is_trained_on() -> None:
         if accumulator.step():
             gradients.append(model.weight.item())
     assert gradients[-1] == -4  # of the window that was dropped there is nothing
-
-
-def test_a_window_that_failed_leaves_no_gradient_that_is_trained_on() -> None:
-    model = scalar()
-    accumulator = accumulator_of(model, window=2)
-    with pytest.raises(AccumulationError, match="discard"):
-        for number, batch in enumerate(accumulator([column(1), column(3), column(4)])):
-            accumulator.backward(model(batch).sum() if number else model(batch).mean())
-            with suppress(ValueError):
-                accumulator.step()
-    assert model.weight.item() == 0
 
 
 def test_a_pass_that_is_broken_off_goes_on_in_the_next() -> None:
