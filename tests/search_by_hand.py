@@ -99,8 +99,6 @@ class ByHand:  # trains on the windows of a point, each as one batch
             return sum(weight_of(self.point, part) or 0.0 for part in self.window.parts) >= self.window.size
         return self.window.loader_batches >= self.window.size
 
-    # --- the end of a window ------------------------------------------------------------------------------------------------
-
     def forget(self) -> None:
         self.window = Window()
 
@@ -175,7 +173,6 @@ class ByHand:  # trains on the windows of a point, each as one batch
             nn.utils.clip_grad_value_(self.net.parameters(), largest)
 
 
-# --- samples ----------------------------------------------------------------------------------------------------------------
 def parts_of(point: Point, batch: Batch) -> list[Batch]:
     """The micro-batches of a loader batch, in the order of its rows."""
     rows, columns = batch["labels"].shape

@@ -60,8 +60,6 @@ class Point:  # one combination. Its ``repr`` says all that was drawn.
         policy = {**self.policy, "tail": "step"} if self.window[0] == "mapping" and self.policy["tail"] == "drop" else self.policy
         return replace(self, goes_on_after=after, stops_after=None, is_sized=True, policy=policy)
 
-    # --- the arguments, as the package takes them -------------------------------------------------------------------------
-
     def arguments(self) -> dict[str, Any]:  # of ``GradientAccumulation``
         kind, size = self.window
         windows: dict[str, Callable[[], Any]] = {
@@ -134,7 +132,6 @@ class Point:  # one combination. Its ``repr`` says all that was drawn.
         return min(n for epoch, n in size if epoch < epochs) if kind == "mapping" else size
 
 
-# --- the draw -------------------------------------------------------------------------------------------------------------
 def draw(seed: int, engine: str = "accum") -> Point:  # the combination of a seed
     rng = random.Random(f"{engine} {seed}")
     ranks = 1 if engine == "accum" else 2
@@ -273,7 +270,6 @@ def _draw_batches(point: Point, rng: random.Random) -> list[list[Batch | None]]:
     return [[batch(rank, index) for index in range(length)] for rank, length in enumerate(point.lengths)]
 
 
-# --- the model --------------------------------------------------------------------------------------------------------------
 class Net(nn.Module):  # features of each column, a parameter for marked rows only, and two heads
     def __init__(self, point: Point) -> None:
         super().__init__()

@@ -158,7 +158,6 @@ class ShardedScalar(Scalar):  # one parameter, in a layer that is sharded: the g
         return self.layer(x[:, None]).mean()
 
 
-# --- what is sent -----------------------------------------------------------------------------------------------------
 GATHER, SCATTER, REDUCE = "allgather", "reduce_scatter", "allreduce"
 
 

@@ -41,8 +41,6 @@ DEADLINE = 120.0  # for the processes of a test
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="whether a process has ended is read from /proc")
 
-# --- processes ----------------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class End:
@@ -152,9 +150,6 @@ def forked_by_lightning(work: Callable[[], None]) -> End:
         work()
 
     return _fork([run], 2)
-
-
-# --- what they train ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -286,9 +281,6 @@ def test_two_nodes_without_a_fault_equal_the_full_batch(strategy: str) -> None:
     assert end.all("w") == pytest.approx(parameter_after(3, by_rank), rel=1e-14)
 
 
-# --- a rank raises or is killed -----------------------------------------------------------------------------------------
-
-
 def assert_failed(end: End, rank: int) -> None:  # all ranks ended with an error, and that of the first is seen
     assert 0 not in end.statuses, end
     assert all(note["ended_with"] for note in end.notes), end
@@ -344,9 +336,6 @@ def test_rank_that_is_killed_ends_all(strategy: str, rank: int) -> None:
     assert (end.statuses[rank], end.statuses[1 - rank]) == (-signal.SIGKILL, 1)
     assert end.notes[1 - rank]["ended_with"]
     end.assert_soon()
-
-
-# --- SIGTERM ------------------------------------------------------------------------------------------------------------
 
 
 def parameter_after(windows: int, by_rank: Sequence[Sequence[Any]] = BATCHES) -> float:

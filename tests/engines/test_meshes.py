@@ -103,8 +103,6 @@ def test_replicas_of_shards_beside_tensor_parallelism_equal_the_full_batch(sync:
     assert_one_window_one_batch(BesideTensor, dealt(sentences(20), 2, "fsdp2"), 2, "named mesh", options)
 
 
-# --- mesh=: ranks that have parts of the same rows, and dimensions that are known or refused -------------------------
-
 VOCABULARY, LENGTH, ROWS = 11, 8, 20
 
 

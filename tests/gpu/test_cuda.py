@@ -57,7 +57,6 @@ def test_half_precision_equals_the_full_batch_to_its_bits(precision: str, most: 
     assert error(split, whole) < most
 
 
-# --- memory, and waiting for the device ---------------------------------------------------------------------------------
 class Wide(nn.Module):  # keeps as many bytes for backward as it is told, for each row
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -138,7 +137,6 @@ def test_no_micro_batch_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) ->
     assert run.global_step == 2 * len(BATCHES)
 
 
-# --- compiled modules ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("policy", [{"window": 4}, {"micro_batch": 4, "trim_padding": False}], ids=["window", "split"])
 @pytest.mark.parametrize("is_whole", [False, True], ids=["network", "module"])
@@ -159,7 +157,6 @@ def test_compiled_modules_take_the_step_of_the_full_batch(mode: str, policy: dic
     assert error(module, expected) < 1e-9  # fused kernels have another order
 
 
-# --- offloading ---------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -93,7 +93,6 @@ def test_a_stateful_loader_goes_on_inside_a_window_to_the_bit(workers: int, orde
             assert torch.equal(p, r), f"checkpoint after {batches}"
 
 
-# --- plain Lightning, and the same Trainer again -------------------------------------------------------------------------
 def test_a_checkpoint_of_plain_lightning_inside_a_window_is_warned_of() -> None:
     batches = [x(i) for i in range(1, 9)]
     fit(Scalar(), StatefulLoader(batches), SaveAfter(6), strategy="auto", accumulate_grad_batches=4)

@@ -283,7 +283,6 @@ def test_logs_over_two_ranks_are_reduced_once_a_batch_in_one_order() -> None:
     assert split.seen[0].tolist() == [1.0, 0.0, 1.0, 2.0]
 
 
-# --- memory: nothing that autograd saves lives on into the next micro-batch --------------------------------------------------
 # A graph can outlive its backward where something branches off that the loss does not need: so the module here has branches.
 
 SIZE, MANY, LENGTH, FEATURES = 4, 16, 6, 32

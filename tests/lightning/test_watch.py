@@ -213,7 +213,6 @@ def test_a_method_of_lightnings_that_was_renamed_is_an_error_before_training(nam
         trainer()
 
 
-# --- what is relied on, one by one: if a release moves it, this says what, before wrong numbers do -------------------------
 def test_everything_is_as_it_was_read() -> None:
     assert seams.changed() == []
 

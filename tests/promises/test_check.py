@@ -33,7 +33,6 @@ def breaks(net: nn.Module, batch: Any) -> Tensor:  # only rows tell: its graph i
     return classified(net, batch) * (1 + 0.1 * len(batch[1]))
 
 
-# --- before the first step --------------------------------------------------------------------------------------------
 def _ignored(batches: list[list[Tensor]], number: int, rows: slice) -> list[list[Tensor]]:
     for _, labels in batches[:number]:
         labels[rows] = -100
@@ -342,7 +341,6 @@ def test_a_step_that_takes_no_single_row_is_checked_in_halves(loss: Callable[...
     assert module.trainer.global_step == steps
 
 
-# --- what can be had, and what is seen of it ---------------------------------------------------------------------------
 def test_a_window_of_one_batch_on_one_rank_is_plain_lightning_to_the_bit() -> None:
     calls: list[int] = []
     modules = [Toy(lambda net, b: calls.append(1) or breaks(net, b)) for _ in range(2)]
@@ -373,7 +371,6 @@ def test_everything_is_as_if_there_had_been_no_check() -> None:
     assert [rows for rows, *_ in module.seen] == [8] * 8
 
 
-# --- no break ---------------------------------------------------------------------------------------------------------
 def test_rows_whose_loss_is_nothing_beside_that_of_others_do_not_end_a_fit() -> None:
     def loss(net: nn.Module, b: Any) -> Tensor:
         o, t = net(b[0]), b[1]
@@ -407,7 +404,6 @@ def test_slopes_of_relu_that_rounding_changes_are_no_break(policy: dict[str, Any
     assert module.trainer.global_step == (4 if "window" in policy else 8)
 
 
-# --- what only a later window has -------------------------------------------------------------------------------------
 def _each(net: nn.Module, b: Any) -> Tensor:
     return F.cross_entropy(net(b[0]), b[1], reduction="none")
 
@@ -576,7 +572,6 @@ def test_a_hand_written_loop_is_told_of_a_later_break_too() -> None:
     assert messages
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
 def is_told_of_on_two_ranks(module: Toy, by_rank: Sequence[Sequence[Any]], **policy: Any) -> bool:
     """Whether rank 0 warns, or both end with an error. No rank waits for another for longer than a timeout."""
     module.train_dataloader = lambda: loader(by_rank[module.global_rank])
@@ -688,9 +683,6 @@ def test_what_failed_for_lack_of_memory_leaves_none_of_it_behind() -> None:
         gc.enable()
     assert len(HIDDEN) > 10
     assert left == [0, 0, 0, 0]
-
-
-# --- what on_train_batch_start leaves for the loss ------------------------------------------------------------------------
 
 
 class Centred(Toy):

@@ -64,7 +64,6 @@ def test_every_error_goes_from_process_to_process_with_its_message(kinds: set[ty
         assert "seen" in str(again)
 
 
-# --- by their public names, which other tests raise, and by what Python has for them ---------------------------------------
 def test_public_errors_are_of_the_base_and_of_a_kind_of_pythons_or_lightnings() -> None:
     for name in ("DoesNotAddUpError", "UnreadableLossError", "UnsplittableBatchError"):
         assert {AccumulationError, ValueError} <= set(getattr(lightning_accum, name).__mro__), name

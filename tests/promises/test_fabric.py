@@ -167,7 +167,6 @@ def test_a_loop_takes_the_steps_of_full_batches(fabric: Callable[[], Any], case:
         assert_steps_of(loop(fabric(), optimizer, loader, **arguments), optimizer, windows)
 
 
-# --- two processes ------------------------------------------------------------------------------------------------------
 @pytest.mark.some_cases(3)
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu)])
 @pytest.mark.parametrize("arguments", [{}, {"micro_batch": 3}, {"loss_of": loss_of, "window": 3}], ids=["windows", "split", "None"])
@@ -273,7 +272,6 @@ def test_a_state_that_is_loaded_inside_a_window_drops_its_gradients() -> None:
     assert_steps_of(on_two(run, "fsdp2"), "adamw", [rows[:16], rows[16:]])
 
 
-# --- losses of several terms --------------------------------------------------------------------------------------------
 NAMES = ["tokens and samples", "learned uncertainty", "tokens, samples and a penalty", "a term only where there is something"]
 BATCHES = [rows_of_terms(size, seed) for seed, size in enumerate((3, 1, 5, 2, 2, 4, 1, 3, 1, 2, 6, 3))]
 WINDOWS = windows_of([BATCHES], 4)
@@ -375,7 +373,6 @@ def test_a_loader_that_writes_into_its_last_batch_is_an_error() -> None:
                 loop(None, "sgd", data, task, 1, window=4, loss_of=loss_of)
 
 
-# --- losses that are not there, not finite, or of the whole batch ---------------------------------------------------------
 def accumulator_of(model: nn.Module, **arguments: Any) -> Accumulator:
     return Accumulator(None, model, torch.optim.SGD(model.parameters(), 1.0), log=False, **arguments)
 
@@ -532,7 +529,6 @@ def test_a_step_that_a_grad_scaler_leaves_out_is_none_and_clipping_is_unscaled()
     assert error_of_updates(model, reference, start) < 5e-3
 
 
-# --- loops that are not right -------------------------------------------------------------------------------------------
 Body = Callable[[Accumulator, nn.Module, Any, Tensor], Any]
 
 

@@ -31,7 +31,6 @@ EXAMPLES = Path(__file__).parents[2] / "notebooks" / "examples"
 MATPLOTLIB = "pip install matplotlib"
 
 
-# --- 24 to 26: hooks and closures ---
 @pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}], ids=str)
 def test_a_closure_returns_a_loss_that_is_detached(arguments: dict[str, Any]) -> None:
     class ReadsClosure(torch.optim.SGD):
@@ -104,7 +103,6 @@ def test_a_rank_may_need_longer_than_others_in_a_step_without_a_backward(monkeyp
     assert run.whole["layer.weight"].item() == -5.5
 
 
-# --- 27: what is held, and what is copied ---
 @pytest.mark.parametrize(
     ("devices", "strategy", "weight"), [(1, lambda: "accum", [SampleCount(1), SampleCount(1)]), (2, ddp, "auto")]
 )
@@ -152,7 +150,6 @@ def test_the_random_state_of_other_devices_is_not_saved_for_each_draw(monkeypatc
     assert None not in saved  # that is every device
 
 
-# --- 28: the check runs training_step as if it had not ---
 class LogsAndPrints(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.logger.log_metrics({"direct": 1.0}, step=batch_idx)
@@ -175,7 +172,6 @@ def test_what_a_step_logs_or_prints_by_itself_is_there_once_a_micro_batch(where:
     assert [*sent, *capsys.readouterr().out.splitlines()].count(where) == 8
 
 
-# --- 29: around the package ---
 def test_the_example_of_the_command_line_runs_twice_in_one_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse")
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # which LightningCLI sets

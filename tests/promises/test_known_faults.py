@@ -39,7 +39,6 @@ NETS = {
 }
 
 
-# --- 3, 10: weights ---
 @open_until(22, "without the check, half of a sum and a sum by two rows are the same: the gradient is 4 times too large (3)")
 def test_a_sum_times_one_over_its_number_of_rows_is_a_mean_without_the_check_too() -> None:
     module = partial(Toy, lambda net, batch: classified(net, batch, reduction="sum") * (1 / len(batch[0])))
@@ -161,7 +160,6 @@ def test_a_student_that_is_equal_to_its_teacher_at_first_is_trained(policy: dict
     assert relative_error(module.net.parameters(), teacher.parameters()) < EXACT
 
 
-# --- 4, 5, 6: what others do to parameters, gradients, schedulers and hooks ---
 class LooksAheadInPlace(LooksAhead):
     of = staticmethod(Tensor.detach)  # it shares the version
 
@@ -194,7 +192,6 @@ def test_a_hook_that_is_patched_into_a_class_of_lightning_is_called(monkeypatch:
     assert len(calls) == (2 if hook == "on_before_optimizer_step" else 4)
 
 
-# --- 9, 10: precision ---
 def centering_gradient(strength: float, net: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
     """A loss whose value adds up. Its gradient does not: a part of its mean over the batch is subtracted."""
     return classified(lambda inputs: with_gradient(net(inputs), lambda gradient: gradient - strength * gradient.mean(0)), batch)
@@ -408,7 +405,6 @@ def test_a_window_that_lightnings_scheduler_makes_longer_in_a_later_epoch_is_che
         fit(Toy(contrastive), labelled(8, 8), pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2}), max_epochs=2)
 
 
-# --- counts ---
 def test_a_count_of_0_beside_a_tiny_constant_is_no_contradiction() -> None:  # refused before, once a look had no active rows
     def active(net: nn.Module, batch: Any) -> Tensor:
         losses = F.relu(net(batch[0])[:, 0] - batch[1])
@@ -427,7 +423,6 @@ def test_a_mean_that_becomes_a_sum_is_warned_of() -> None:
     assert "was a mean" in said(module, labelled(*[8] * 18), GradientAccumulation(2))
 
 
-# --- batches that are made of rows ---
 def samples(number: int = 24) -> list[tuple[Tensor, Tensor]]:
     return [*zip(*labelled(number)[0], strict=True)]
 
@@ -491,7 +486,6 @@ def test_the_least_of_two_means_over_a_batch_is_seen_where_it_changes_inside_a_w
     assert messages or module.trainer.global_step < 2
 
 
-# --- 11: teachers ---
 def test_a_teacher_that_follows_at_each_micro_batch_is_warned_of_early_in_training_too() -> None:
     def distilled(net: nn.Module, batch: Any) -> Tensor:
         for old, new in zip(net[1].parameters(), net[0].parameters(), strict=True):
@@ -503,7 +497,6 @@ def test_a_teacher_that_follows_at_each_micro_batch_is_warned_of_early_in_traini
     assert said(module.float(), batches, accumulate_grad_batches=4)
 
 
-# --- 12: iterators ---
 @pytest.mark.parametrize(("size", "policy"), [(8, {"micro_batch": 2}), (16, {"window": 2})])
 @pytest.mark.parametrize("make", [iter, lambda batches: (batch for batch in batches), lambda batches: iter(loader(batches))])
 def test_the_check_takes_nothing_from_an_iterator_that_a_step_draws_from(make: Any, size: int, policy: dict[str, Any]) -> None:
@@ -536,7 +529,6 @@ def test_targets_that_a_hook_made_for_all_rows_fail_in_a_micro_batch_with_a_note
     assert "has left in the module belongs to other rows" in caught.value.__notes__[-1]
 
 
-# --- 13, 14: hand-written loops ---
 def two_layers() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
@@ -585,7 +577,6 @@ def test_a_loop_that_calls_the_module_inside_of_its_ddp_is_refused() -> None:  #
     assert run_ranks(work, 2) == ["ended", "ended"]
 
 
-# --- 15: schedulers ---
 def rates(frequency: int, *callbacks: Any, **arguments: Any) -> list[float]:
     """The learning rate, which a scheduler halves, as each loader batch begins."""
     notes, found = noted("on_train_batch_start", lambda trainer: trainer.optimizers[0].param_groups[0]["lr"])

@@ -21,7 +21,6 @@ from lightning_accum import AccumulationError, GradientAccumulation, GradientNoi
 from lightning_accum.testing import EXACT, compare_window_with_batch
 
 
-# --- 17: verify; 22: masks that are added ---
 def sixteenth_of_a_sum(net: nn.Module, batch: Any) -> Tensor:
     return classified(net, batch, reduction="sum") / 16
 
@@ -75,7 +74,6 @@ def test_verify_starts_its_ranks_in_fresh_processes(monkeypatch: pytest.MonkeyPa
     assert {path.read_text() for path in Path().glob("rank*")} == {"False"}
 
 
-# --- 18: schedules over windows of tokens ---
 def test_a_schedule_over_the_estimated_steps_of_windows_of_tokens_lasts_until_training_ends() -> None:
     def train(**ends: int) -> Any:
         module = scheduled(lambda module, optimizer: OneCycleLR(optimizer, 0.1, module.trainer.estimated_stepping_batches))
@@ -89,7 +87,6 @@ def test_a_schedule_over_the_estimated_steps_of_windows_of_tokens_lasts_until_tr
     assert train(fast_dev_run=8).global_step == 2
 
 
-# --- 20, 21: the weight that is advised, found or given; 22: terms after a resume ---
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 def test_a_term_that_is_the_same_in_all_batches_is_not_warned_of_after_a_resume() -> None:
     def with_constant(net: nn.Module, batch: Any) -> Tensor:
@@ -163,7 +160,6 @@ def test_with_these_weights_windows_are_exact_and_nothing_is_said_against_it(los
     assert not messages
 
 
-# --- 23: what is wrong with a program is said in the package's words ---
 class SumsInBackward(Toy):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.sum().backward()

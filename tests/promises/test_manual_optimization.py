@@ -227,7 +227,6 @@ def test_a_loader_batch_without_a_backward_has_no_weight() -> None:
     assert error_of_updates(module, expected, GAN()) < 1e-12
 
 
-# --- ranks that do not keep step ------------------------------------------------------------------------------------------
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_rank_without_the_last_batch_of_a_window_ends_all(rank: int) -> None:
@@ -310,7 +309,6 @@ def test_ranks_that_all_leave_training_step_early_go_on() -> None:
     assert not torch.equal(module.generator[0].weight, GAN().generator[0].weight)
 
 
-# --- what stays, and checkpoints ------------------------------------------------------------------------------------------
 def test_optimizers_and_schedulers_are_left_as_they_were() -> None:
     module = TwoSchedulers()
     run = fit(module, batches_of(GAN), accumulate_grad_batches=3)
@@ -343,7 +341,6 @@ def test_a_training_that_goes_on_inside_a_window_ends_like_one_that_never_stoppe
             train(GradientAccumulation(2), ckpt_path="inside.ckpt")
 
 
-# --- what is stepped or changed in another way ----------------------------------------------------------------------------
 class Averages(GAN):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -455,7 +452,6 @@ def test_gradients_with_a_graph_are_refused() -> None:
         fit(Doubles(), batches_of(GAN), GradientAccumulation(2, check=False))
 
 
-# --- losses that do not add up ----------------------------------------------------------------------------------------------
 class Compares(GAN):  # the second backward compares the rows of its batch
     def training_step(self, batch: Any, batch_idx: int) -> None:
         opt_g, opt_d = self.optimizers()

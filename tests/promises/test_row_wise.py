@@ -70,7 +70,6 @@ def of_classes(net: Any, batch: Any) -> Tensor | None:
     return None if classes.min() < -100 else F.cross_entropy(net.encoder(x) * net.scale, classes)
 
 
-# --- any loss ---------------------------------------------------------------------------------------------------------
 @pytest.mark.some_cases(6, 12)
 @pytest.mark.parametrize("loss", [pytest.param(loss, id=loss.name.replace(" ", "_")) for loss in TABLE if loss.kind is Kind.BATCH])
 def test_a_loss_that_no_weight_makes_exact_takes_the_steps_of_the_whole_batch(loss: Row) -> None:
@@ -126,7 +125,6 @@ def test_random_numbers_are_those_of_the_first_pass_and_go_on_as_if_it_were_the_
     assert module.drawn == expected.drawn
 
 
-# --- any call -----------------------------------------------------------------------------------------------------------
 class Encoder(nn.Module):  # a small network, and a ``forward(self, *inputs)``
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -370,7 +368,6 @@ def test_only_one_micro_batch_and_the_outputs_are_held() -> None:
     assert of_twice - of_parts < 128 * 6 * 4 + 128 * 128 * 2
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
 def last_is_large(net: Any, x: Tensor) -> Tensor:
     x = x.clone()
     x[-1, 0] = 10
@@ -454,7 +451,6 @@ def test_names_and_sizes_that_do_not_fit_are_refused_before_training(policy: dic
         fit(two_views(clip), collated(ROWS), row_wise(**policy))
 
 
-# --- windows and what else there is ---------------------------------------------------------------------------------------
 def uneven() -> list[list[Any]]:  # loader batches of unequally many rows, most of one of which are ignored
     rows = batches(3, 10, 7, 5, 8, 2)
     rows[1][2:] = [(x, -100) for x, _ in rows[1][2:]]
@@ -503,7 +499,6 @@ def test_the_networks_of_a_gan_in_manual_optimization() -> None:
     assert_window_equals_batch(GAN, draw(GAN), row_wise(names=["generator", "discriminator"]), optimizers=[None])
 
 
-# --- ranks --------------------------------------------------------------------------------------------------------------
 WITH_RANKS: dict[str, Any] = {"collate": default_collate, "optimizers": (sgd, adamw)}
 
 

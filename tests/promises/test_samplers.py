@@ -175,7 +175,6 @@ def test_bad_argument_is_named(kind: Any, arguments: tuple[Any, ...], error: typ
         kind(*arguments)
 
 
-# --- SameOrderSampler: every sample once, in an order that does not know how many ranks there are --------------------------
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("samples", [0, 1, 2, 3, 7, 12, 60, 61])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])

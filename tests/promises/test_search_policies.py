@@ -203,7 +203,6 @@ def test_a_tail_of_tokens_that_were_counted_before_they_ran_is_dropped() -> None
     check(point, attempt(point))
 
 
-# --- two ranks: all points in one pair of processes ---------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Of both ranks, by engine and seed: those of the tests that were asked for."""

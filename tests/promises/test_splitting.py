@@ -45,7 +45,6 @@ def pieces(data: Any, micro_batch: Any = 3, number: int | None = None, **policy:
     return module.batches if number is None else module.batches[-number:]
 
 
-# --- which containers ----------------------------------------------------------------------------------------------------
 def rows(*shape: int, start: int = 0) -> Tensor:  # a tensor whose entries all differ
     return torch.arange(start, start + int(torch.tensor(shape).prod())).reshape(shape)
 
@@ -170,7 +169,6 @@ def test_a_batch_that_cannot_be_split_is_named_with_the_way_out_before_anything_
     assert not module.batches
 
 
-# --- a function that splits ----------------------------------------------------------------------------------------------
 def test_a_function_that_loses_rows_is_warned_of() -> None:
     def loses_the_last(batch: Tensor, size: int) -> list[Tensor]:
         return [batch[start : start + size] for start in range(0, len(batch) - size + 1, size)]
@@ -225,7 +223,6 @@ def test_a_function_that_returns_no_list_is_named(returned: Any) -> None:
         pieces(X, 2, split=splits_badly)
 
 
-# --- lengths -------------------------------------------------------------------------------------------------------------
 LENGTH = 9
 Spans = Sequence[tuple[int, int]]
 
@@ -382,7 +379,6 @@ def test_classes_that_are_as_many_as_columns_by_chance_are_not_trimmed() -> None
     assert [piece["ids"].shape[1] for piece in module.batches[-6:]] == [LENGTH] * 3 + [10, 4, 2]
 
 
-# --- which rows make a micro-batch ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("trim", [True, False, "attention_mask"])
 @pytest.mark.parametrize("size", [1, 3, 5, Tokens(9), Tokens(20), Tokens(37), "auto"], ids=str)
 @pytest.mark.parametrize("side", ["right", "both"])

@@ -63,7 +63,6 @@ def names(report: Any) -> list[str]:
     return [found.name for found in report.breaks]
 
 
-# --- modules of others ---------------------------------------------------------------------------------------------------
 class Talking(Language):  # logs to its logger, looks at a metric of validation that one step does not have, and brings callbacks
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -129,7 +128,6 @@ def test_the_step_of_any_module_is_compared_by_its_loss(weight: str) -> None:
     assert torch.equal(module.weight, before)
 
 
-# --- what is measured ----------------------------------------------------------------------------------------------------
 def test_differences_are_those_of_the_known_answer() -> None:
     """Micro-batches of 1 and 9 tokens: a mean of means is 3.0, where the full batch has 4.6."""
     batches = [x(1), x(2, 3, 4, 5, 6, 4, 6, 7, 8)]
@@ -212,7 +210,6 @@ def test_what_is_equal_is_found_to_be_and_stays_as_it_was(name: str) -> None:
     assert any("Dropout" in note for note in report.notes) == (name in ("dropout", "layers that are made late"))
 
 
-# --- what breaks equality ------------------------------------------------------------------------------------------------
 # fmt: off
 def reads_batch_idx(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> Tensor:
     return F.cross_entropy(logits, batch[1]) * (1.0 if batch_idx % 2 == 0 else 0.5)
@@ -366,7 +363,6 @@ def test_a_module_in_a_training_is_refused() -> None:
         fit(Asks(), strategy="auto")
 
 
-# --- data of every kind, bad input, the command ----------------------------------------------------------------------
 LOADERS: dict[str, Any] = {
     "a loader": lambda: loader([x(1), x(2, 3), x(4)]),
     "a loader without a length": lambda: DataLoader(Unsized([x(1), x(2, 3), x(4)]), batch_size=None),

@@ -116,7 +116,6 @@ def test_so_do_ranks_with_different_numbers_of_micro_batches(engine: str, option
     assert_one_window_one_batch(partial(ShardedLanguage, "adamw"), by_rank, policy, engine, options)
 
 
-# --- the headline: one global batch of 32, however it is held, gives one curve ------------------------------------------
 SEQUENCES = sentences(101)
 """Of 2 to 12 tokens: three windows of 32 sequences and a tail of 5 in every epoch."""
 SEED, GLOBAL_BATCH = 5, 32
@@ -156,7 +155,6 @@ def test_every_mix_is_the_full_batch(engine: str, options: Any, window: int, bat
     assert_one_window_one_batch(make, same_order(batch), policy, engine, options, **arguments)
 
 
-# --- a batch that is None, a training_step that returns None, labels that are all ignored --------------------------------
 KINDS = ["no batch", "None before the forward", "None after the forward", "all labels ignored"]
 
 
