@@ -7,6 +7,7 @@ import pytest
 import torch
 from real_modules.table import Exact, Refused, Warned, happens
 from support import Toy, classified, error_of_updates, fit, joined, labelled, loader
+from support import refused as refused
 from support import said as said
 
 from lightning_accum import GradientAccumulation

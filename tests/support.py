@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
-from lightning_accum import AccumulationWarning, DDPAccumulationStrategy
+from lightning_accum import AccumulationError, AccumulationWarning, DDPAccumulationStrategy
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -344,6 +344,16 @@ def said(module: pl.LightningModule, data: Any, *callbacks: Callback, **kwargs: 
     with warned() as messages:
         fit(module, data, *callbacks, **kwargs)
     return "\n".join(messages)
+
+
+def refused(
+    module: pl.LightningModule, data: Any, *callbacks: Callback, error: Any = AccumulationError, match: Any = None, **kwargs: Any
+) -> None:
+    """A fit ends with this error before its first optimizer step, or after so many ``steps`` (None: any number)."""
+    steps = kwargs.pop("steps", 0)
+    with pytest.raises(error, match=match):
+        fit(module, data, *callbacks, **kwargs)
+    assert steps in (module.trainer.global_step, None)
 
 
 class Hide(torch.autograd.Function):  # a loss behind it cannot be read

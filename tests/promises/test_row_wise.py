@@ -19,7 +19,7 @@ from loss_table.rows import Kind, Trained, rows
 from loss_table.rows import Loss as Row
 from manual_modules import GAN, draw
 from sharded import needs_sharding_on_cpu, shard
-from support import Toy, fit, relative_error, warned
+from support import Toy, fit, refused, relative_error, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, rnn
@@ -78,8 +78,7 @@ def test_a_loss_that_no_weight_makes_exact_takes_the_steps_of_the_whole_batch(lo
 
 
 def test_a_loss_of_pairs_in_a_window_of_several_loader_batches_is_refused() -> None:
-    with pytest.raises(DoesNotAddUpError):
-        fit(two_views(clip), collated(ROWS, ROWS), row_wise(2))
+    refused(two_views(clip), collated(ROWS, ROWS), row_wise(2), error=DoesNotAddUpError)
 
 
 @pytest.mark.some_cases(3)
@@ -431,8 +430,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module
 def test_what_row_wise_cannot_have_is_refused_by_name(case: str) -> None:
     step, make = REFUSED[case]
     module = Toy(partial(of_x, step), net=lambda: model(make))
-    with pytest.raises(RowWiseError, match=NAMED.get(case, "net.a")):
-        fit(module, collated(ROWS), row_wise(names="net.a", micro_batch=3))
+    refused(module, collated(ROWS), row_wise(names="net.a", micro_batch=3), error=RowWiseError, match=NAMED.get(case, "net.a"))
     module.net.stem(torch.zeros(1, 5).double()).sum().backward()  # backwards are torch's own again
 
 
