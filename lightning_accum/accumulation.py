@@ -141,7 +141,6 @@ class Accumulation(Windows):
                 )
             self._add_empty(micro_batch)
             return EMPTY
-        is_new_graph = not is_left and self.later.is_new_graph(is_first_window=self.closed is None)
         try:
             contribution, reading = self.weigher(loss, micro_batch.batch, micro_batch.rows)
         except UnreadableLossError as error:
@@ -154,13 +153,13 @@ class Accumulation(Windows):
         if is_left:
             self.closed = ClosedWindow.alone(on_host(loss), 1.0 if contribution.weight is None else contribution.weight)
             return Weighed(self.closed.weight, is_weightless=False)
+        is_other = self.later.is_new_graph(is_first_window=self.closed is None) and self.check.is_checked
         if not self.check.batches_left:
             doubt: Denominator = 0.0
-            is_checked, counted = self.check.is_checked, self.window.counted
-            is_noted = counted is not None and counted.is_agreed and not counted.is_listed  # as it was counted
-            if (is_checked and is_new_graph) or not is_noted:
-                doubt = self.later.note(micro_batch.batch, contribution, is_checked and is_new_graph)
-            if is_checked and self.splitting is None and self.later.note_lengths(micro_batch.batch):
+            counted = self.window.counted
+            if is_other or counted is None or not counted.is_agreed or counted.is_listed:  # else it was noted when it was counted
+                doubt = self.later.note(micro_batch.batch, contribution, is_other)
+            if self.check.is_checked and self.splitting is None and self.later.note_lengths(micro_batch.batch):
                 doubt = 1.0
             self.window.note_doubt(doubt)
         if self.window.counted is not None and contribution.of_terms is None and self._unread is None:
@@ -262,7 +261,7 @@ class Accumulation(Windows):
     # --- the end of a window --------------------------------------------------------------------------------------
 
     def close(self, seen: int, parameters: Callable[[], Iterable[Tensor]]) -> ClosedWindow:
-        """End the window: its gradients become the full batch's. If Lightning takes the step, nothing changes."""
+        """End the window: its gradients become the gradients of the full batch. If Lightning takes the step, nothing changes."""
         if self.closed is not None and self.is_passthrough():
             self._begin_window(seen)
             self.total_weight = self.total_weight + self.closed.weight

@@ -10,7 +10,7 @@ class AccumulationError(Exception):
 
 
 class DoesNotAddUpError(AccumulationError, ValueError):
-    """The weighted losses or gradients of the parts of a batch do not add up to the whole batch's."""
+    """The weighted losses or gradients of the parts of a batch do not sum to the loss or gradient of the batch."""
 
 
 class UnreadableLossError(AccumulationError, ValueError):

@@ -61,7 +61,7 @@ MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
 Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
 """Splits a batch into micro-batches of this many samples (or tokens, for a size in :class:`Tokens`)."""
 WindowSize: TypeAlias = int | Tokens | Mapping[int, int] | Callable[[int], int] | None
-"""Size of a window: loader batches; tokens; ``{epoch: loader batches}``; loader batches by optimizer step; None: the Trainer's."""
+"""Size of a window: loader batches; tokens; ``{epoch: loader batches}``; loader batches by optimizer step; None: as the Trainer."""
 
 OnNonfinite: TypeAlias = Literal["propagate", "skip", "raise"]
 

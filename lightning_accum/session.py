@@ -219,7 +219,7 @@ class Session:
         return weighed
 
     def _copy_gradients_of_graphs(self) -> None:
-        """Copy new gradients: a CUDA graph writes each backward's to the same memory."""
+        """Copy new gradients: a CUDA graph writes the gradients of each backward to the same memory."""
         for parameter in self.trained.parameters():
             copied = self._copied.get(parameter)
             if parameter.grad is not None and (copied is None or copied() is not parameter.grad):

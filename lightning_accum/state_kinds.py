@@ -140,7 +140,7 @@ _OUTSIDE = (
 
 @lru_cache
 def is_of_library(package: Any) -> bool:
-    """Whether a package is not the user's: Python's own, this one, or an installed one."""
+    """Whether a package is a part of Python, this package, or an installed one, and not code of the user."""
     top = str(package).partition(".")[0]
     found = sys.modules.get(top)
     where = f"{getattr(found, '__file__', None)} {getattr(found, '__path__', None)}"

@@ -74,7 +74,7 @@ class Trained:
 
 
 def parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """All parameters that may get a gradient, each once, starting with the module's."""
+    """All parameters that may get a gradient, each once, the module's parameters first."""
     # faster than module.parameters(), since it runs once a window
     parameters = {id(own): own for part in module.modules() for own in part._parameters.values() if own is not None}
     for optimizer in optimizers:
@@ -104,15 +104,14 @@ class BackwardObserver(Protocol):
 class Backward(Protocol):
     """How gradients are cleared and computed. A hand-written loop, which runs its own forward, needs no more."""
 
-    @property
-    def skips_backward(self) -> bool:
-        """The step has nothing to train."""
+    skips_backward: bool
+    """The step has nothing to train."""
 
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""
 
     def backward(self, loss: Tensor, grad_output: Tensor | None, /) -> None:
-        """Add the gradients of ``loss`` to the window's, times ``grad_output`` (None for 1)."""
+        """Add the gradients of ``loss``, times ``grad_output`` (None for 1), to the gradients of the window."""
 
 
 class CountsAhead(Protocol):

@@ -71,6 +71,7 @@ class Progress:
         self.batches_left = 0
         """How many more of the first loader batches it may use, until it has seen enough rows on every rank."""
         self.verdict: Verdict | None = None  # None before the first loader batch, or if nothing is checked
+        self.is_checked = False  # parts of some rows have added up
         self.rows: Any = None  # a few rows of the last loader batch that was checked
         self.has_joint_loss = False  # the loss of a rank depends on the rows of all ranks
         self._looks_anew = False
@@ -80,7 +81,7 @@ class Progress:
     def begin(self, most_batches: int, reason: str | None = None) -> None:
         """Check at most this many of the first loader batches; or none, for a reason."""
         self.batches_left = 0 if reason else most_batches
-        self.verdict = Verdict(None, seen=reason) if reason else None
+        self.find(Verdict(None, seen=reason) if reason else None)
 
     def use(self, batches: int) -> None:
         """Use this many loader batches; a negative number gives them back."""
@@ -89,15 +90,11 @@ class Progress:
     def find(self, verdict: Verdict | None, rows: Any = None) -> None:
         """Note a result, and rows that were checked."""
         self.verdict, self.rows = verdict, self.rows if rows is None else rows
+        self.is_checked = verdict is not None and verdict.deviation is not None
 
     def end(self, has_joint_loss: bool = False) -> None:
         """Use no more of the first loader batches."""
         self.batches_left, self.has_joint_loss = 0, self.has_joint_loss or has_joint_loss
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether parts of some rows have added up."""
-        return self.verdict is not None and self.verdict.deviation is not None
 
     def begin_epoch(self, epoch: int, steps: int) -> None:
         """Look anew in epochs 1, 2, 4, 8, ..., and in others if it takes little time beside the windows since the last look."""

@@ -182,7 +182,7 @@ class Window:
             self._totals, self._copy = self._totals.to("cpu", non_blocking=True), stream.record_event()
 
     def close(self, gradients: Callable[[], Sequence[Tensor]]) -> ClosedWindow:
-        """End the window: scale its gradients in place to the full batch's.
+        """End the window: scale its gradients in place to the gradients of the full batch.
 
         Args:
             gradients: returns the accumulated gradients, averaged over the ranks. Not called if they are the full batch's already.
@@ -198,19 +198,15 @@ class Window:
             self._reduction.wait()
         if self._copy is not None:
             self._copy.synchronize()
-        totals, counted = read(self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals)  # one copy to the host
-        missed = counted[0] if counted else 0.0
-        do_factors_differ = any(
-            number * squares - total * total > 1e-6 * total * total
-            for number, total, squares in zip(counted[1::3], counted[2::3], counted[3::3], strict=True)
-        )
-        of_terms = None if self.counted is None else self.counted.totals
-        function, entries, is_sum = self._function, self.entries, bool(totals.sums)
+        numbers = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals  # one copy to the host
+        function, entries, of_terms = self._function, self.entries, None if self.counted is None else self.counted.totals
+        self.discard()
+        totals, counted = read(numbers)
+        totals.check()
+        missed, is_sum = counted[0] if counted else 0.0, bool(totals.sums)
         is_counted_empty = not any(of_terms or ()) and not any(None in (e.contribution.of_terms or {}).values() for e in entries)
         weight = totals.weight - (totals.weighted - 1) * self.constant if self.constant else totals.weight
-        self.discard()
         is_function = function is not None if self._world_size == 1 else totals.functions > 0
-        totals.check()
         is_listed = self.counted is not None and self.counted.is_listed
         if missed > 1e-6 and not is_listed:
             raise UsageError(
@@ -230,6 +226,10 @@ class Window:
         if is_sum:
             _scale(gradients, self._world_size * slope)
             shown = next((total for total in of_terms or () if total), 1.0)
+            do_factors_differ = any(
+                number * squares - total * total > 1e-6 * total * total
+                for number, total, squares in zip(counted[1::3], counted[2::3], counted[3::3], strict=True)
+            )
             doubts = {"is_miscounted": is_listed and missed > 1e-6, "do_factors_differ": do_factors_differ}
             return totals.closed(loss, shown, slope=slope, **doubts)
         assert self._weight_scale is not None

@@ -125,7 +125,7 @@ def _lengths(evidence: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> di
     """The lengths by the number of columns, of those that have padding.
 
     ``evidence`` is True where there is a token. The ``others`` with as many columns must have padding there, too: one value, the
-    same at the end of all padded rows. Else the columns stay, such as labels of a decoder that have the length of the encoder's
+    same at the end of all padded rows. Else the columns stay, such as labels of a decoder that are as long as the encoder's
     mask by chance.
     """
     found = dict[int, Lengths]()

@@ -140,7 +140,7 @@ class Engine(Strategy, Trained):
 
     @property
     def has_lightnings_precision(self) -> bool:
-        """Whether the precision plugin is Lightning's, whose treatment of losses and skipped steps is known."""
+        """Whether the precision plugin is Lightning's own: how it treats losses and skipped steps is known."""
         return type(self.precision_plugin).__module__.startswith(("lightning.", "pytorch_lightning."))
 
     def samples_of_loader(self) -> frozenset[int]:

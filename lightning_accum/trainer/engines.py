@@ -33,7 +33,7 @@ class AccumulationStrategy(AccumulationMixin, pl.strategies.SingleDeviceStrategy
     It runs on the device that the Trainer's ``accelerator`` and ``devices`` name.
 
     Args:
-        device: the device, if not the Trainer's.
+        device: the device; None for the Trainer's device.
         kwargs: see :class:`lightning.pytorch.strategies.SingleDeviceStrategy`.
 
     Raises:

@@ -42,7 +42,7 @@ Strategy = pl.strategies.Strategy
 
 
 class MisconfiguredError(AccumulationError, MisconfigurationException):
-    """Wrong arguments, module, data or Trainer: both Lightning's error and this package's."""
+    """Wrong arguments, module, data or Trainer. It is an error of Lightning and of this package."""
 
 
 @contextmanager

@@ -45,17 +45,13 @@ class WindowOptimization(_AutomaticOptimization):
     strategy: Engine
     _others: Sequence[Any] = ()  # the arguments of ``training_step`` after the batch
     _is_silent: bool = False  # no hooks around ``training_step`` and its backward
+    skips_backward: bool = False  # no training: StochasticWeightAveraging passes over the data
     _left: Snapshot | None = None  # what the first loader batch of the window has left in the module, if hooks are watched
 
     @property
     def epoch_loop(self) -> Any:
         """The enclosing loop, whose type imports this file. Not an attribute, since loops are restored from checkpoints."""
         return self.trainer.fit_loop.epoch_loop
-
-    @property
-    def skips_backward(self) -> bool:
-        """No training: StochasticWeightAveraging passes over the data."""
-        return self._skip_backward
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
@@ -94,8 +90,8 @@ class WindowOptimization(_AutomaticOptimization):
 
     def _begin(self, arguments: Sequence[Any], accumulation: Accumulation) -> tuple[int, bool]:
         """Begin a loader batch. Returns its number, and whether it ends its window."""
-        strategy = self.strategy
-        if self._skip_backward:
+        strategy, self.skips_backward = self.strategy, self._skip_backward
+        if self.skips_backward:
             accumulation.window.discard()
         if arguments:
             self._others, self._is_silent = arguments[1:], _is_silent(self.trainer, strategy)
@@ -182,7 +178,7 @@ class WindowOptimization(_AutomaticOptimization):
             self._optimizer_zero_grad(self.epoch_loop.batch_idx, optimizer)
 
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
-        """Add the gradients of ``loss`` to the window's, times ``grad_output`` (None for 1)."""
+        """Add the gradients of ``loss``, times ``grad_output`` (None for 1), to the gradients of the window."""
         strategy = self.strategy
         is_users = not self._is_silent and not is_lightnings(self.trainer.lightning_module, "backward")
         if not is_users and not loss.requires_grad:

@@ -189,7 +189,7 @@ class WindowRows(_LoggerConnector):
             results.batch = results.batch_size = None
 
     def show(self, metrics: Mapping[str, Tensor | float], is_finite: bool = False) -> None:
-        """Add metrics to the Trainer's, and to the next row of the loggers, if one is due: all, or only finite ones."""
+        """Add metrics to ``trainer.callback_metrics``, and (all, or finite ones) to the next row of the loggers, if one is due."""
         shown = {name: v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for name, v in metrics.items()}
         self._callback_metrics.update(shown)
         self._logged_metrics.update(shown)

@@ -289,7 +289,7 @@ class _GradientReads(TorchFunctionMode):
             if frame is not None and not (is_backward and self._left[frame.f_code].startswith("backward of")):
                 self._warn(
                     f"{self._left.pop(frame.f_code)} looks at gradients. It runs at every micro-batch, on the gradients "
-                    "accumulated so far, not on the full batch's. Use on_before_optimizer_step instead, which sees the full "
+                    "accumulated so far, not of the full batch. Use on_before_optimizer_step instead, which sees the full "
                     "batch's gradients once a window."
                 )
         return func(*args, **(kwargs or {}))

@@ -152,11 +152,11 @@ def verify(
         window: loader batches in a window. The first batches of the data are its micro-batches, and the full batch joins them,
             padded if masks or labels show how. A single batch is split into this many.
         micro_batch: the size of the micro-batches that each batch is split into, in samples or :class:`Tokens`.
-        precision: the Trainer's. The default shows differences of 1e-12; a loss that computes in float32, as in Hugging Face's
+        precision: as of the Trainer. The default shows differences of 1e-12; a loss that computes in float32, as in Hugging Face's
             causal models, is compared with float32's tolerance.
-        accelerator: the Trainer's; ``"gpu"`` for modules whose kernels need one.
-        gradient_clip_val: the Trainer's.
-        gradient_clip_algorithm: the Trainer's.
+        accelerator: as of the Trainer; ``"gpu"`` for modules whose kernels need one.
+        gradient_clip_val: as of the Trainer.
+        gradient_clip_algorithm: as of the Trainer.
         join: a function ``join(batches)`` that returns one batch, for batches that are not nested containers of tensors.
         loss_of: a function ``loss_of(module, batch)`` that returns the loss, for a module that is no LightningModule.
         devices: ranks of a window: fresh processes on the CPU, which get the batches in turn, ``window`` each. Module and batches

@@ -137,6 +137,6 @@ def warn_of_hooks(module: nn.Module, warn: Callable[[str], None], is_checked: bo
     ]
     if hooked:
         warn(
-            f"{listed(hooked)}: a hook of this parameter runs in every micro-batch, on gradients that are not the full batch's. "
+            f"{listed(hooked)}: a hook of this parameter runs in every micro-batch, on gradients that are not of the full batch. "
             "Use on_before_optimizer_step instead, which sees the full batch's gradients once a window."
         )

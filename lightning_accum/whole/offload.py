@@ -1,6 +1,6 @@
 """Runs a whole batch once, while tensors that autograd saves for the backward wait in host memory.
 
-Nothing is split, so the step equals the batch's for any module. Storages are moved, each once for all of its saved views: a few
+Nothing is split, so any module takes the step of its batch. Storages are moved, each once for all of its saved views: a few
 leave while the forward continues, and in the backward a few are prefetched in reverse order. Parameters, buffers, the batch, small
 tensors, and tensors of other devices, layouts and subclasses stay.
 

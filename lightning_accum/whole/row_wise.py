@@ -221,7 +221,7 @@ class Call:
     shadows: int  # further micro-batches of other ranks, for which this rank repeats its last with weight 0
     run_piece: Callable[[range, Any], Any]  # runs the submodule on the arguments of a micro-batch
     begin_backward: Callable[[], None] | None  # called before its backward, if ranks wait for each other there
-    device: torch.device  # its random state is saved with the CPU's
+    device: torch.device  # its random state is saved, and the random state of the CPU
 
     def __post_init__(self) -> None:
         parameters = [] if self.layer.is_sharded else self.layer.module.parameters()
