@@ -21,6 +21,11 @@ def is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether it is neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def on_host(value: float | Tensor) -> float | Tensor:
     """A float if the tensor is on the host; a tensor of a device stays there, detached."""
     if not isinstance(value, Tensor):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_accum.counting import copied
 from lightning_accum.errors import UsageError
+from lightning_accum.exact import is_dense
 from lightning_accum.looks import Checked
 from lightning_accum.prove import ALL, Measured
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
@@ -81,7 +82,7 @@ def _left_behind(trial: Trial, rows: Callable[[], Any], others: Callable[[], Any
     Empty words are the ``batch_idx``; without ``next_step``, which has another, it is not tried. Ranks take each step together.
     """
     named = trial.module.named_buffers
-    at_first = {name: buffer.detach().clone() for name, buffer in named()}
+    at_first = {name: buffer.detach().clone() for name, buffer in named() if is_dense(buffer)}
     before = trial.result(rows)
 
     def write(values: Mapping[str, Tensor]) -> None:

@@ -146,6 +146,6 @@ def _message(changed: dict[str, float], once_a_window: str) -> str:
 def _elements(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
-    flat = tensor.reshape(-1)
-    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
+    dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
     return flat[:: max(1, flat.numel() // _SAMPLED) | 1].to(dtype, copy=True)

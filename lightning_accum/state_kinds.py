@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_accum.exact import is_dense
+
 _MANY = 1000
 """Longest list whose entries are searched."""
 LARGE = 2**24
@@ -33,7 +35,7 @@ class Kind(NamedTuple):
     """How objects of a type are saved, restored and searched."""
 
     save: Callable[[Any], Any] | None
-    restore: Callable[[Any, Any], Any]
+    restore: Any  # a function of the object and its saved state
     contents: Callable[[Kinds, Any], _Contents] | None = None
     is_module: bool = False
     is_changed: Callable[[Any, Any], bool] | None = None  # for MODULE see changed_names
@@ -54,7 +56,7 @@ class Kinds(dict[type, "Kind | None"]):
         yield from _OF_TYPES
         if self.is_deep:
             yield Tensor, _LEAF
-            yield weakref.ref, Kind(None, _restore_nothing, lambda kinds, value: [("", value())])
+            yield weakref.ref, Kind(None, None, lambda kinds, value: [("", value())])
         yield (nn.Parameter, weakref.ref, torch.optim.Optimizer, Dataset, DataLoader) if not self.is_deep else (), None
         yield Tensor, TENSOR
         yield torch.jit.ScriptModule, Kind(lambda module: module.training, nn.Module.train, _contents_of_script, is_module=True)
@@ -62,7 +64,7 @@ class Kinds(dict[type, "Kind | None"]):
         yield nn.Module, _OBJECT._replace(is_module=True) if self.is_deep else _REGISTRY if is_of_torch else MODULE
         if (numpy := sys.modules.get("numpy")) is not None:
             yield numpy.memmap, None
-            yield numpy.ndarray, Kind(_save_array, _restore_array)
+            yield numpy.ndarray, Kind(_save_array, lambda array, saved: saved is None or array.__setitem__(..., saved))
             yield numpy.random.RandomState, Kind(numpy.random.RandomState.get_state, numpy.random.RandomState.set_state)
             yield numpy.random.Generator, Kind(lambda g: g.bit_generator.state, lambda g, s: setattr(g.bit_generator, "state", s))
         is_outside = any(f"{base.__module__}.".startswith(_OUTSIDE) for base in type_.__mro__)
@@ -124,7 +126,7 @@ def _leads_on(*names: str) -> Kind:
         if not (package.startswith(_OUTSIDE) if kinds.is_deep else is_of_library(package)):
             yield from (("", getattr(value, name)) for name in names)
 
-    return Kind(None, _restore_nothing, contents)
+    return Kind(None, None, contents)
 
 
 # --- classes ------------------------------------------------------------------------------------------------------------
@@ -168,10 +170,6 @@ def hooks_of(tensor: Tensor) -> tuple[Any, Any]:
 
 
 # --- each is restored in the object that held it --------------------------------------------------------------------------
-
-
-def _restore_nothing(target: Any, saved: Any) -> None:
-    pass
 
 
 def _save_registry(module: nn.Module) -> Any:
@@ -256,13 +254,8 @@ def _save_cell(cell: types.CellType) -> list[Any]:
         return []
 
 
-def _restore_cell(cell: types.CellType, saved: list[Any]) -> None:
-    if saved:
-        cell.cell_contents = saved[0]
-
-
 def _save_tensor(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-    is_expanded = tensor.layout is torch.strided and 0 in tensor.stride() and tensor.numel() > 1
+    is_expanded = is_dense(tensor) and 0 in tensor.stride() and tensor.numel() > 1
     # it cannot be written to, or consists of other tensors
     if is_expanded or tensor.is_inference() or is_traceable_wrapper_subclass(tensor):
         return None
@@ -315,31 +308,33 @@ def _save_array(array: Any) -> Any:
     return array.copy() if array.flags.writeable and array.size <= LARGE else None
 
 
-def _restore_array(array: Any, saved: Any) -> None:
-    if saved is not None:
-        array[...] = saved
-
-
 _NO_STATE = frozenset(vars(nn.Module()))
 """Attributes of every module: registered state is saved separately; the rest are hooks."""
 TENSOR = Kind(
-    _save_tensor, _restore_tensor, _contents_of_tensor, False, lambda own, kept: kept is not None and not torch.equal(*kept)
+    _save_tensor, _restore_tensor, _contents_of_tensor, False, lambda own, kept: kept and is_dense(own) and not torch.equal(*kept)
 )
 _LEAF = Kind(_save_leaf, _restore_leaf, _contents_of_tensor)
 _REGISTRY = Kind(_save_registry, _restore_registry, _contents_of_registry, is_module=True)
 MODULE = Kind(_save_module, _restore_module, _contents_of_module, is_module=True)
 _OBJECT = Kind(_save_object, _restore_object, _attributes, is_changed=_is_other_object)
-ITERATOR, GRADIENT = Kind(None, _restore_nothing), Kind(None, _restore_gradient)
+ITERATOR, GRADIENT = Kind(None, None), Kind(None, _restore_gradient)
 _OF_TYPES: tuple[tuple[Any, Kind | None], ...] = (
     ((type(None), bool, int, float, complex, str, bytes, type, Enum, types.ModuleType, io.IOBase), None),
     ((torch.dtype, torch.device, torch.layout, random.SystemRandom), None),
     (dict, Kind(dict, _restore_dict, _entries, is_changed=_are_others)),
     ((list, set, deque), Kind(list, _restore_items, _items, is_changed=_are_others)),
-    ((tuple, frozenset), Kind(None, _restore_nothing, _items)),
+    ((tuple, frozenset), Kind(None, None, _items)),
     (bytearray, Kind(bytes, lambda target, saved: target.__setitem__(slice(None), saved))),
     (torch.Generator, Kind(torch.Generator.get_state, torch.Generator.set_state)),
     (random.Random, Kind(random.Random.getstate, random.Random.setstate)),
-    (types.CellType, Kind(_save_cell, _restore_cell, lambda kinds, cell: [("", held) for held in _save_cell(cell)])),
+    (
+        types.CellType,
+        Kind(
+            _save_cell,
+            lambda cell, saved: saved and cell.__setattr__("cell_contents", *saved),
+            lambda kinds, cell: [("", held) for held in _save_cell(cell)],
+        ),
+    ),
     (types.FunctionType, _leads_on("__closure__", "__defaults__", "__kwdefaults__", "__dict__")),
     (types.MethodType, _leads_on("__self__", "__func__")),
     (types.BuiltinFunctionType, _leads_on("__self__")),  # such as list.append of a list

@@ -175,7 +175,7 @@ class Trial:
         batch = batch if self.dtype is None else widened_batch(batch, self.dtype)
         with _users_code(), self.mode:
             output = (instead or self.training_step)(batch)
-        loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+        loss: Tensor | None = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise UnsuitableRowsError(f"training_step returns {loss} for some of the first rows")
         return loss

@@ -88,7 +88,8 @@ def widened(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     The parameters themselves do not change: with data of another type they would lose DDP's hooks on their gradients. The user's
     hooks on gradients are copied.
     """
-    holders: list[Any] = [held for child in module.modules() for held in (child._parameters, child._buffers)]
+    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]  # whose parameters are fixed
+    holders: list[Any] = [held for part in parts for held in (part._parameters, part._buffers)]
     narrow = [(held, {n: own for n, own in held.items() if own is not None and is_narrow(own, dtype)}) for held in holders]
     wide: dict[Tensor, Tensor] = {}
     try:

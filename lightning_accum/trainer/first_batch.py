@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from lightning_accum import check
 from lightning_accum.errors import DoesNotAddUpError
-from lightning_accum.exact import exact, exact_dtype
+from lightning_accum.exact import exact, exact_dtype, is_dense
 from lightning_accum.later_terms import check_loader_batch
 from lightning_accum.looks import Checked, Rows, agree_on_rows
 from lightning_accum.manual_calls import TriedStep
@@ -172,7 +172,7 @@ def _try_hooks(checked: Checked, trainer: pl.Trainer, batches: Sequence[Any]) ->
         """Note the gradients after the hooks, which get the gradients of the first step, and what these micro-batches left."""
         loss = [trial.step(micro_batch()) for micro_batch in micro_batches][-1]
         tried.append(TriedStep(tried[0].gradients if tried else ()))
-        buffers = [(own, own.clone()) for own in checked.module.buffers()]
+        buffers = [(own, own.clone()) for own in checked.module.buffers() if is_dense(own)]
         with gradients_set_aside(parameters), logging_nothing(trainer):
             tried[-1].backward(loss, [parameter for parameter in parameters if parameter.requires_grad])
             for hook, given in own.items():

@@ -305,6 +305,22 @@ def test_a_batch_without_dense_tensors_is_no_fault(name: str) -> None:
     assert relative_error(other.parameters(), plain.parameters()) <= 1e-15
 
 
+HELD: dict[str, Callable[[Toy], Any]] = {
+    "a sparse buffer": lambda module: module.register_buffer("kept", torch.eye(4).to_sparse()),
+    "a nested tensor": lambda module: setattr(module, "kept", torch.nested.nested_tensor([*torch.zeros(2, 3)])),
+    "TorchScript": lambda module: setattr(module, "net", torch.jit.trace(module.net, torch.zeros(2, 4))),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_module_holds_is_no_fault(name: str) -> None:
+    expected, module = (Toy(lambda net, batch: classified(net, (batch[0].float(), batch[1]))).float() for _ in range(2))
+    HELD[name](module)
+    fit(module, labelled(8, 8), GradientAccumulation(2))
+    fit(expected, [[*map(torch.cat, zip(*labelled(8, 8), strict=True))]], strategy="auto")
+    assert relative_error(module.net.parameters(), expected.net.parameters()) < 1e-6
+
+
 @pytest.mark.parametrize("bad_batch", [0, 1, 2, 3])
 def test_batches_of_few_rows_are_checked_before_the_first_step_until_there_were_eight(bad_batch: int) -> None:
     data = labelled(*[2] * 8)
