@@ -298,6 +298,8 @@ def _set_kinds(part: Part, root: Part, size: int, known: Mapping[str, str]) -> I
     is_whole = part.is_tensor or isinstance(part.value, PackedSequence)
     if part.size == size and earlier != "shared" and (is_whole or (part is not root and earlier != "container")):
         part.kind = "rows"
+    elif isinstance(part.value, PackedSequence):
+        raise _unsplittable(root, f"{part}, and has no entry for each of the {size} rows")
     else:
         part.kind = "container" if part.parts else "shared"
     yield part

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from lightning_accum.errors import RowWiseError
@@ -60,7 +61,7 @@ def read(value: Any, layer: Layer) -> Tree:
         if part.is_tensor or (part.size is not None and _is_list_of_rows(part.value)):
             part.kind = "rows"
             leaves.append(part)
-        elif part.problem and holds_tensors(part.value, depth=3):
+        elif (part.problem or isinstance(part.value, PackedSequence)) and holds_tensors(part.value, depth=3):
             found = f"an argument or output is a {type(part.value).__name__}, which holds tensors"
             raise RowWiseError.of(layer.name, f"{found}. Have it take and return tensors (Hugging Face: use_cache=False).")
     return Tree(root, leaves)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from lightning_accum.policy import Policy, Tokens
 from lightning_accum.randomness import RandomState
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.plan import columns_of
-from lightning_accum.undo import replacing
+from lightning_accum.undo import replacing, version_of
 from lightning_accum.whole.forms import HINT, Form, Layer, Tree, check_outputs, form_of, is_near, kind_of, number_of_rows, read
 
 _MOST_PROOFS = 8  # loader batches for the proof at most, until there was a gradient to compare
@@ -195,8 +195,8 @@ class RowWiseOutputs(torch.autograd.Function):
         """The gradients of all outputs."""
         if ctx.begin_backward is not None:
             ctx.begin_backward()
-        zero = next(gradient for gradient in gradients if gradient is not None)
-        return None, None, *gradients, *(zero.new_zeros(shape) for shape in ctx.shadows)
+        # with shadows, ranks wait for each other, and no gradient is None
+        return None, None, *gradients, *(cast("Tensor", gradients[0]).new_zeros(shape) for shape in ctx.shadows)
 
 
 def as_one_node(
@@ -236,18 +236,18 @@ class Call:
 
     def run(self) -> Any:
         """Run all rows. Returns the outputs, joined."""
-        buffers = [(name, own, own._version) for name, own in self.layer.module.named_buffers() if not own.is_inference()]
-        parts: list[Tree] = []
-        after = None
+        parts, after = list[Tree](), None
         for index, piece in enumerate([*self.pieces, *self.pieces[-1:] * self.shadows]):
+            if index < 2:  # the first may fill a cache
+                buffers = [(name, own, version_of(own)) for name, own in self.layer.module.named_buffers()]
             if index == len(self.pieces):
                 after = RandomState(self.device)
             parts.append(self._run_checkpointed(index, piece))
             check_outputs(self.layer, parts[-1], parts[0], self.form.dims)
         if after is not None:
             after.restore()
-        for name, buffer, version in buffers:
-            if buffer._version != version:
+        for (name, buffer, version), now in zip(buffers, self.layer.module.buffers(), strict=False):
+            if now is not buffer or version_of(now) != version:
                 raise RowWiseError.of(self.layer.name, f"each micro-batch changes its buffer {name}. {HINT}")
         number = len(self.pieces)
         of_parts = [*zip(*(part.values for part in parts), strict=True)]

@@ -396,6 +396,8 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module
     "attention over the batch": (lambda net, x: spread(net.a(x[:, None])[:, 0]), lambda: mlp(nn.TransformerEncoderLayer(6, 2, 8))),
     "one output for all rows": (lambda net, x: sum(map(torch.sum, net.a(x))), of(lambda self, x: ((z := self.net(x)), z.mean()))),
     "a buffer that counts": (encoded, of(lambda self, x: self.net(x) + 0 * self.seen.add_(1))),
+    "a running mean that is another buffer each time": (encoded, of(lambda self, x: (
+        z := self.net(x), setattr(self, "seen", 0.9 * self.seen + z.detach().mean()))[0])),
     "rows in dimension 1": (lambda net, x: spread(net.a(x[:, None].repeat(1, 4, 1))[0].mean(1)), lambda: nn.LSTM(5, 6)),
     "a number of rows": (lambda net, x: net.a(x)[0].sum(), of(lambda self, x: ((z := self.net(x)), float(z.detach().norm())))),
     "an output for all rows that one row changes": (last_is_large, of(lambda self, x: (self.net(x), (x[:, 0] > 5).any()))),
@@ -405,6 +407,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module
     "an argument of an unknown class": (lambda net, x:
         spread(net.a(x, SimpleNamespace(hidden=torch.zeros(2)))), of(lambda self, x, kept: self.net(x))),
     "a cache of keys and values": (lambda net, x: spread(net.a(input_ids=texts(x)[0]).last_hidden_state.mean(1)), gpt_model),
+    "packed sequences": (lambda net, x: spread(net.a(nn.utils.rnn.pack_sequence([*x[:, None]]))[1][0]), lambda: nn.GRU(5, 6)),
     "packed sequences, padded to the longest": (packed, lambda: Packed(False)),
     "a mean over rows where there are several": (encoded, of(lambda self, x: self.net(x) - (len(x) > 2) * self.net(x).mean(0))),
     "a mode in which rows are not independent": (lambda net, x: spread(net.a(x, False)) + spread(net.a(x, True)),

@@ -147,6 +147,7 @@ UNSPLITTABLE: dict[str, tuple[Any, str]] = {
     "no rows": ({"n": 3, "t": torch.tensor(1.0)}, "no tensor has rows .*dict"),
     "a text": ("text", "batch is a str"),
     "packed rows of another number": ({"p": pack_sequence([rows(3), rows(2)]), "x": X}, "2 or 8.*p is a PackedSequence of 2"),
+    "packed rows beside two that agree": ({"p": pack_sequence([rows(3), rows(2)]), "x": X, "y": X}, "p is a PackedSequence of 2"),
     "nested": ((X, [torch.nested.nested_tensor([torch.rand(2), torch.rand(3)], layout=torch.jagged)]), r"\[1\]\[0\]"),
     "sparse": ({"x": X, "s": torch.eye(8).to_sparse()}, "s is a Tensor"),
     "no size that most have": ({"x": rows(8), "y": rows(8), "u": rows(5), "v": rows(5)}, "5 or 8.*u is a Tensor of shape"),
