@@ -103,7 +103,7 @@ def _beside_others(checked: Checked, trial: Trial, rows: Any) -> FewRows:
         joined, turned = trial.together(lambda: (own.by_turns(others), others.by_turns(own)))
         if checked.sync.is_waited_for_in_forward or not _goes_by_order(checked, trial, joined, turned):
             return joined
-        if not checked.is_window_long and not checked.on_any((plan := accumulation.plan) is None or not plan.is_read):
+        if not checked.is_window_long and not checked.on_any((plan := accumulation.plan) is None or plan.layout is None):
             assert plan is not None  # it may differ in kind from other rows of its own loader batch, too
             return trial.together(lambda: own.by_turns(read(plan.batch)))
     return own

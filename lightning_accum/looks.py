@@ -109,7 +109,7 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str
     accumulation, sync = checked.accumulation, checked.sync
     policy = accumulation.policy
     size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
-    if size is None and (plan := accumulation.plan) is not None and plan.is_read:
+    if size is None and (plan := accumulation.plan) is not None and plan.layout is not None:
         size = plan.pieces[0].size  # the micro-batch of the longest rows
     found: FewRows | SplitRows | None = None
     reason: CannotCheckError = UnsuitableRowsError("a rank has no batch with enough rows")

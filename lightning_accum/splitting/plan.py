@@ -43,20 +43,15 @@ class Plan:
     current: int = 0  # the index of the last micro-batch
 
     @property
-    def is_read(self) -> bool:
-        """Whether micro-batches consist of rows of the batch."""
-        return self.layout is not None
-
-    @property
     def rows(self) -> int | None:
         """The number of samples in the current micro-batch, if known."""
-        return self.pieces[self.current].size if self.is_read else None
+        return None if self.layout is None else self.pieces[self.current].size
 
     def note(self, error: Exception) -> None:
         """Add to an error which micro-batch raised it (Python 3.10 shows no notes)."""
         piece = self.pieces[self.current]
         if (len(self.pieces) > 1 or piece.columns) and hasattr(error, "add_note"):
-            found = f", {piece.size} rows of the loader batch, columns {dict(piece.columns) or 'all'}" if self.is_read else ""
+            found = f", {piece.size} rows of the loader batch, columns {dict(piece.columns) or 'all'}" if self.layout else ""
             error.add_note(
                 f"This was micro-batch {self.current} of {len(self.pieces)}{found}. If an entry of the batch belongs to all rows, "
                 "pass split=; if the step uses the longest row as the number of columns, name the lengths: trim_padding=<key>. "
@@ -132,6 +127,7 @@ class Splitting:
     def begin_again(self) -> None:
         """Plan the current loader batch again, with other sizes or kinds."""
         if self.plan is not None:
+            self._seen = None  # of a batch that was drawn ahead
             self.begin(self.plan.batch)
 
     def share(self, paths: Sequence[str]) -> None:

@@ -76,6 +76,20 @@ def test_an_attempt_that_runs_out_of_memory_leaves_nothing_in_the_sums(where: st
     assert all(map(torch.equal, found.parameters(), expected.parameters()))
 
 
+def test_another_attempt_reads_the_lengths_of_its_own_batch() -> None:
+    class OnADevice(Limited):  # the lengths are read while a batch is on the host, of the next one for the check, too
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            self.trainer.strategy.accumulation.splitting.look_at(batch)
+            return batch
+
+    longest = max(ROWS, key=len)
+    rows = pad([longest[:number] for number in (12, 12, 12, 10, 9, 9, 3, 3)])
+    data = [{name: part[first : first + 4] for name, part in rows.items()} for first in (0, 4)]
+    fit(module := OnADevice(2), data, GradientAccumulation(2, micro_batch="auto"))
+    fit(whole := Language("adamw"), [rows], strategy="auto")
+    assert relative_error(module.parameters(), whole.parameters()) < 1e-12
+
+
 def caused() -> Exception:
     error = ValueError("the step failed")
     error.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
