@@ -94,7 +94,7 @@ def _named(name: str) -> Any:
         raise ArgumentError(f"{name!r}: expected package.module:name")
     try:
         return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ArgumentError(f"{name!r} cannot be imported here: {error}") from error
 
 

@@ -138,6 +138,5 @@ def _run(index: int, job: Callable[[], Any], environment: dict[str, str], paths:
     faulthandler.dump_traceback_later(seconds, exit=True)
     os.environ.update(environment, RANK=str(index), LOCAL_RANK=str(index))
     torch.set_num_threads(max(1, torch.get_num_threads() // len(paths)))
-
     paths[index].write_bytes(pickle.dumps(job()))
     os._exit(0)  # gloo's threads sometimes abort an interpreter at exit

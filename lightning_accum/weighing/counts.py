@@ -55,7 +55,7 @@ class TokenCount:
                     " to shift along; pass shift=False"
                 )
             labels = labels[..., 1:]
-        return (labels != self.ignore_index).sum()
+        return (labels.long() != self.ignore_index).sum()  # as a uint8, -100 would be 156
 
 
 @dataclass(frozen=True)

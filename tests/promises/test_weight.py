@@ -36,6 +36,7 @@ class Batch:
         (TokenCount(), {"labels": LABELS}, 3),
         (TokenCount(shift=False), {"labels": LABELS}, 5),
         (TokenCount(ignore_index=7, shift=False), {"labels": LABELS}, 7),
+        (TokenCount(shift=False), {"labels": torch.tensor([156, 1], dtype=torch.uint8)}, 2),
         (TokenCount(), UserDict(labels=LABELS), 3),
         (TokenCount(), Batch(LABELS), 3),
         (TokenCount(key=1), (torch.zeros(2, 4), LABELS), 3),
