@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_accum.errors import UsageError
-from lightning_accum.exact import is_on_host
+from lightning_accum.exact import is_dense, is_on_host
 
 _WINDOWS = 4  # windows compared at the beginning of a fit: a moving average of the parameters begins to move after the first step
 _SAMPLED = 256  # elements compared in each parameter
@@ -128,7 +128,7 @@ def _usual(now: Tensor, then: Tensor) -> Tensor:
 
 def elements_of(tensor: Tensor | None) -> Tensor:
     """A copy of some elements of a gradient or parameter; empty for None."""
-    return torch.empty(0) if tensor is None or tensor.layout != torch.strided else _elements(tensor).nan_to_num()
+    return torch.empty(0) if tensor is None or not is_dense(tensor) else _elements(tensor).nan_to_num()
 
 
 def _message(changed: dict[str, float], once_a_window: str) -> str:

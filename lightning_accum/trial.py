@@ -173,7 +173,7 @@ class Trial:
     def step(self, batch: Any, instead: Step | None = None) -> Tensor:
         """The loss of a batch, by this step or by another ``instead``."""
         batch = batch if self.dtype is None else widened_batch(batch, self.dtype)
-        with _users_code(), self.mode:
+        with users_code(), self.mode:
             output = (instead or self.training_step)(batch)
         loss: Tensor | None = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
@@ -255,7 +255,7 @@ class Trial:
         trained = {index: own for index, own in enumerate(self._trained) if own.requires_grad}  # a step may freeze some
         if not trained:
             return {}
-        with _users_code(), self.mode:
+        with users_code(), self.mode:
             own = self.trained.differentiated(loss, share)
             gradients = self.backward.gradients_of(own, share, [*trained.values()], keeps_graph)
         most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(trained)))
@@ -273,7 +273,7 @@ class Trial:
         result: _T | None = None
         begun = time.monotonic()
         try:
-            with _users_code((AccumulationError, RuntimeError)):  # includes torch's out-of-memory errors
+            with users_code((AccumulationError, RuntimeError)):  # includes torch's out-of-memory errors
                 result = function()
         except (CannotCheckError, RowWiseError) as error:
             problem = error
@@ -321,7 +321,7 @@ class Trial:
 
 
 @contextmanager
-def _users_code(kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+def users_code(kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
     """Errors of these kinds raised inside mean that a step cannot be tried; any other is a fault of this package."""
     try:
         yield

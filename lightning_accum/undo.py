@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_accum.errors import UsageError
@@ -146,6 +147,11 @@ def _in_words(path: _Path, root: nn.Module) -> str:
 def version_of(tensor: Tensor) -> int:
     """The version counter of a tensor; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_in(batch: Any) -> list[tuple[int, int]]:
+    """The tensors of a batch, by id, and their versions."""
+    return [(id(own), version_of(own)) for own in tree_leaves(batch) if isinstance(own, Tensor)]
 
 
 @contextmanager

@@ -168,10 +168,8 @@ class Windows:
         partial = PartialWindow.from_state_dict(state["window"])
         then, now = partial.policy, self.in_words(size)
         if partial.ranks != self.ranks.size and any(loss.term_totals is not None for loss in partial.losses):
-            then, now = (
-                f"{then}, with terms counted over {partial.ranks} ranks",
-                f"{now} over {self.ranks.size}, with other batches",
-            )
+            then += f", with terms counted over {partial.ranks} ranks"
+            now += f" over {self.ranks.size}, with other batches"
         if then != now:
             self._warn(
                 f"The checkpoint was taken after {partial.position} loader batches of a window of {then}. The window is now "

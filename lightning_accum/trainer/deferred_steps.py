@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -99,11 +100,14 @@ class DeferredSteps:
 
 
 @contextmanager
-def groups_kept(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Undo, at the end, what a trial changes in the parameter groups of optimizers, such as learning rates."""
+def groups_kept(optimizers: Iterable[Optimizer], others: Iterable[Any] = ()) -> Iterator[None]:
+    """Undo, at the end, what a trial changes in the parameter groups of optimizers, such as learning rates, and in ``others``."""
     kept = [(group, {**group}) for optimizer in optimizers for group in optimizer.param_groups]
+    states = [(other, deepcopy(other.state_dict())) for other in others]
     try:
         yield
     finally:
         for group, values in kept:
             group.update(values)
+        for other, state in states:
+            other.load_state_dict(state)

@@ -23,12 +23,12 @@ from lightning_accum.session import Session
 from lightning_accum.start_line import start_line
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import GradientSync
-from lightning_accum.trainer.from_lightning import Strategy, is_lightnings, move_data_to_device, pl, rank_zero_info
+from lightning_accum.trainer.from_lightning import Strategy, callbacks_of, is_lightnings, move_data_to_device, pl, rank_zero_info
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import WindowRows
-from lightning_accum.trainer.seams import ShippedHooks
+from lightning_accum.trainer.seams import LIBRARIES, ShippedHooks
 from lightning_accum.trainer.watch import Watch
-from lightning_accum.undo import replacing
+from lightning_accum.undo import replacing, versions_in
 from lightning_accum.verdict import CannotCheckError
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
@@ -57,6 +57,7 @@ class Engine(Strategy, Trained):
     row_wise: RowWise | None = None
     """Runs submodules in micro-batches, in steps that see the whole batch; None without ``row_wise=``."""
     offload: Offload | None = None  # moves tensors that autograd saves; None without offloading
+    moved: tuple[Any, list[tuple[int, int]]] = (), []  # in the first windows, the last loader batch, and its tensors before hooks
     session: Session  # runs loader batches; set with :attr:`accumulation`
 
     @property
@@ -115,8 +116,16 @@ class Engine(Strategy, Trained):
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         move: Any = super().batch_to_device
         if is_plain and move.__func__ is Strategy.batch_to_device and type(profiler) is pl.profilers.PassThroughProfiler:
-            return move_data_to_device(batch, self.root_device if device is None else device)  # Lightning's calls take longer
-        return move(batch, device, dataloader_idx)
+            # Lightning's calls take longer
+            move = lambda batch, device, _: move_data_to_device(batch, self.root_device if device is None else device)  # noqa: E731
+        moved = move(batch, device, dataloader_idx)
+        self.moved = (moved, versions_in(moved)) if trainer.training and self.watch.is_close else ((), [])
+        return moved
+
+    def changing_callbacks(self) -> list[pl.Callback]:
+        """The user's callbacks with a hook before a loader batch, if hooks changed the last one."""
+        hooks = [own for own in callbacks_of(self.trainer()) if not own.on_train_batch_start.__module__.startswith(LIBRARIES)]
+        return hooks if versions_in(self.moved[0]) != self.moved[1] else []
 
     @override
     def differentiated(self, loss: Tensor, share: float) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -17,10 +17,11 @@ from torch.utils.data import default_collate
 
 from lightning_accum import check
 from lightning_accum.errors import DoesNotAddUpError
-from lightning_accum.exact import exact, exact_dtype, is_dense
+from lightning_accum.exact import exact_dtype
 from lightning_accum.later_terms import check_loader_batch
 from lightning_accum.looks import Checked, Rows, agree_on_rows
 from lightning_accum.manual_calls import TriedStep
+from lightning_accum.parameter_changes import elements_of
 from lightning_accum.splitting.few_rows import SplitRows
 from lightning_accum.sync.base import gradients_set_aside
 from lightning_accum.trainer.dataset_rows import DatasetRows, transferred
@@ -29,6 +30,7 @@ from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import ClosureResult, call, is_lightnings, longest_window, pl, rank_zero_info
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import logging_nothing
+from lightning_accum.trial import users_code
 from lightning_accum.trial_mode import is_narrow
 from lightning_accum.undo import replacing
 from lightning_accum.user_warnings import rank_zero_warn
@@ -41,19 +43,23 @@ def unlogged_step(trainer: pl.Trainer, ahead: int = 0, is_begun: bool = True) ->
     """Run ``training_step`` on a batch without logs, as the loader batch ``ahead`` of the current one.
 
     Unless the loader batch ``is_begun``, the module's own ``on_train_batch_start`` runs before it, which may leave something of the
-    batch. In a wider copy of the module it runs in full precision, which minimises rounding and hardly changes the loss.
+    batch, and those of copies of callbacks that change it. In a wider copy of the module it runs in full precision, which minimises
+    rounding and hardly changes the loss.
     """
     strategy, precision, others = cast("Engine", trainer.strategy), trainer.precision_plugin, _others(trainer, ahead)
+    callbacks = strategy.changing_callbacks()
 
     def training_step(batch: Any) -> Any:
         is_mixed = isinstance(precision, pl.plugins.MixedPrecision)
         dtype = exact_dtype(strategy.root_device) if is_mixed else torch.float32
-        is_wide = not any(is_narrow(parameter, dtype) for parameter in trainer.lightning_module.parameters())
-        is_plain = is_wide and (is_mixed or isinstance(precision, pl.plugins.HalfPrecision))
-        context = nullcontext() if is_plain else precision.train_step_context()
-        if not (is_begun or is_lightnings(trainer.lightning_module, "on_train_batch_start")):
+        is_narrower = any(is_narrow(parameter, dtype) for parameter in strategy.module.parameters())
+        keeps_type = is_narrower or not isinstance(precision, (pl.plugins.MixedPrecision, pl.plugins.HalfPrecision))
+        context = precision.train_step_context() if keeps_type else nullcontext()
+        if not is_begun and (callbacks or not is_lightnings(strategy.module, "on_train_batch_start")):
             with torch.enable_grad(), logging_nothing(trainer), _rates_kept(strategy):
                 number = trainer.fit_loop.epoch_loop.batch_idx + ahead
+                for own in callbacks:
+                    deepcopy(own, {id(trainer): trainer}).on_train_batch_start(trainer, strategy.module, batch, number)
                 call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, number)
         with torch.enable_grad(), context, logging_nothing(trainer):
             output = strategy.run_as_engine(partial(call._call_lightning_module_hook, trainer, "training_step"), batch, *others)
@@ -64,16 +70,9 @@ def unlogged_step(trainer: pl.Trainer, ahead: int = 0, is_begun: bool = True) ->
     return training_step
 
 
-@contextmanager
-def _rates_kept(strategy: Engine) -> Iterator[None]:
-    """Restore what a hook changes in optimizers and schedulers, which belong to no batch that is tried out."""
-    kept = [(config.scheduler, deepcopy(config.scheduler.state_dict())) for config in strategy.lr_scheduler_configs]
-    try:
-        with groups_kept(strategy.optimizers):
-            yield
-    finally:
-        for scheduler, state in kept:
-            scheduler.load_state_dict(state)
+def _rates_kept(strategy: Engine) -> AbstractContextManager[None]:
+    """Restores what a hook changes in optimizers and schedulers, which belong to no batch that is tried out."""
+    return groups_kept(strategy.optimizers, [config.scheduler for config in strategy.lr_scheduler_configs])
 
 
 def loss_unlogged(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> Tensor | None:
@@ -115,8 +114,7 @@ def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> No
     # batches that training_step draws cannot be put back
     may_draw = not is_long or accumulation.rest_of_window is not None
     may_count = may_draw and not strategy.snapshotter.iterators() and strategy.policy.may_count_first(is_long)
-    batch_idx = trainer.fit_loop.epoch_loop.batch_idx
-    later = unlogged_step(trainer, _far_from(batch_idx, trainer.num_training_batches) - batch_idx, not are_several)
+    later = unlogged_step(trainer, _far_ahead(trainer), not are_several)
 
     def after(batch: Any) -> Any:
         """The step of a later loader batch, and of a full batch: a loss may be divided by these numbers of the Trainer."""
@@ -145,63 +143,66 @@ def _are_made(trainer: pl.Trainer) -> bool:
     return collate is not default_collate or not all(is_lightnings(owner, hook, kind) for owner, kind in owners for hook in hooks)
 
 
-def _far_from(batch_idx: int, number: float) -> int:
-    """A ``batch_idx`` late in an epoch of ``number`` loader batches, odd if this is even: a loss may compare it with a number."""
-    last = int(number) - 1 if math.isfinite(number) else 0
-    return max(batch_idx + 1, last - (last - batch_idx + 1) % 2)
+def _far_ahead(trainer: pl.Trainer) -> int:
+    """The way to a ``batch_idx`` late in the epoch, an odd number: a loss may compare it with a number."""
+    left = trainer.num_training_batches - 1 - trainer.fit_loop.epoch_loop.batch_idx
+    return max(1, int(left) - (int(left) + 1) % 2) if math.isfinite(left) else 1
 
 
 def _try_hooks(checked: Checked, trainer: pl.Trainer, batches: Sequence[Any]) -> None:
-    """Whether the module's own hooks of a step change the same gradients, and buffers, alike after two micro-batches and after both
-    together: they may use what ``training_step`` has left in the module. Called on all ranks.
-
-    Raises:
-        CannotCheckError: the rows cannot be run. On all ranks.
-        DoesNotAddUpError: the gradients differ on some rank.
-    """
-    optimizer, parameters = checked.trained.optimizers[0], checked.trained.parameters()
-    how = {name: getattr(trainer, name) for name in ("gradient_clip_val", "gradient_clip_algorithm")}
-    hooks: dict[str, dict[str, Any]] = {"on_before_optimizer_step": {}, "configure_gradient_clipping": how}
-    own = {hook: given for hook, given in hooks.items() if not is_lightnings(trainer.lightning_module, hook)}
+    """Raise, on all ranks, if the module's own hooks of a step change gradients, buffers or frozen parameters by what the last of
+    two micro-batches has left in the module: they change them otherwise after both together."""
+    names = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "on_train_batch_end")
+    # the last of them is called inside of long windows, too
+    own = [name for name in names[: 4 - checked.is_window_long] if not is_lightnings(trainer.lightning_module, name)]
     if not own or checked.sync.is_waited_for_in_forward:
         return
-    trial, tried = checked.trial(), list[TriedStep]()
-    whole, *halves = _whole_and_halves(agree_on_rows(checked, batches))
+    module, optimizer, parameters = checked.module, checked.trained.optimizers[0], checked.trained.parameters()
+    whole, *in_two = _in_two(agree_on_rows(checked, batches))
+    run, index = partial(call._call_lightning_module_hook, trainer), trainer.fit_loop.epoch_loop.batch_idx
+    how = {name: getattr(trainer, name) for name in ("gradient_clip_val", "gradient_clip_algorithm")}
+    of_step: list[Any] = [trainer.current_epoch, index, optimizer, lambda: None]
+    given: list[list[Any]] = [[optimizer], [optimizer], of_step, [{"loss": torch.ones(())}, whole[0](), index]]
+    trial, tried, strategy = checked.trial(), list[TriedStep](), cast("Engine", trainer.strategy)
+
+    def state() -> list[Tensor]:
+        return [elements_of(held) for held in (*module.buffers(), *module.parameters()) if not held.requires_grad]
 
     def step(micro_batches: Sequence[Callable[[], Any]]) -> None:
-        """Note the gradients after the hooks, which get the gradients of the first step, and what these micro-batches left."""
+        """Note the gradients after the hooks, which get the gradients of the first step, and what else the hooks change."""
         loss = [trial.step(micro_batch()) for micro_batch in micro_batches][-1]
         tried.append(TriedStep(tried[0].gradients if tried else ()))
-        buffers = [(own, own.clone()) for own in checked.module.buffers() if is_dense(own)]
-        with gradients_set_aside(parameters), logging_nothing(trainer):
+        before, noted = state(), replacing(optimizer, step=lambda *_, **__: tried[-1].step(optimizer))
+        with users_code(), trial.mode, gradients_set_aside(parameters), logging_nothing(trainer), _rates_kept(strategy), noted:
             tried[-1].backward(loss, [parameter for parameter in parameters if parameter.requires_grad])
-            for hook, given in own.items():
-                try:
-                    call._call_lightning_module_hook(trainer, hook, optimizer, **given)
-                except Exception as error:
-                    raise CannotCheckError(f"{hook} raises {type(error).__name__}: {error}") from error
-            tried[-1].step(optimizer)
-        tried[-1].stepped.append({place: exact(own).clone() for place, (own, kept) in enumerate(buffers) if not own.equal(kept)})
+            for name, arguments in zip(names, given, strict=True):
+                if name in (*own, "optimizer_step"):
+                    run(name, *arguments, **(how if name == "configure_gradient_clipping" else {}))
+        pairs = enumerate(zip(before, state(), strict=True))
+        tried[-1].stepped.append({place: now for place, (then, now) in pairs if not now.equal(then)})
 
     with trial.held():
-        for micro_batches in ([whole], [whole], halves, halves[::-1]):
+        for micro_batches in (whole, whole, *in_two):
+            if len(tried) == 4 and not checked.on_any(bool(tried[0].stepped[-1])):
+                break  # single rows show a difference whose sign is used
             trial.restore()
             trial.together(partial(step, micro_batches))
-    expected, again, *of_halves = tried
-    is_random, *are_off = (checked.on_any(one.difference(expected) > trial.tolerance) for one in (again, *of_halves))
-    if any(are_off) and not is_random:
-        raise DoesNotAddUpError(advice.of_hooks(own))
+            of_same, size = (checked.largest(one.difference(tried[0])) for one in (tried[:2][-1], tried[-1]))
+            if len(tried) > 2 and of_same <= trial.tolerance < size:
+                raise DoesNotAddUpError(advice.of_hooks(own))
 
 
-def _whole_and_halves(rows: Rows) -> list[Callable[[], Any]]:
-    """Some rows of a loader batch, and the two halves of them."""
-    found, number = rows.found, min(rows.number, MOST_ROWS)
-    if number < 2:
+def _in_two(rows: Rows) -> list[list[Callable[[], Any]]]:
+    """Some rows of a loader batch together; then in two parts, of which the last is each half, and each row."""
+    found, every = rows.found, range(min(rows.number, MOST_ROWS))
+    if len(every) < 2:
         raise UnsuitableRowsError("the first batch has 1 row")
     if isinstance(found, SplitRows):
-        return [found.whole, *found.parts]
-    middle = (number + 1) // 2
-    return [partial(found.take, own) for own in (range(number), range(middle), range(middle, number))]
+        return [[found.whole], found.parts, found.parts[::-1]]
+    middle = (len(every) + 1) // 2
+    lasts = [every[middle:], every[:middle], *(every[row : row + 1] for row in every)]
+    parts = [([row for row in every if row not in last], last) for last in lasts]
+    return [[partial(found.take, own) for own in both] for both in ((every,), *parts)]
 
 
 def check_manual_batch(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> None:
@@ -221,32 +222,26 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, batches: Sequence[
         times = len(tried.losses)
         raise UnsuitableRowsError(f"training_step calls self.manual_backward {times} times for some of the first rows")
 
-    how: dict[str, Any] = {"is_manual": True, "of_dataset": partial(DatasetRows, trainer)}
-    samples, inform = strategy.samples_of_loader(), lambda _: None  # the start line reports each call
+    # the start line reports each call
+    how: dict[str, Any] = {"samples": strategy.samples_of_loader(), "is_window_long": is_long, "inform": lambda _: None}
+    how |= {"is_manual": True, "of_dataset": partial(DatasetRows, trainer)}
     if not windows.are_steps_tried:
-        checked = Checked(strategy, run, windows.call(0), samples, is_long, inform, **how)
+        checked = Checked(strategy, run, windows.call(0), **how)
         with suppress(CannotCheckError):
             _try_steps(checked, windows, batches)
             windows.are_steps_tried = True
     while number < windows.ranks.largest(windows.most_tried)[0]:
         accumulation, step = windows.call(number), partial(loss_of_call, number=number)
         if accumulation.check.batches_left:
-            check.check_first_batch(
-                Checked(strategy, step, accumulation, samples, is_long, inform, **how), next(iter(batches), None)
-            )
+            check.check_first_batch(Checked(strategy, step, accumulation, **how), next(iter(batches), None))
         number += 1
 
 
 def _try_steps(checked: Checked, windows: ManualWindows, batches: Sequence[Any]) -> None:
-    """Try the steps of optimizers with gradients of more rows than they saw, as on the last micro-batch of a window, which gets the
-    full batch's: are they the same steps, and does no loss depend on an earlier step? Called on all ranks.
-
-    Raises:
-        CannotCheckError: the rows cannot be run, or draw other random numbers. On all ranks.
-        DoesNotAddUpError: the gradients, or a loss, differ on some rank.
-    """
+    """Raise, on all ranks, if steps with gradients of more rows than they saw, as on the last micro-batch of a window, are other
+    steps, or if a loss depends on an earlier step."""
     tried, losses = list[TriedStep](), list[list[float]]()
-    whole, part, *_ = _whole_and_halves(agree_on_rows(checked, batches))
+    (whole,), (part, *_), *_ = _in_two(agree_on_rows(checked, batches))
 
     def step(batch: Any) -> Tensor:
         with windows.trying_out(moves=len(tried) == 4, given=tried[0].gradients if tried else ()) as one:

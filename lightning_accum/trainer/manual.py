@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from typing import Any, cast
 
 import torch
@@ -216,17 +215,14 @@ class ManualWindows(Windows):
         now = dict(self._module.named_parameters())
         of_trial = {parameter: now.get(name, parameter) for name, parameter in self._named.items()}
         groups = [group for optimizer in self.steps.optimizers for group in optimizer.param_groups]
-        kept = [(optimizer, deepcopy(optimizer.state_dict())) for optimizer in self.steps.others]
         try:
-            with groups_kept(self.steps.optimizers), gradients_set_aside(self._parameters()):
+            with groups_kept(self.steps.optimizers, self.steps.others), gradients_set_aside(self._parameters()):
                 for group in groups:
                     group["params"] = [of_trial.get(parameter, parameter) for parameter in group["params"]]
                 yield self.tried
         finally:
             self.most_tried = max(self.most_tried, len(self.tried.losses))
             self.current, self.tried = before, None
-            for optimizer, state in kept:
-                optimizer.load_state_dict(state)
             for parameter, is_trained in trained:  # an error may occur after toggle_optimizer has changed it
                 parameter.requires_grad_(is_trained)
 

@@ -102,10 +102,8 @@ class WindowOptimization(_AutomaticOptimization):
         if left is not None and accumulation.boundary.position(seen) == 2:
             step = unlogged_step(self.trainer, is_begun=False)
             warn_of_hooks(Checked(strategy, step, accumulation, (), True, lambda _: None), left, arguments[:1])
-        is_looked_at = (
-            strategy.row_wise is not None or accumulation.check.batches_left or seen == accumulation.boundary.closed_at + 1
-        )
-        if is_looked_at and not self._skip_backward and (arguments or strategy.world_size > 1):
+        is_due = strategy.row_wise is not None or accumulation.check.batches_left or seen == accumulation.boundary.closed_at + 1
+        if is_due and not self._skip_backward and (arguments or strategy.world_size > 1):
             try_out(self.trainer, strategy, arguments[:1])
         return seen, ends_window
 

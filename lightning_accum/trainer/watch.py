@@ -123,7 +123,8 @@ class Watch:
 
     def _find_other_rates(self, optimizer: Optimizer, warn: Callable[[str], None], is_after_step: bool = False) -> None:
         """Compare the learning rate with the rate after an earlier ``training_step`` of the window."""
-        before, now = self._rates, _rates_of(optimizer)
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        before, now = self._rates, [rate for rate in rates if isinstance(rate, float)]  # a tensor may be on a device
         self._rates = now if is_after_step or before is not None else None
         if before is not None and before != now:
             warn(
@@ -249,11 +250,6 @@ class WindowClosure(Closure):
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """The parameters of all groups, trained or frozen."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _rates_of(optimizer: Optimizer) -> list[float]:
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    return [rate for rate in rates if isinstance(rate, float)]  # a tensor may be on a device
 
 
 # --- hooks that see gradients inside of a window -----------------------------------------------------------------------

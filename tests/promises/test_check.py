@@ -716,3 +716,18 @@ def test_a_loss_that_uses_what_on_train_batch_start_leaves_of_its_batch_is_found
         refused(Centred(classified), labelled(4, 4), GradientAccumulation(**policy), error=DoesNotAddUpError)
     fit(Centred(classified), labelled(4, 4), GradientAccumulation(micro_batch=2))  # of the full batch
     fit(Teaches(classified), labelled(4, 4), GradientAccumulation(2))  # another learning rate would be warned of
+
+
+class Mixes(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        batch[0].lerp_(self.others(batch[0]), 0.4)
+
+
+@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
+def test_rows_that_a_callback_mixes_are_found() -> None:  # 0.5, silently
+    for dim in (0, 1):
+        mixes, module = Mixes(), Toy(classified)
+        mixes.others = partial(torch.flip, dims=[dim])
+        fit(module, labelled(4, 4), GradientAccumulation(micro_batch=2), mixes)  # of the full batch
+        with nullcontext() if dim else pytest.raises(DoesNotAddUpError):
+            fit(Toy(classified), labelled(4, 4), GradientAccumulation(2), mixes)

@@ -372,7 +372,20 @@ class Clipped(Toy):
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 4}])
 @pytest.mark.parametrize("kind", [Normalised, Balanced, Focal, Clipped])
 def test_hooks_that_use_what_one_training_step_left_are_refused(kind: type[Toy], policy: dict[str, Any]) -> None:  # 0.05 to 2.8
-    refused(kind(classified), labelled(8, 8), GradientAccumulation(**policy), match="changes gradients or buffers by|do not add up")
+    refused(kind(classified), labelled(8, 8), GradientAccumulation(**policy), match="changes gradients, buffers or|do not add up")
+
+
+@pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_train_batch_end", "optimizer_step"])
+def test_a_frozen_bias_that_follows_the_sign_of_one_micro_batchs_load_is_refused(hook: str) -> None:  # 0.9 to 12 before
+    def then_balance(self: Any, *args: Any, **kwargs: Any) -> None:
+        getattr(pl.LightningModule, hook)(self, *args, **kwargs)
+        self.bias -= 0.1 * (self.load - self.load.mean()).sign()
+
+    kept = {"on_before_optimizer_step": pl.LightningModule.on_before_optimizer_step}
+    module = type("Signed", (Balanced,), {**kept, hook: then_balance})(classified)
+    module.bias = nn.Parameter(module._buffers.pop("bias"), requires_grad=False)
+    refused(module, labelled(6, 6), GradientAccumulation(micro_batch=4), match=f"{hook} of the module changes")
+    assert module.bias.count_nonzero() == 0
 
 
 def test_a_hook_that_divides_by_the_tokens_of_all_micro_batches_is_exact() -> None:
