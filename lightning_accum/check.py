@@ -38,10 +38,10 @@ _OF_ROUNDING = 1e-9  # the size of a gradient that is 0 up to rounding, relative
 
 
 def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any], Any] | None = None) -> None:
-    """Check a loader batch, None on a rank that does not have it, until enough rows were checked on all ranks.
+    """Check a loader batch (None on a rank that has none), until enough rows were checked on all ranks.
 
-    If it has few rows, the next ones of its window, ``transferred`` to the device, and rows of earlier windows are checked together
-    with it; one by one if they cannot be joined, or do not add up together. Called on all ranks.
+    A batch with few rows is checked together with the next ones of its window, ``transferred`` to the device, and with rows of
+    earlier windows; or alone, if they cannot be joined or do not add up together. Called on all ranks.
 
     Raises:
         DoesNotAddUpError: the weighted parts do not add up to the batch; or a loss gathers the rows of all ranks in a window of
@@ -51,7 +51,7 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
     accumulation.may_count_first = checked.may_count_first
     is_held, is_drawn = checked.sync.is_waited_for_in_forward, _rest_of_window(checked) is not None
     if accumulation.position and (is_held or (is_drawn and not checked.on_any(before is None or not before.is_suitable))):
-        return  # the loader batches of the window were checked before it, or the engine holds its gradients until it ends
+        return  # checked with the first batch of the window, or the engine holds gradients until the window ends
     if is_held and before is not None and before.looked_at > 1:
         return _end(checked)  # later batches may have no loss on one rank, and the others would wait for it
     batches = [batch] if transferred is None else _with_the_next(checked, batch, transferred)
@@ -248,7 +248,7 @@ class Check:
     # --- measuring ------------------------------------------------------------------------------------------------------
 
     def find(self, alone: Rows | None = None) -> Found:
-        """Find the weights with which the parts of the rows add up to the whole; of ``alone`` if given."""
+        """Find the weights with which the parts of the rows, or of the rows ``alone``, add up to the whole."""
         rows = alone or self._rows
         return self._trial.in_widest_type(
             lambda trial: self._find_in(trial, rows),

@@ -176,7 +176,7 @@ class Deciding:
         right = [fit for fit in fits if fit.mode is not None and not fit.is_open]
         if not right:
             return None
-        # in half precision counts fit that are nearly right: those with several times the deviation of the best are left out
+        # in half precision nearly right counts fit, too: leave out counts with several times the deviation of the best
         clear = _CLEARLY * checked.largest(max(min(fit.deviation.size for fit in right), min(_ROUNDINGS * eps, _OF_HALF)))
         first, *others = [fit for fit in right if checked.largest(fit.deviation.size) <= clear]
         for fit in others:  # if all rows have the same gradient, counts fit that are not proportional
@@ -195,7 +195,7 @@ class Deciding:
         measured, mode_of, is_function = prove.measured_of(looks), known.modes, checked.on_any(looks[0].whole.function is not None)
         is_free = checked.may_count_terms and not is_function and not checked.on_any(checked.accumulation.window.has_weight)
         unseen = [key for key in terms if all(one.weight(key, mode_of.get(key, COUNT)) == 0 for one in measured)]
-        # a term with weight 0, but not by a factor of 0, may have any weight later
+        # a term that has the weight 0, and not by a factor of 0, may have any weight later
         are_unseen = checked.on_any(is_free and any(terms[key].number for key in unseen))
         if len(modes) < 2 and not are_unseen and (len(known.modes) < 2 or SUM not in modes.values()):
             return known, None

@@ -79,7 +79,7 @@ def leaves_nothing(checked: Checked, trial: Trial, whole: Measured) -> bool:
 def _left_behind(trial: Trial, rows: Callable[[], Any], others: Callable[[], Any], next_step: Step | None) -> dict[str, float]:
     """The state that the loss of ``rows`` depends on after a step on others, in words, and the relative change of the loss.
 
-    Empty words are the ``batch_idx``; without ``next_step``, which has another, it is not tried. Ranks take each step together.
+    The ``batch_idx`` has empty words, and is tried only with ``next_step``, which has another one. Ranks take each step together.
     """
     named = trial.module.named_buffers
     at_first = {name: buffer.detach().clone() for name, buffer in named() if is_dense(buffer)}

@@ -97,7 +97,7 @@ class Rows(NamedTuple):
     found: FewRows | SplitRows  # the rows of this rank, after the rows of the loader batch before
     fewest: int  # rows of the loader batch, on the rank that has the fewest
     number: int  # rows that are checked, on the rank that has the most
-    size: int  # rows of a micro-batch; of the larger loader batch if each is a micro-batch
+    size: int  # rows of a micro-batch, which may be a whole loader batch
     are_single: bool  # each loader batch is one row
 
 
@@ -175,8 +175,8 @@ def split_rows(checked: Checked, batch: Any, size: int | None = None) -> SplitRo
 
 
 def _drawn_if_misread(checked: Checked, found: FewRows | SplitRows) -> FewRows | None:
-    """Rows of the dataset, if a few of its samples show that the rows of a window's batch were misread, or that a batch contains
-    its number of rows, which parts of one batch would share."""
+    """Rows drawn from the dataset, if its samples show that the rows of a batch were misread, or that the batch holds their number,
+    which parts of one batch would share."""
     with suppress(CannotCheckError):
         is_seen = checked.accumulation.splitting is not None and not checked.is_window_long  # with shared parts of the batch itself
         if not is_seen and checked.of_dataset is not None and isinstance(found, FewRows):
@@ -227,7 +227,7 @@ def looks_at(checked: Checked, trial: Trial, rows: Rows, known: Known) -> list[L
 
 
 def look_in_training(checked: Checked, trial: Trial, rows: Rows, names: Known) -> tuple[Look, Sequence[Measured]]:
-    """Two micro-batches as training has them, or one and its halves; and the micro-batches. Called on all ranks."""
+    """A look at two micro-batches of training size, or at one and its halves; and the micro-batches. Called on all ranks."""
     found, size = rows.found, min(rows.found.of_batch, 2 * rows.size)
     if isinstance(found, SplitRows):
         raise CannotCheckError("a function cuts micro-batches")

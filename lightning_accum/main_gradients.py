@@ -61,7 +61,7 @@ class GradientSums:
     def reduce(self, ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
         """Average the sums over the ranks, in their own type. Called on all ranks, with the same parameters.
 
-        A parameter that only other ranks have used gets their mean, and one that no rank has used stays without.
+        A parameter that only other ranks have used gets their mean; a parameter that no rank has used gets none.
         """
         if not parameters:
             return

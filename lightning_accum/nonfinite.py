@@ -1,6 +1,6 @@
 """Micro-batches whose loss or gradient is not finite: left out of their window, or an error.
 
-A NaN cannot be subtracted from a sum. So the accumulated gradients are copied before each backward, and restored after one that
+A NaN cannot be subtracted from a sum. So the accumulated gradients are copied before each backward, and restored if it
 makes them non-finite. This costs one copy of the gradients and one device sync a micro-batch. An error needs no copy.
 """
 

@@ -17,7 +17,7 @@ from lightning_accum.weighing.functions import FunctionOfMean
 from lightning_accum.weighing.terms import MODES, ONCE, SUM, Mode, Term, alike
 
 _OF_A_PARAMETER = 1e-2
-"""The least size that a parameter's gradient is compared with, relative to the whole gradient, since rounding is relative to it."""
+"""A parameter's gradient is compared with at least this share of the whole gradient, to which rounding is relative."""
 ALL = -1
 """The key of a whole loss, if all its terms have one weight."""
 

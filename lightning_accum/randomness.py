@@ -172,7 +172,7 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
 
     @contextmanager
     def of_call(self, number: int, rows: Sequence[int], total: int) -> Iterator[None]:
-        """Inside, call ``number`` of a submodule with some of its ``total`` rows draws the numbers of a call with all rows."""
+        """Inside, call ``number`` of a submodule, with some of ``total`` rows, draws the numbers of a call with all rows."""
         before = self._draws, self._rows, self._total
         self._draws, self._rows, self._total = number << 20, tuple(rows), total
         try:

@@ -36,9 +36,9 @@ Step: TypeAlias = Callable[[Any], Any]
 PATIENCE = 10.0
 """Seconds that a failed rank waits for the others to fail too, plus ten times its own time."""
 _SAMPLED, _SAMPLED_OF_ALL = 2**14, 2**22
-"""Elements compared in one gradient, spread over it; and in all gradients together, about."""
+"""How many elements are compared in one gradient, spread over it, and about how many in all gradients together."""
 _EPS, _EPS_OF_ROUNDED = torch.finfo(torch.float64).eps, 2.0**-30
-"""Machine epsilon of double precision; and of values that were rounded to a narrower type, whose loss may cancel."""
+"""Machine epsilon of double precision; and of a loss of values that were rounded to a narrower type, which may cancel."""
 _MOST_BYTES = 2**32
 """Most bytes of a copy of the parameters in a wider type."""
 

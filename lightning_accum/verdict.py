@@ -69,7 +69,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.batches_left = 0
-        """How many more of the first loader batches it may use, until it has seen enough rows on every rank."""
+        """How many more of the first loader batches the check may use, until it has seen enough rows on every rank."""
         self.verdict: Verdict | None = None  # None before the first loader batch, or if nothing is checked
         self.is_checked = False  # parts of some rows have added up
         self.rows: Any = None  # a few rows of the last loader batch that was checked

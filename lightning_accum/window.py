@@ -177,7 +177,7 @@ class Window:
         if self._world_size > 1:
             self._totals = self._totals if isinstance(self._totals, Tensor) else self._tensor_of(self._totals)
             self._reduction = dist.all_reduce(self._totals, group=self._group, async_op=True)
-        elif isinstance(self._totals, Tensor) and self._totals.is_cuda:  # the end of the window does not wait for the backward
+        elif isinstance(self._totals, Tensor) and self._totals.is_cuda:  # so its end does not wait for the backward
             stream = torch.cuda.current_stream(self._totals.device)
             self._totals, self._copy = self._totals.to("cpu", non_blocking=True), stream.record_event()
 
@@ -185,7 +185,7 @@ class Window:
         """End the window: scale its gradients in place to the gradients of the full batch.
 
         Args:
-            gradients: returns the accumulated gradients, averaged over the ranks. Not called if they are the full batch's already.
+            gradients: returns the accumulated gradients, averaged over the ranks. Not called if they need no scale.
 
         Raises:
             ValueError: a weight is negative or NaN, or micro-batches have different kinds of loss: a mean, a sum, functions of a

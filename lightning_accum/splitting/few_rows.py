@@ -72,8 +72,8 @@ class FewRows:
         return self._with(_layout=layout, of_others=of_others, number=layout.size, at_once=max(self.of_batch, others.of_batch))
 
     def may_be_misread(self, samples: Collection[int]) -> bool:
-        """Whether the rows may be in another dimension, since their number differs from the samples' or equals the columns';
-        or whether a number in the batch may count them."""
+        """Whether the rows may be in another dimension, since their number is not the number of samples, or is also the number of
+        columns; or whether a number in the batch may count them."""
         columns = {tensor.shape[1] for tensor in self._own.tensors.values() if tensor.dim() > 1}
         has_numbers = self.at_once > 1 and bool(_numbers_of(self._own.parts[0].value))
         return has_numbers or self.at_once in columns or bool(samples and self.at_once not in samples)

@@ -23,7 +23,7 @@ class GradientSync:
     """Controls when gradients are reduced over the ranks. This base class is for one rank, and reduces nothing."""
 
     is_waited_for_in_forward = False
-    """Whether the forward and backward of a micro-batch always wait for the other ranks."""
+    """Whether each forward and backward of a micro-batch waits for the other ranks."""
     can_forget_forward = True  # whether a forward may fail half-way
     notes_parameters = False  # notes those that a backward has reached, even one outside of micro-batches
     is_reduced_inside = False  # the gradients of an unfinished window are averaged over the ranks already

@@ -139,7 +139,7 @@ class DDPSync(WrappedSync):
         self._forget_used()
 
     def _forget_used(self) -> None:
-        # else torch remembers until the next reduction which parameters were used, and raises an error without their gradients
+        # else torch remembers the used parameters until the next reduction, and raises an error if they have no gradients
         if self._ddp.find_unused_parameters:
             self._ddp.reducer._reset_state()
 

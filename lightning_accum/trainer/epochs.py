@@ -33,7 +33,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     begun: int = 0  # the loader batch that began last, counted from 1 over all epochs
     _advanced: int = 0  # the loader batch that :meth:`advance` was last called for
     _is_running: bool = False  # a loader batch has begun, and not ended
-    _carried: Set[str] = frozenset()  # the parameters trained at the end of the last epoch, whose window goes on in the next
+    _carried: Set[str] = frozenset()  # the parameters trained at the end of the last epoch, if its window goes on in this one
     _inspected: Any = None
     _arguments: tuple[str, ...] = ()
 
@@ -65,7 +65,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
 
     @property
     def _is_in_counted_window(self) -> bool:
-        """Whether a window is open whose terms are divided by totals over all of it, so that training must not stop inside."""
+        """Whether training must not stop, since a window is open whose terms are divided by totals of the whole window."""
         fetcher = self.trainer.fit_loop._data_fetcher
         accumulation = self.strategy.accumulation
         counted = None if accumulation is None else accumulation.window.counted
@@ -269,7 +269,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
 
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
-        """Whether validation runs after the last loader batch, also on a resume from its end, for which Lightning skips it."""
+        """Whether validation runs after the last loader batch. Lightning would skip it on a resume from the end of that batch."""
         if self.validation is None:
             return super()._should_check_val_fx(data_fetcher)
         return self.validation.after == self.batch_progress.total.ready

@@ -135,7 +135,7 @@ def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> No
 
 
 def _are_made(trainer: pl.Trainer) -> bool:
-    """Whether code of the user's makes batches of samples, or changes them on their way to the device."""
+    """Whether the user's code makes batches of samples, or changes batches on their way to the device."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
     owners = [(trainer.lightning_module, pl.LightningModule), *([] if data is None else [(data, pl.LightningDataModule)])]
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

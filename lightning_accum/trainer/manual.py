@@ -71,7 +71,7 @@ class ManualWindows(Windows):
         self.row_wise, self.checks = row_wise, checks
         self.tried: TriedStep | None = None  # the ``training_step`` of a trial
         self.most_tried = 1  # the largest number of losses in a trial
-        self.are_steps_tried = False  # how they depend on the batch was checked
+        self.are_steps_tried = False  # it was checked how the steps depend on the batch
         self.is_free_of_steps = False  # no loss depends on an earlier step of the same ``training_step``
         self._module = cast("pl.LightningModule", trained.module)
         self._named, self._named_parameters = dict(trained.module.named_parameters()), trained.parameters_by_name
@@ -311,7 +311,7 @@ class ManualWindows(Windows):
         return 1.0  # the sums are not scaled
 
     def _of_other_backwards(self, optimizer: Optimizer) -> str:
-        """The parameters that an optimizer is to step with gradients that no call of this step gave, and that were not there."""
+        """The parameters whose gradients an optimizer is to use, though no call of this step gave them, nor an earlier one."""
         known = {*self.current.given, *(self.current.before or ())}
         stepped = [own for group in optimizer.param_groups for own in group["params"] if own.grad is not None and own not in known]
         found = {own for own in stepped if own.grad.any()}

@@ -142,7 +142,7 @@ class GradientNoiseScale(pl.Callback):
         self._sums = self._sums.to(accumulation.window.device, accumulation.window.dtype)
         self._watched = WeakTensorKeyDictionary()  # FSDP2 replaces parameters
         for unit in strategy.sync.units if isinstance(strategy.sync, ShardedSync) else ():
-            # a rank has whole parameters from just before the forward, and their gradients, before reduction, are its own
+            # from just before its forward a unit has whole parameters; before the reduction their gradients are of this rank
             self._undo.callback(unit.register_forward_pre_hook(partial(self._watch_whole, list(unit.modules()))).remove)
         self._accumulation, self._optimizers = accumulation, strategy.optimizers
         self._undo.enter_context(replacing(accumulation, observer=self))
@@ -174,7 +174,7 @@ class GradientNoiseScale(pl.Callback):
         self._norms = None
 
     def _watch(self, parameters: Iterable[Tensor | None]) -> None:
-        """Watch parameters that need a gradient and are not watched yet. Sharded ones never get theirs from a backward."""
+        """Watch parameters that need a gradient and are not watched yet. A backward gives sharded parameters no gradient."""
         # a hook on a leaf gets the sum over all its uses in the graph, before it is added to .grad and before DDP reduces it
         for parameter in parameters:
             if parameter is None or parameter in self._watched or not parameter.requires_grad or isinstance(parameter, DTensor):

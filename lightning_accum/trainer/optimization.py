@@ -119,7 +119,7 @@ class WindowOptimization(_AutomaticOptimization):
     def step(self, outcome: Outcome, again: Callable[[], Outcome] | None) -> Outcome:
         """Make the optimizer step of a window that has ended, and count it if it happened. Returns the last outcome.
 
-        Its closure may ask to run all of it ``again``; None if its data is gone.
+        The closure may run the window ``again``; None if its data is gone.
         """
         strategy, trainer, accumulation = self.strategy, self.trainer, self.strategy.accumulation
         assert accumulation is not None

@@ -36,7 +36,7 @@ class BatchResults(_ResultCollection):
     replaced: dict[int, tuple[Any, dict[str, Any]]]
     """The module and its metrics, and the replacements of their methods while a split batch runs: the same functions for all
     batches, since new ones would recompile training_step."""
-    looked_in: int | None = None  # the epoch in which these metrics were looked for
+    looked_in: int | None = None  # the epoch in which metrics were last searched for
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:

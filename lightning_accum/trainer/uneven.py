@@ -67,7 +67,7 @@ class WindowFetcher(_PrefetchDataFetcher):
         return drawn.batch, self.fetched - 1, 0
 
     def rest_of_window(self) -> Iterator[tuple[Any, bool]]:
-        """Draw what the window has after its first batch: as many batches on every rank, and whether each is a shadow batch."""
+        """Draw the batches of the window after its first, as many on every rank, each with whether it is a shadow batch."""
         accumulation, epoch_loop = self.strategy.accumulation, self.strategy.trainer().fit_loop.epoch_loop
         assert accumulation is not None
         assert self._batches is not None

@@ -37,7 +37,7 @@ _OF_A_STEP = "LightningModule.optimizer_step, LightningOptimizer.step, Strategy.
 class Watch:
     """Compares the calls with the expected ones at each boundary. The module's own hooks are not checked.
 
-    Which loader batches ran, and how often, the loops compare by the numbers that they have (``epochs.py``). With
+    The loops themselves count which loader batches ran, and how often (``epochs.py``). With
     ``may_skip_steps`` the optimizer may skip a step, as with a GradScaler.
     """
 

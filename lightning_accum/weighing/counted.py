@@ -46,7 +46,7 @@ class Counted:
         self._own: dict[int, Denominator] = {}
         self._totals: dict[int, Denominator] | None = None
         self.loader_batches_left = 0.0
-        """Loader batches left in a window that its tokens end."""
+        """How many loader batches a window of tokens still has."""
         self.values: deque[dict[int, Denominator] | None] = deque()
         """The values of the terms of each counted micro-batch; None if unknown."""
 

@@ -17,7 +17,7 @@ from lightning_accum.weighing.weight import Contribution
 _IGNORED = -100
 _MOST_SIZES = 4
 _COMPARED = 64
-"""How many micro-batches after the first check have their lengths compared."""
+"""The lengths of this many micro-batches after the first check are compared."""
 Reason: TypeAlias = Literal["new terms", "other numbers", "other lengths", "no loss", "time"]
 """Why a micro-batch is checked: new terms, new numbers in the batch or weights, a new length of rows, or a regular check.
 """

@@ -246,7 +246,7 @@ def is_of_parameters_only(root: Node) -> bool:
 
 
 def is_multiplied_by_zero(node: Node) -> Tensor | bool:
-    """Whether a number that is 0 multiplies a node, as a loss without rows that is multiplied by a learned factor."""
+    """Whether a node is multiplied by a number that is 0, such as a loss without rows beside a learned factor."""
     found: Tensor | bool = False
     while len(inputs := inputs_of(node)) == 1 and kind_of(node) in LINEAR:
         for operand in (getattr(node, side, None) for side in ("_saved_self", "_saved_other") if kind_of(node) == "Mul"):

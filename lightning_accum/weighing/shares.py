@@ -200,7 +200,7 @@ def _is_loss(node: Node, kind: str, of_batch: Sequence[_Input], inputs: int, arr
 
 
 def _beside_a_kink(node: Node, kind: str, inputs: Sequence[_Input], arrived: Arrived) -> _Below:
-    """Continue as if it were linear, and record its slopes: at a choice of one of several numbers below the chosen one."""
+    """Continue as if the node were linear, and record its slopes. Below a choice among numbers, continue at the chosen one."""
     result = node(_spread(1.0, node, 0))
     slopes = [own for own in (result if isinstance(result, tuple) else (result,)) if own is not None]
     of_all = torch.cat([slope.reshape(-1) for slope in slopes])

@@ -130,9 +130,9 @@ class Term(NamedTuple):
         }
 
     def may_be_raised(self, mode: Mode, weight: Denominator | None, unit: float = 1.0) -> Denominator:
-        """Not 0 if its divisor may be a count of 0 raised to 1: no mask leaves out only some of its losses.
+        """Not 0 if its divisor may be a count of 0 raised to 1: no mask leaves out a part of its losses.
 
-        Nor all of them, except for a mean, whose weight does not depend on the mask.
+        A mask that leaves out all of them counts only for a mean, whose weight does not depend on the mask.
         """
         if weight is None or not self.divisor or mode not in (COUNT, MEAN, LOSSES, TOTAL):
             return 0.0

@@ -279,7 +279,7 @@ def words_of(term: Term, mode: Mode) -> str:
 
 
 def is_lost(loss: Tensor, weight: Denominator, terms: Sequence[Term]) -> Denominator:
-    """1 if the weight is 0 but the loss is not, so its gradient is lost; else 0."""
+    """1 if the weight is 0 and the loss is not, so that the gradient is lost; else 0."""
     if any(term.is_penalty for term in terms) or (not isinstance(weight, Tensor) and weight):
         return 0.0
     loss = loss.detach()

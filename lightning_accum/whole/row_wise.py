@@ -111,7 +111,7 @@ class RowWise:
             output = run(range(rows), arguments.make(arguments.values))
             with suppress(RowWiseError):  # its output may hide tensors
                 tree = read(output, layer)
-                # copies, so that a later write does not change its saved outputs silently
+                # copies, so that a later write does not change the saved outputs silently
                 output = tree.make(as_one_node([x.clone() if isinstance(x, Tensor) else x for x in tree.values]))
             return output
         form = self._form(layer, arguments, rows, run)
