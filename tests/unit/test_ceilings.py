@@ -21,14 +21,14 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 13_705,
-    "lines of the package": 19_505,
+    "lines of code": 13_710,
+    "lines of the package": 19_510,
     "files of the package": 100,
     "width of the package": 132,
     "lines of its largest file": 350,
     "files outside trainer/ that import Lightning": 0,
     "assignments to an attribute of another object": 117,
-    "lines of tests": 24_300,
+    "lines of tests": 24_450,
     "lines of tests in files that import private modules": 95,
 }
 
