@@ -144,39 +144,26 @@ def test_what_does_not_go_together_is_an_error_that_names_the_argument(arguments
     assert isinstance(raised.value, AccumulationError) or "MisconfiguredError" in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("engine", "instead"),
-    [
-        (DeepSpeedStrategy, "accum_fsdp"),
-        (XLAStrategy, "callback"),
-        (FSDPStrategy, "accum_fsdp"),
-        (ModelParallelStrategy, "accum_model_parallel"),
-    ],
-)
+@pytest.mark.parametrize(("engine", "instead"), [
+    (DeepSpeedStrategy, "accum_fsdp"), (XLAStrategy, "callback"), (FSDPStrategy, "accum_fsdp"),
+    (ModelParallelStrategy, "accum_model_parallel"),
+])  # fmt: skip
 def test_callback_with_another_engine_says_what_to_use(engine: type, instead: str) -> None:
     run = SimpleNamespace(strategy=object.__new__(engine))  # DeepSpeed and XLA are not installed
     with pytest.raises(AccumulationError, match=f"{engine.__name__}.*{instead}"):
         GradientAccumulation(2).setup(run, Scalar([x(1)]), "fit")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        *[({"window": value}, "window") for value in (0, 2.0, True, {}, {0: 0}, {2: 4}, Tokens)],
-        ({"weight": "tokens"}, "weight"),
-        ({"weight": TokenCount}, "weight=TokenCount"),
-        ({"micro_batch": 4, "weight": [TokenCount(), SampleCount]}, "weight=SampleCount"),
-        ({"micro_batch": Tokens}, "micro_batch"),
-        ({"tail": "keep"}, "tail"),
-        ({"scheduler_counts": "steps"}, "scheduler_counts"),
-        ({"trim_padding": "yes"}, "trim_padding"),
-        ({"log": "all"}, "log"),
-        *[({"accumulate_dtype": value}, "accumulate_dtype") for value in ("float32", torch.int64, 32)],
-        *[({"validate_every": value}, "validate_every") for value in (0, -1, 1.5, True, "epoch")],
-        *[({"micro_batch": 4, "weight": value}, "weight") for value in (["auto", SampleCount()], [])],
-        ({"micro_batch": Tokens(lambda seen: 3)}, "Tokens"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "names"), [
+    *[({"window": value}, "window") for value in (0, 2.0, True, {}, {0: 0}, {2: 4}, Tokens)], ({"weight": "tokens"}, "weight"),
+    ({"weight": TokenCount}, "weight=TokenCount"),
+    ({"micro_batch": 4, "weight": [TokenCount(), SampleCount]}, "weight=SampleCount"), ({"micro_batch": Tokens}, "micro_batch"),
+    ({"tail": "keep"}, "tail"), ({"scheduler_counts": "steps"}, "scheduler_counts"), ({"trim_padding": "yes"}, "trim_padding"),
+    ({"log": "all"}, "log"), *[({"accumulate_dtype": value}, "accumulate_dtype") for value in ("float32", torch.int64, 32)],
+    *[({"validate_every": value}, "validate_every") for value in (0, -1, 1.5, True, "epoch")],
+    *[({"micro_batch": 4, "weight": value}, "weight") for value in (["auto", SampleCount()], [])],
+    ({"micro_batch": Tokens(lambda seen: 3)}, "Tokens"),
+])  # fmt: skip
 def test_argument_out_of_range_is_named(arguments: dict[str, Any], names: str) -> None:
     with pytest.raises(AccumulationError, match=names):
         GradientAccumulation(**arguments)

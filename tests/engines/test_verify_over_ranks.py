@@ -177,19 +177,12 @@ def test_a_rank_that_fails_is_an_error_that_names_it(what: str, named: str) -> N
         verify(Planted(what), ROWS, devices=2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"devices": 0}, "devices"),
-        ({"devices": "auto"}, "devices"),
-        ({"devices": 2, "accelerator": "gpu"}, "accelerator"),
-        ({"devices": 2, "strategy": "ddp"}, "accum_ddp"),
-        ({"devices": 1}, "micro_batch="),
-        ({"devices": 32}, "16 rows"),
-        ({"devices": 2, "strategy": DDPAccumulationStrategy(start_method="fork")}, "start_method"),
-        ({"devices": 2, "strategy": ModelParallelAccumulationStrategy(1, 2)}, "data-parallel"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "named"), [
+    ({"devices": 0}, "devices"), ({"devices": "auto"}, "devices"), ({"devices": 2, "accelerator": "gpu"}, "accelerator"),
+    ({"devices": 2, "strategy": "ddp"}, "accum_ddp"), ({"devices": 1}, "micro_batch="), ({"devices": 32}, "16 rows"),
+    ({"devices": 2, "strategy": DDPAccumulationStrategy(start_method="fork")}, "start_method"),
+    ({"devices": 2, "strategy": ModelParallelAccumulationStrategy(1, 2)}, "data-parallel"),
+])  # fmt: skip
 def test_ranks_that_cannot_be_are_refused(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(AccumulationError, match=named):
         verify(Planted(), ROWS, **arguments)

@@ -670,18 +670,11 @@ def test_a_pass_that_is_broken_off_goes_on_in_the_next() -> None:
     assert model.weight.item() == -(1 + 2 + 3 + 4) / 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"micro_batch": "auto"}, "auto"),
-        ({"micro_batch": "offload"}, "offload"),
-        ({"tail": "keep"}, "tail"),
-        ({"window": 0}, "window"),
-        ({"trim_padding": "lengths"}, "micro_batch"),
-        ({"trim_padding": "lengths", "micro_batch": 2}, "loss_of"),
-        ({"row_wise": "encoder", "micro_batch": 2}, "encoder"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "named"), [
+    ({"micro_batch": "auto"}, "auto"), ({"micro_batch": "offload"}, "offload"), ({"tail": "keep"}, "tail"),
+    ({"window": 0}, "window"), ({"trim_padding": "lengths"}, "micro_batch"),
+    ({"trim_padding": "lengths", "micro_batch": 2}, "loss_of"), ({"row_wise": "encoder", "micro_batch": 2}, "encoder"),
+])  # fmt: skip
 def test_what_a_hand_written_loop_cannot_have_is_refused_by_name(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(AccumulationError, match=named):
         accumulator_of(scalar(), **arguments)

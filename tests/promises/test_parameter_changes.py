@@ -189,16 +189,11 @@ def test_what_changes_inside_a_window_is_warned_of_by_name_and_nothing_else_is(c
 
 
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
-@pytest.mark.parametrize(
-    ("module", "policy"),
-    [
-        (FollowsAtBatchEnd, {"window": 1}),
-        (FollowsAtBatchEnd, {"window": 3, "check": False}),
-        (with_(on_after_backward=Net.clamp), {"window": 1}),
-        (Queue, {"window": 2, "check": False}),
-        (Net, {"window": 3, "accumulate_dtype": torch.float64}),
-    ],
-)
+@pytest.mark.parametrize(("module", "policy"), [
+    (FollowsAtBatchEnd, {"window": 1}), (FollowsAtBatchEnd, {"window": 3, "check": False}),
+    (with_(on_after_backward=Net.clamp), {"window": 1}), (Queue, {"window": 2, "check": False}),
+    (Net, {"window": 3, "accumulate_dtype": torch.float64}),
+])  # fmt: skip
 def test_nothing_is_warned_of_where_a_window_is_a_batch_or_the_check_is_off(module: type[Net], policy: dict[str, Any]) -> None:
     fit(module(), BATCHES, GradientAccumulation(**policy))
 
@@ -236,19 +231,11 @@ ROW_WISE = {"micro_batch": 3, "row_wise": ["online", "target"]}
 
 
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
-@pytest.mark.parametrize(
-    ("module", "policy"),
-    [
-        (FollowsAtBatchEnd, {"micro_batch": 3}),
-        (FollowsOnce, {"window": 3}),
-        (ByGlobalStep, {"window": 3}),
-        (Queue, {"micro_batch": "offload"}),
-        (Queue, ROW_WISE),
-        (CASES["gradients clamped before the step"][0], {"window": 3}),
-        (Adversarial, {"micro_batch": "offload"}),
-        (ClearsGradients, {"window": 1}),
-    ],
-)
+@pytest.mark.parametrize(("module", "policy"), [
+    (FollowsAtBatchEnd, {"micro_batch": 3}), (FollowsOnce, {"window": 3}), (ByGlobalStep, {"window": 3}),
+    (Queue, {"micro_batch": "offload"}), (Queue, ROW_WISE), (CASES["gradients clamped before the step"][0], {"window": 3}),
+    (Adversarial, {"micro_batch": "offload"}), (ClearsGradients, {"window": 1}),
+])  # fmt: skip
 def test_what_is_advised_instead_is_exact(module: type[Net], policy: dict[str, Any]) -> None:
     batches = [list(batch) for batch in (WHOLE if "micro_batch" in policy else BATCHES)]
     assert_window_equals_batch(module, batches, GradientAccumulation(**policy), optimizers=[None])

@@ -320,15 +320,10 @@ def test_rows_are_trimmed_to_what_masks_and_labels_show_and_the_longest_come_fir
     assert_trimmed(pieces(batch, 1, number=len(spans)), batch, spans)
 
 
-@pytest.mark.parametrize(
-    ("key", "entry", "is_trimmed"),
-    [
-        ("valid", {"valid": mask_of(RIGHT)}, True),
-        ("n", {"n": mask_of(RIGHT).sum(1)}, True),
-        ("n", {"n": torch.full((6,), LENGTH)}, False),
-        (False, {"attention_mask": mask_of(RIGHT)}, False),
-    ],
-)
+@pytest.mark.parametrize(("key", "entry", "is_trimmed"), [
+    ("valid", {"valid": mask_of(RIGHT)}, True), ("n", {"n": mask_of(RIGHT).sum(1)}, True),
+    ("n", {"n": torch.full((6,), LENGTH)}, False), (False, {"attention_mask": mask_of(RIGHT)}, False),
+])  # fmt: skip
 def test_trim_padding_names_a_mask_or_lengths_or_leaves_padding(key: Any, entry: dict[str, Tensor], is_trimmed: bool) -> None:
     batch = {"ids": fill(RIGHT, 0), **entry}
     assert_trimmed(pieces(batch, 1, number=6, trim_padding=key), batch, RIGHT if is_trimmed else ALL)
