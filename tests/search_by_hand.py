@@ -10,26 +10,16 @@ from torch import Tensor, nn
 
 @dataclass
 class Outcome:
-    """Of a training.
-
-    Attributes:
-        parameters: at its end.
-        rates: the learning rate of every optimizer step.
-        losses: of the window of every optimizer step.
-        last_rate: at its end.
-        steps: that were counted: those of the optimizer, and of windows in which training_step returned None throughout.
-    """
-
-    parameters: list[Tensor] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)  # at the end
+    rates: list[float] = field(default_factory=list)  # the learning rate of every optimizer step
+    losses: list[float] = field(default_factory=list)  # of the window of every optimizer step
     last_rate: float = 0.0
-    steps: int = 0
+    steps: int = 0  # counted: those of the optimizer, and of windows in which training_step returned None throughout
 
 
 @dataclass
-class Window:  # of micro-batches of all ranks
-    parts: list[Batch] = field(default_factory=list)
+class Window:
+    parts: list[Batch] = field(default_factory=list)  # micro-batches of all ranks
     loader_batches: int = 0
     size: float = 0.0
     has_run: bool = False
@@ -58,7 +48,7 @@ class ByHand:  # trains on the windows of a point, each as one batch
                     break
             tail = point.policy["tail"]
             if tail == "drop":
-                self.forget()
+                self.window = Window()
             elif not self.is_done and self.window.loader_batches and (tail == "step" or epoch == epochs - 1):
                 self.end_window()
             is_whole_epoch = index == max(point.lengths) - 1
@@ -99,16 +89,13 @@ class ByHand:  # trains on the windows of a point, each as one batch
             return sum(weight_of(self.point, part) or 0.0 for part in self.window.parts) >= self.window.size
         return self.window.loader_batches >= self.window.size
 
-    def forget(self) -> None:
-        self.window = Window()
-
     def end_window(self) -> None:  # one optimizer step on all samples of the window, if any of them counts
         point, window = self.point, self.window
         weights = [weight_of(point, part) for part in window.parts]
         is_sum = point.loss == "sum"
         total = float(len(weights)) if is_sum else sum(weights, start=0.0)
         is_lightnings = point.is_plain(window.size) and bool(window.parts)  # whose own step is made, also where no label counts
-        self.forget()
+        self.window = Window()
         if total == 0 and not is_lightnings:
             if window.has_run and not window.parts and not window.is_left_out:
                 self.count(window)
@@ -116,11 +103,9 @@ class ByHand:  # trains on the windows of a point, each as one batch
         self.optimizer.zero_grad()
         if point.is_low_precision:
             loss = self.add_up(window.parts, [1.0 if is_sum else n / total for n in weights])
-        elif is_consistent(point):
-            loss = self.net(joined(window.parts))
-            loss.backward()
         else:
-            loss = sum(n * self.net(part) for n, part in zip(weights, window.parts, strict=True) if n) / total
+            of_parts = (n * self.net(part) for n, part in zip(weights, window.parts, strict=True) if n)
+            loss = self.net(joined(window.parts)) if is_consistent(point) else sum(of_parts) / total
             loss.backward()
         if total == 0:
             for parameter in self.net.parameters():
@@ -137,14 +122,12 @@ class ByHand:  # trains on the windows of a point, each as one batch
     def count(self, window: Window) -> None:  # an optimizer step
         point = self.point
         self.outcome.steps += 1
-        before, self.time = self.time, self.time + self.ticks(window)
+        ticks = 1 if point.policy["scheduler_counts"] == "optimizer_steps" else window.loader_batches
+        before, self.time = self.time, self.time + ticks
         if point.scheduler["interval"] == "step":
             for _ in range(self.time // point.scheduler["frequency"] - before // point.scheduler["frequency"]):
                 self.scheduler.step()
         self.is_done = self.outcome.steps == point.trainer.get("max_steps", -1)
-
-    def ticks(self, window: Window) -> int:
-        return 1 if self.point.policy["scheduler_counts"] == "optimizer_steps" else window.loader_batches
 
     def add_up(self, parts: list[Batch], shares: list[float]) -> Tensor:
         """Gradients of a narrow type, added up in double precision and rounded once."""
@@ -164,13 +147,9 @@ class ByHand:  # trains on the windows of a point, each as one batch
         return total
 
     def clip(self) -> None:
-        largest = self.point.trainer.get("gradient_clip_val")
-        if largest is None:
-            return
-        if self.point.trainer["gradient_clip_algorithm"] == "norm":
-            nn.utils.clip_grad_norm_(self.net.parameters(), largest)
-        else:
-            nn.utils.clip_grad_value_(self.net.parameters(), largest)
+        if "gradient_clip_val" in (given := self.point.trainer):
+            clip = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}[given["gradient_clip_algorithm"]]
+            clip(self.net.parameters(), given["gradient_clip_val"])
 
 
 def parts_of(point: Point, batch: Batch) -> list[Batch]:

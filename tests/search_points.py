@@ -30,29 +30,22 @@ class Point:  # one combination. Its ``repr`` says all that was drawn.
     loss: str
     dtype: torch.dtype
     optimizer: str
-    window: tuple[str, Any]
-    """What kind, and of what size."""
+    window: tuple[str, Any]  # what kind, and of what size
     policy: dict[str, Any]
     weight: str
     micro_batch: tuple[str, int] | None
     trainer: dict[str, Any]
     scheduler: dict[str, Any]
     strategy: dict[str, Any]
-    lengths: list[int]
-    """Loader batches of each rank."""
+    lengths: list[int]  # loader batches of each rank
     is_sized: bool
-    is_marked: str
-    """Which rows use a parameter of their own."""
-    holes: dict[tuple[int, int], str]
-    """What is odd about the loader batch of a rank at a place."""
-    memory: int | None
-    """Samples that fit into it, with ``"auto"``."""
+    is_marked: str  # which rows use a parameter of their own
+    holes: dict[tuple[int, int], str]  # what is odd about the loader batch of a rank at a place
+    memory: int | None  # samples that fit into it, with "auto"
     callbacks: list[str]
-    stops_after: int | None
-    """Loader batches after which the training is told to stop."""
+    stops_after: int | None  # loader batches after which the training is told to stop
     batches: list[list[Batch | None]] = field(repr=False, default_factory=list)
-    goes_on_after: int = 0
-    """Loader batches after which a second training goes on from a checkpoint of the first; 0 for one training."""
+    goes_on_after: int = 0  # after so many loader batches a second training goes on from a checkpoint; 0 for one training
 
     def resumed(self) -> Point:  # the same in two trainings
         after = random.Random(self.seed).randint(1, max(1, max(self.lengths) * self.trainer["max_epochs"] - 1))
@@ -84,17 +77,9 @@ class Point:  # one combination. Its ``repr`` says all that was drawn.
             arguments["micro_batch"] = Tokens(number) if unit == "tokens" else number if unit == "samples" else "auto"
         return arguments
 
-    @property
-    def counts_tokens(self) -> bool:
-        return "tokens" in self.window[0]
-
-    @property
-    def ranks(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def is_low_precision(self) -> bool:
-        return self.dtype != torch.float64
+    def __post_init__(self) -> None:
+        self.counts_tokens, self.ranks = "tokens" in self.window[0], len(self.lengths)
+        self.is_low_precision = self.dtype != torch.float64
 
     def is_plain(self, size: float) -> bool:
         """A window of this size is one loader batch on one rank, as it is: left to Lightning."""
@@ -151,10 +136,8 @@ def draw(seed: int, engine: str = "accum") -> Point:  # the combination of a see
         size = [rng.randint(1, 3) for _ in range(3)]
     elif "tokens" in kind:
         size = rng.choice([5, 15, 40])
-    weight = {"tokens": ["auto", "tokens", "function", "equal", "samples"], "squares": ["auto", "samples", "equal", "tokens"]}.get(
-        loss, ["auto"]
-    )
-    weight = rng.choice(weight if one_in(2) else ["auto"])
+    weights = {"tokens": ["auto", "tokens", "function", "equal", "samples"], "squares": ["auto", "samples", "equal", "tokens"]}
+    weight = rng.choice(weights.get(loss, ["auto"]) if one_in(2) else ["auto"])
     if loss == "terms":  # exact where the totals of a window are known before it runs
         weight = "auto" if micro_batch is None and one_in(3) else "list"
         if weight == "auto":
@@ -194,10 +177,8 @@ def draw(seed: int, engine: str = "accum") -> Point:  # the combination of a see
     rng.choice("sse"), rng.randint(1, 3), rng.choice("dl")  # what seeds that found faults stand for stays
     point = Point(
         seed, engine, loss, dtype, rng.choice(["sgd", "adamw"]), (kind, size), policy, weight, micro_batch, trainer,
-        {
-            "interval": rng.choice(["step", "step", "epoch"]), "frequency": rng.randint(1, 3),
-            "kind": rng.choice(["decay", "linear"]),
-        },
+        {"interval": rng.choice(["step", "step", "epoch"]), "frequency": rng.randint(1, 3),
+         "kind": rng.choice(["decay", "linear"])},
         strategy, lengths, is_sized=not one_in(3), is_marked=is_marked, holes={},
         memory=rng.choice([None, 2, 1]) if micro_batch == ("auto", 0) else None,
         callbacks=[name for name, number in (("listener", 3), ("saver", 6), ("noise", 6)) if one_in(number)],

@@ -4,7 +4,6 @@ A point is drawn from its seed, and a failure shows it. The first seeds, and one
 One of them: ``pytest -m "" -k "one_rank and seed017" tests/promises/test_search_policies.py``.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -31,8 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SEEDS = {"accum": range(330), "ddp": range(66), "fsdp2": range(24)}
 EXACT = 1e-12
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-WHILE_TRAINING = ("is not finite: ", "reach its size, but the loss is a sum")
-"""What is seen at a loss that a training may not come to."""
+WHILE_TRAINING = ("is not finite: ", "reach its size, but the loss is a sum")  # seen at a loss that a training may not come to
 REFUSED = (MisconfigurationException, ValueError, FloatingPointError)
 
 
@@ -167,8 +165,7 @@ def check(point: Point, found: Outcome | BaseException) -> None:
         pytest.skip("the loader of rank 0, whose state is saved, does not know how far others have drawn their windows")
     refusals = point.refusals()
     if isinstance(found, BaseException):
-        said = str(found)
-        if not any(re.search(re.escape(refusal), said) for refusal in refusals):
+        if not any(refusal in str(found) for refusal in refusals):
             raise AssertionError(f"{point}\nwas not to be refused") from found
         return
     missed = [refusal for refusal in refusals if refusal not in WHILE_TRAINING]
@@ -188,19 +185,16 @@ def attempt(point: Point) -> Outcome | BaseException:
 
 @pytest.mark.parametrize("seed", seeds_of_a_search(SEEDS["accum"], 60))
 def test_one_rank(seed: int) -> None:
-    point = draw(seed)
-    check(point, attempt(point))
+    check(point := draw(seed), attempt(point))
 
 
 @pytest.mark.parametrize("seed", seeds_of_a_search(SEEDS["accum"], 40))
 def test_one_rank_resumed(seed: int) -> None:
-    point = draw(seed).resumed()
-    check(point, attempt(point))
+    check(point := draw(seed).resumed(), attempt(point))
 
 
 def test_a_tail_of_tokens_that_were_counted_before_they_ran_is_dropped() -> None:
-    point = replace(draw(35), stops_after=None)
-    check(point, attempt(point))
+    check(point := replace(draw(35), stops_after=None), attempt(point))
 
 
 @pytest.fixture(scope="module")
