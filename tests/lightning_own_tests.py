@@ -42,15 +42,13 @@ STANDALONE = (
     "tuner/test_lr_finder.py::test_lr_finder_with_ddp",
 )
 """Tests of which each needs a pytest of its own, since it is started again as another rank, and which need no GPU."""
-LEFT_OUT = ("checkpointing/test_legacy_checkpoints.py",)
-"""These download checkpoints of old versions."""
+LEFT_OUT = ("checkpointing/test_legacy_checkpoints.py",)  # these download checkpoints of old versions
 REQUIREMENTS = (
     "pytest==9.0.2", "pytest-timeout", "pytest-random-order", "cloudpickle", "scikit-learn", "psutil<7.3", "pandas", "fastapi",
     "uvicorn", "httpx", "tensorboard", "tensorboardX", "jsonargparse[signatures,jsonnet]<4.46", "hydra-core", "omegaconf",
     "matplotlib", "rich<14.4", "requests",
 )  # fmt: skip
-SECONDS = 120
-"""That a single test may take."""
+SECONDS = 120  # that a single test may take
 _OTHER_NAME = "looks for the name of the strategy's class, which is another"
 _MOCKS_MODULE = "has a Mock for a module, which does not know its Trainer"
 _WRAPS_ITSELF = "puts the strategy's own method in the place of the one that it extends, which calls itself then"
@@ -139,12 +137,10 @@ def outcomes(junit: str) -> Iterator[tuple[str, str]]:
 
 
 def files_of(tests: Path, what: str) -> list[str]:
-    """The test files below a directory, or the one test, each of which runs in a process of its own."""
-    if "::" in what:
-        return [what]
-    tests = tests / "tests_pytorch"
-    found = [tests / what] if (tests / what).is_file() else sorted((tests / what).rglob("test_*.py"))
-    return [name for path in found if (name := path.relative_to(tests).as_posix()) not in LEFT_OUT]
+    """The test files below a directory, or the one file or test, each of which runs in a process of its own."""
+    found = sorted((tests / "tests_pytorch" / what).rglob("test_*.py"))
+    names = [path.relative_to(tests / "tests_pytorch").as_posix() for path in found] or [what]
+    return [name for name in names if name not in LEFT_OUT]
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "notebooks" / "site" / "docs" / "how-it-works.md"
 TABLE = re.compile("(?<=<!-- versions -->\n).*?(?=<!-- end of versions -->)", re.DOTALL)
-TEST_TOOLS = [
+TOOLS = [
     "pytest>=8.3",
     "pytest-rerunfailures>=15",
     "pytest-timeout>=2.3",
@@ -39,10 +39,8 @@ TEST_TOOLS = [
 ]
 OF_OTHERS = ("PYTHONPATH", "PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT", "PIP_REQUIREMENT", "PIP_NO_DEPS", "PIP_PRE", "PIP_ONLY_BINARY")
 """Variables that would change what is installed or imported. Where packages come from stays pip's own configuration."""
-VERSIONS = (
-    "import platform, importlib.metadata as of\n"
-    "print(platform.python_version(), *map(of.version, ('torch', 'lightning', 'torchmetrics')))"
-)
+VERSIONS = """import platform, importlib.metadata as of
+print(platform.python_version(), *map(of.version, ('torch', 'lightning', 'torchmetrics')))"""
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def install(environment: Environment, options: argparse.Namespace) -> None:
         return
     pinned = lower_bounds()
     second = [f"pytorch-{pin}" for pin in pinned if pin.startswith("lightning==")]  # which lightning requires in any version
-    environment.pip_install(*pinned, *second, *TEST_TOOLS)
+    environment.pip_install(*pinned, *second, *TOOLS)
     environment.pip_install("--no-deps", "--force-reinstall", str(ROOT))
 
 

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-_RENAMED = (("lightning.pytorch", "pytorch_lightning"), ("lightning.fabric", "lightning_fabric"))
+
 _IN_A_STRING = re.compile(r'(?<=["=])lightning\.')
 
 
@@ -27,25 +27,17 @@ def copied(source: Path, target: Path) -> None:
         there.write_bytes(of_second(content.decode()).encode() if file.suffix == ".py" else content)
 
 
-NAMES_BOTH = "test_both_packages.py"
-"""It asks for both packages by name, and so it would contradict itself."""
+NAMES_BOTH = "test_both_packages.py"  # it asks for both packages by name, and so it would contradict itself
 
 
 def of_second(source: str) -> str:
-    """A test, with the names of ``pytorch_lightning``, also where they are strings.
-
-    Example:
-        >>> of_second('assert type(loss).__module__.startswith("lightning.")')
-        'assert type(loss).__module__.startswith("pytorch_lightning.")'
-    """
+    """A test, with the names of ``pytorch_lightning``, also where they are strings."""
     return _IN_A_STRING.sub("pytorch_lightning.", of_names(source))
 
 
 def of_names(source: str) -> str:
     """The same, but for strings."""
-    for name, other in _RENAMED:
-        source = source.replace(name, other)
-    return source
+    return source.replace("lightning.pytorch", "pytorch_lightning").replace("lightning.fabric", "lightning_fabric")
 
 
 def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -3,10 +3,7 @@
 Each package has an environment of its own, in which ``third_party_modules/training.py`` trains its modules on a little data: whole,
 in windows, split, and in Lightning's own windows. ``notebooks/third_party.md`` says how, and has the table.
 
-    python tests/third_party.py                          # all, in environments that are deleted afterwards
-    python tests/third_party.py chemprop gluonts         # some
-    python tests/third_party.py --environment DIR        # make the environments there, or use those that are there
-    python tests/third_party.py --write                  # also writes notebooks/third_party.md
+    python tests/third_party.py chemprop gluonts --environment DIR --write
 
 The exit code is 1 where a module is silently wrong: more than 1e-9 off without a warning or an error.
 Where packages come from, and which torch, is pip's own configuration: PIP_CONSTRAINT can keep it from installing another torch.
@@ -98,7 +95,7 @@ def table(rows: list[Row]) -> str:
 
 def _largest(numbers: Iterable[float | None]) -> str:
     found = [number for number in numbers if number is not None]
-    return f"{max(found):.0e}".replace("e-0", "e-") if any(found) else "0" if found else ""
+    return f"{max(found):.0e}".replace("e-0", "e-") if any(found) else "0" * bool(found)
 
 
 def _said(row: Row) -> str:
@@ -110,12 +107,12 @@ def _said(row: Row) -> str:
     return (wrong + "; ".join(parts)).replace("|", "\\|")
 
 
-def page(before: str, rows: list[Row], versions: str) -> str:
+def write(rows: list[Row], versions: str) -> None:
     """The page with its table and what is below it made anew, and the number of packages above."""
-    number = len({row["package"] for row in rows if "failed" not in row})
+    number, before = len({row["package"] for row in rows if "failed" not in row}), PAGE.read_text(encoding="utf-8")
     introduction = re.sub(r"^\d+ packages", f"{number} packages", before[: before.index("| package ")], flags=re.MULTILINE)
     measured = f"Measured on {datetime.date.today()} with {versions}, Python {platform.python_version()}."
-    return f"{introduction}{table(rows)}\n\n{measured}\n"
+    PAGE.write_text(f"{introduction}{table(rows)}\n\n{measured}\n", encoding="utf-8")
 
 
 def main() -> int:
@@ -138,7 +135,7 @@ def main() -> int:
         print(f"\n{table(rows)}")
         if options.write:
             _, torch, lightning, _ = Environment(directory / "base", ()).versions()
-            PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), rows, f"torch {torch}, lightning {lightning}"), encoding="utf-8")
+            write(rows, f"torch {torch}, lightning {lightning}")
     finally:
         if options.environment is None:
             shutil.rmtree(directory, ignore_errors=True)

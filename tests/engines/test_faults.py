@@ -28,14 +28,9 @@ from support import ddp, loader, trainer, x
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.data import DataLoader
 
-from lightning_accum import (
-    DDPAccumulationStrategy,
-    FSDPAccumulationStrategy,
-    GradientAccumulation,
-    ModelParallelAccumulationStrategy,
-)
+from lightning_accum import DDPAccumulationStrategy, FSDPAccumulationStrategy, GradientAccumulation
+from lightning_accum import ModelParallelAccumulationStrategy as FSDP2
 
-TIMEOUT = 20.0  # seconds that a collective waits
 SOON = 10.0  # from a fault until all ranks know: they lose a connection, and do not wait for a time-out
 DEADLINE = 120.0  # for the processes of a test
 
@@ -44,17 +39,9 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="wh
 
 @dataclass
 class End:
-    """How the processes ended.
-
-    Attributes:
-        statuses: of those that were started here.
-        said: what they wrote.
-        notes: of the ranks, from :class:`Notes`; empty for a rank that left none.
-    """
-
-    statuses: list[int]
-    said: str
-    notes: list[dict[str, Any]]
+    statuses: list[int]  # of the processes that were started here
+    said: str  # what they wrote
+    notes: list[dict[str, Any]]  # of the ranks, from Notes; empty for a rank that left none
 
     def all(self, name: str) -> Any:  # what is the same in the notes of all ranks
         first, *others = [note[name] for note in self.notes]
@@ -99,8 +86,7 @@ def _running(groups: Sequence[int]) -> list[int]:  # what has not ended of these
 
 
 def _fork(works: Sequence[Callable[[], None]], world_size: int) -> End:
-    """Run each in a process that leads a group of its own, and wait for all that they start. After the deadline they are killed,
-    and the test fails."""
+    """Run each in a process that leads a group of its own, and wait for all that they start, which must end by the deadline."""
 
     def run(index: int) -> None:
         os.setsid()
@@ -154,17 +140,9 @@ def forked_by_lightning(work: Callable[[], None]) -> End:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to ranks.
-
-    Attributes:
-        what: "raises"; or the name of a signal that a rank sends to itself, or "SIGTERM to all" of its processes, or "to parent".
-        at: the batch or step, for each rank that it happens to.
-        where: the hook of the module; "load" for its loader.
-    """
-
-    what: str
-    at: dict[int, int]
-    where: str = "training_step"
+    what: str  # "raises"; or a signal that a rank sends to itself, or "SIGTERM to all" of its processes, or "to parent"
+    at: dict[int, int]  # the batch or step, for each rank that it happens to
+    where: str = "training_step"  # the hook of the module; "load" for its loader
 
     def __call__(self, where: str, rank: int, index: int) -> None:
         if where != self.where or self.at.get(rank) != index:
@@ -192,14 +170,7 @@ class Batches(UserList):  # iterating goes through __getitem__, too
         return super().__getitem__(index)
 
 
-class Faulty(ShardedScalar):
-    """Something happens in a hook.
-
-    Args:
-        is_sized: whether its loader has a length.
-        options: of the loader.
-    """
-
+class Faulty(ShardedScalar):  # ``is_sized``: its loader, which has these options, has a length
     def __init__(self, by_rank: Any, fault: Fault, is_sized: bool = True, options: dict[str, Any] | None = None) -> None:
         super().__init__(by_rank=by_rank)
         self.fault, self.is_sized, self.options = fault, is_sized, options or {}
@@ -235,7 +206,7 @@ class Faulty(ShardedScalar):
 
 WINDOW = 4
 BATCHES = [[x(i) for i in range(12)], [x(i, 3 * i) for i in range(12)]]
-fsdp2_as_torchrun = partial(ModelParallelAccumulationStrategy, data_parallel_size=2)
+fsdp2_as_torchrun = partial(FSDP2, data_parallel_size=2)
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "ddp": DDPAccumulationStrategy,
     "fsdp1": FSDPAccumulationStrategy,
@@ -246,19 +217,12 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 }
 
 
-def train(
-    strategy: str,
-    fault: Fault,
-    by_rank: Any = BATCHES,
-    timeout: float = TIMEOUT,
-    loader: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> None:
+def train(strategy: str, fault: Fault, by_rank: Any = BATCHES, loader: dict[str, Any] | None = None, **kwargs: Any) -> None:
     torch.set_num_threads(1)
     kwargs["callbacks"] = [Notes(), *kwargs.get("callbacks", [])]
     kwargs = {"devices": 2, "accumulate_grad_batches": WINDOW, "limit_val_batches": 0, **kwargs}
     kwargs["plugins"] = [DoublePrecision()] if strategy == "fsdp1" else None
-    made = STRATEGIES[strategy](timeout=timedelta(seconds=timeout))
+    made = STRATEGIES[strategy](timeout=timedelta(seconds=20))  # that a collective waits
     trainer(made, **kwargs).fit(Faulty(by_rank, fault, **(loader or {})))
 
 
@@ -356,9 +320,8 @@ def told(where: str = "training_step", **at: int) -> Fault:
 
 
 ALL_PROCESSES = Fault("SIGTERM to all", {0: 5, 1: 5})
+# torchrun tells a rank's whole group of processes. A worker that dies as it hands a batch over may leave torch's DataLoader waiting
 IGNORED = {**WORKER, "worker_init_fn": lambda worker: signal.signal(signal.SIGTERM, signal.SIG_IGN)}
-"""torchrun tells a rank's whole group of processes. A worker that dies while it hands a batch over may leave torch's DataLoader
-waiting for ever."""
 SPLIT = {"callbacks": [GradientAccumulation(WINDOW, micro_batch=1)], "accumulate_grad_batches": 1}
 ENDS: dict[str, tuple[Fault, int, dict[str, Any]]] = {
     "rank 0": (told(rank0=5), 2, {}),
@@ -399,8 +362,9 @@ def test_sigterm_ends_all_ranks_after_the_window_or_before_the_next_batch_of_an_
 
 @needs_sharding_on_cpu
 def test_sigterm_ends_all_ranks_beside_tensor_parallelism() -> None:
-    by_rank = [BATCHES[0], BATCHES[0], BATCHES[1], BATCHES[1]]
-    end = ranks(partial(train, "fsdp2, tensor parallel", told(rank3=5), by_rank, devices=4), world_size=4)
+    end = ranks(
+        partial(train, "fsdp2, tensor parallel", told(rank3=5), [*BATCHES[:1] * 2, *BATCHES[1:] * 2], devices=4), world_size=4
+    )
     assert_ended_together(end, windows=1)
     assert end.all("batches") == 6
 

@@ -13,17 +13,11 @@ FIELDS = ("forecasting", "chemistry", "recommenders", "vision")
 
 @dataclass(frozen=True)
 class Case:
-    """A module and its data.
-
-    ``module`` makes it anew, with the same parameters where torch's seed is the same. ``rows`` are what ``collate`` joins into a
-    batch. ``arguments`` go to GradientAccumulation where batches are split, and their names into the table.
-    """
-
     name: str
-    module: Callable[[], Any]
+    module: Callable[[], Any]  # makes it anew, with the same parameters where torch's seed is the same
     rows: Sequence[Any] = ()
-    collate: Callable[[list[Any]], Any] | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    collate: Callable[[list[Any]], Any] | None = None  # joins rows into a batch
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of GradientAccumulation where batches are split
     learning_rate: float = 0.01
 
 
@@ -46,13 +40,6 @@ def packages() -> dict[str, Package]:
     return _PACKAGES
 
 
-def package(
-    name: str, field: str, imports: str, *requirements: str
-) -> Callable[[Callable[[], list[Case]]], Callable[[], list[Case]]]:
+def package(name: str, field: str, imports: str, *requirements: str) -> Callable[[Callable[[], list[Case]]], None]:
     """Put the cases that the decorated function returns into :func:`packages`; without ``requirements`` the name is installed."""
-
-    def register(cases: Callable[[], list[Case]]) -> Callable[[], list[Case]]:
-        _PACKAGES[name] = Package(name, field, imports, cases, requirements or (name,))
-        return cases
-
-    return register
+    return lambda cases: _PACKAGES.update({name: Package(name, field, imports, cases, requirements or (name,))})

@@ -30,8 +30,7 @@ JOINED = [list(range(start, start + WINDOW)) for start in range(0, WINDOWS * WIN
 MICRO_BATCHES = [rows[sum(SIZES[:index]) : sum(SIZES[: index + 1])] for rows in JOINED for index in range(len(SIZES))]
 """The rows of each window, and of each micro-batch."""
 
-Row = dict[str, Any]
-"""A line of the table: names and version; deviations by way; what the package said by way."""
+Row = dict[str, Any]  # a line of the table: names and version; deviations by way; what the package said by way
 
 
 def examine(name: str) -> list[Row]:
