@@ -77,7 +77,7 @@ class Counted:
 
     def first(self) -> float:
         """The weight of the first term on this rank so far."""
-        return float(self._own.get(self.keys[0], 0.0)) if self.keys else 0.0
+        return float(self._own.get(next(iter(self.keys or sorted(self._own)), 0), 0.0))
 
     def agree(self) -> None:
         """Sum over the ranks, once in a window. Called on all of them, before the first backward."""

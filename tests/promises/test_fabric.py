@@ -325,6 +325,22 @@ def test_a_checkpoint_inside_a_window_of_several_terms_goes_on() -> None:
     assert_steps_of(found, "adamw", WINDOWS, of_terms(), shown=slice(0, 3, 2))  # not of the window in between
 
 
+@pytest.mark.filterwarnings("ignore::lightning_accum.AccumulationWarning")
+def test_a_window_of_tokens_keeps_its_size_if_the_weights_of_its_terms_part_later() -> None:
+    def of_two_means(model: Any, batch: list[Tensor]) -> Tensor:
+        numbers, mask = model(batch[0]).squeeze(-1), batch[1]
+        return (numbers * mask).sum() / mask.sum() + numbers.mean(1).square().mean()
+
+    torch.manual_seed(1)
+    model, alike, others = nn.Linear(1, 1).double(), torch.eye(4).double(), torch.ones(4, 4).tril().double()
+    batches = [[torch.randn(4, 4, 1).double(), mask] for mask in (alike, alike, *[others, alike] * 4)]
+    accumulator, ends = accumulator_of(model, window=Tokens(12), loss_of=of_two_means), [0]
+    for number, batch in enumerate(accumulator(batches), 1):
+        accumulator.backward(of_two_means(model, batch))
+        ends += [number] * accumulator.step()
+    assert ends == [0, 3, 7, 9, 10]  # the window that ends with batch 5 is left out
+
+
 def test_a_state_of_counted_terms_goes_on_with_one_weight_and_else_asks_for_loss_of() -> None:
     task, loader = of_terms(), list(map(default_collate, BATCHES))
     _, model, _, before = set_up(None, "sgd", task, window=4, loss_of=call)
