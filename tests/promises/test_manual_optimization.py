@@ -15,6 +15,7 @@ from manual_modules import ALL, GAN, MAML, SIZES, Dependent, Manual, RawOptimize
 from sharded import fsdp2, needs_sharding_on_cpu
 from support import SaveAfter, StatefulLoader, ddp, error_of_updates, fit, fp16_on_cpu, loader, refused, warned
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 from torch.utils.data import default_collate
 
 from lightning_accum import AccumulationWarning, DoesNotAddUpError, GradientAccumulation
@@ -51,7 +52,7 @@ def full_batches(size: int = 3, kind: type[Manual] = GAN) -> list[Any]:
     return [default_collate(rows) for rows in windows_of([draw(kind)], size)]
 
 
-class Ranked(GAN):  # each rank has a loader of its own; ``without`` is the rank that has no second batch
+class Ranked(GAN):  # each rank has a loader of its own; one may have no second batch
     without = -1
 
     def train_dataloader(self) -> Any:
@@ -88,20 +89,15 @@ def test_loss_scale_of_float16() -> None:
 
 
 def test_the_callback_logs_each_loss_once_a_window() -> None:
-    seen: list[Any] = []
-
-    class Sees(pl.Callback):
-        def on_window_end(self, trainer: pl.Trainer, pl_module: Any, window: Any) -> None:
-            seen.append((window.loss, window.loader_batches, window.has_stepped))
-
-    module, before = GAN(), GAN()
-    run = fit(module, batches_of(GAN), GradientAccumulation(3), Sees())
+    module, before, seen = GAN(), GAN(), list[Any]()
+    module.on_window_end = lambda window: seen.append((window.loss, window.loader_batches, window.has_stepped))
+    run = fit(module, batches_of(GAN), GradientAccumulation(3))
     fit(before, full_batches()[:-1], strategy="auto")
     real, noise = full_batches()[-1]  # the last window, whose losses depend on the parameters before it
     fake = before.generator(noise)
     logits = {"window/loss": -before.discriminator(fake), "window/loss_2": -before.discriminator(real)}
     for name, value in {**logits, "window/loss_3": before.discriminator(fake)}.items():
-        assert run.callback_metrics[name].item() == pytest.approx(nn.functional.softplus(value).mean().item(), rel=1e-12)
+        assert run.callback_metrics[name].item() == pytest.approx(softplus(value).mean().item(), rel=1e-12)
     assert (run.callback_metrics["window/optimizer_steps"], run.callback_metrics["window/total_weight"]) == (3, sum(SIZES[0]))
     assert [one[1:] for one in seen] == [(3, True), (3, True), (1, True)]
     assert float(seen[-1][0]) == pytest.approx(run.callback_metrics["window/loss"].item(), rel=1e-12)
@@ -140,16 +136,12 @@ class Sometimes(GAN):
         return [torch.optim.AdamW(both, lr=0.1, weight_decay=0.5), torch.optim.SGD(self.discriminator.parameters(), lr=0.1)]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        is_large = batch[1][:, :1] > 0.8
-        opt_g, opt_d = self.optimizers()
-        fake = self.generator(batch[1])
-        if is_large.any():
-            fake = fake + is_large * self.shift
-        opt_g.zero_grad()
-        opt_d.zero_grad()
-        self.manual_backward(nn.functional.softplus(-self.discriminator(fake)).mean())
-        opt_g.step()
-        opt_d.step()
+        is_large, fake = batch[1][:, :1] > 0.8, self.generator(batch[1])
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(softplus(-self.discriminator(fake + is_large * self.shift if is_large.any() else fake)).mean())
+        for optimizer in self.optimizers():
+            optimizer.step()
 
 
 class NeverZero(Manual):  # gradients are never cleared: the module's own run adds each batch's to those before
@@ -163,10 +155,9 @@ class OwnScheduler(GAN):  # a scheduler that the Trainer does not know of
     def on_train_start(self) -> None:
         self.kept = {"schedule": torch.optim.lr_scheduler.ExponentialLR(self.optimizers(use_pl_optimizer=False)[0], 0.5)}
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
         self.kept["schedule"].step()
-        return loss
 
 
 class StepsInHook(GAN):
@@ -215,11 +206,8 @@ def test_tails_and_windows_that_change(policy: dict[str, Any], epochs: int, wind
 
 
 def test_a_loader_batch_without_a_backward_has_no_weight() -> None:
-    class Skips(GAN):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch, batch_idx) if batch_idx != 1 else None
-
-    rows, module, expected = batches_of(GAN), Skips(), GAN()
+    rows, module, expected = batches_of(GAN), GAN(), GAN()
+    module.training_step = lambda batch, batch_idx: GAN.training_step(module, batch, batch_idx) if batch_idx != 1 else None
     with pytest.warns(AccumulationWarning, match="manual_backward"):
         fit(module, [rows[0], rows[4], rows[1], None, rows[2]], accumulate_grad_batches=5)
     fit(expected, full_batches()[:1], strategy="auto")
@@ -236,24 +224,16 @@ def test_a_rank_without_the_last_batch_of_a_window_ends_all(rank: int) -> None:
     assert time.monotonic() - begin < 15  # and not after the time-out of the group
 
 
-class Shorter(Unclipped):  # Rank 1 has a loader batch less
-    steps = 0
-
-    def train_dataloader(self) -> Any:
-        return loader(batches_of(GAN)[: 4 - self.trainer.global_rank])
-
-    def on_train_end(self) -> None:
-        assert self.trainer.global_step == self.steps
-
-
 @pytest.mark.some_cases(1)
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("engine", [ddp, fsdp2])
 def test_ranks_with_loaders_of_other_lengths_are_an_error_and_its_mend_trains(engine: Any) -> None:
     def train(steps: int, **arguments: Any) -> None:
-        module = Shorter()
-        module.steps = steps
+        module = Unclipped()
+        module.train_dataloader = lambda: loader(batches_of(GAN)[: 4 - module.global_rank])
+        module.on_train_end = lambda: torch.save(module.trainer.global_step, f"steps{module.global_rank}.pt")
         fit(module, strategy=engine(timeout=timedelta(seconds=20)), devices=2, accumulate_grad_batches=2, **arguments)
+        assert [torch.load(f"steps{rank}.pt") for rank in range(2)] == [steps] * 2
 
     with pytest.raises(Exception, match=r"4, 3 loader batches.*limit_train_batches=3\)"):
         train(0)
@@ -262,12 +242,7 @@ def test_ranks_with_loaders_of_other_lengths_are_an_error_and_its_mend_trains(en
 
 
 class LeavesEarly(Ranked):
-    """One rank leaves ``training_step`` in the last loader batch of a window, where the others go on.
-
-    Args:
-        rank: that leaves.
-        after: so many calls of ``manual_backward``; it makes all three of them, and steps nothing.
-    """
+    """One rank leaves its step in the last loader batch of a window after so many calls of ``manual_backward``, or after all 3."""
 
     def __init__(self, rank: int, after: int) -> None:
         super().__init__()
@@ -278,11 +253,11 @@ class LeavesEarly(Ranked):
         if is_leaving and self.after == 0:
             return
         fake = self.generator(batch[1])
-        self.manual_backward(nn.functional.softplus(-self.discriminator(fake)).mean())
+        self.manual_backward(softplus(-self.discriminator(fake)).mean())
         if is_leaving and self.after == 1:
             return
-        self.manual_backward(nn.functional.softplus(-self.discriminator(batch[0])).mean())
-        self.manual_backward(nn.functional.softplus(self.discriminator(fake.detach())).mean())
+        self.manual_backward(softplus(-self.discriminator(batch[0])).mean())
+        self.manual_backward(softplus(self.discriminator(fake.detach())).mean())
         for optimizer in self.optimizers():
             if not is_leaving:
                 optimizer.step()
@@ -299,11 +274,11 @@ def test_a_rank_that_leaves_training_step_early_ends_all(engine: Any, rank: int,
 
 @pytest.mark.filterwarnings("ignore")
 def test_ranks_that_all_leave_training_step_early_go_on() -> None:
-    class Counts(LeavesEarly):
-        def on_train_end(self) -> None:
-            assert self.trainer.global_step == 2 * 3  # optimizers, and windows but the first, with the tail
+    def at_the_end() -> None:
+        assert module.trainer.global_step == 2 * 3  # optimizers, and windows but the first, with the tail
 
-    module = Counts("all", 0)
+    module = LeavesEarly("all", 0)
+    module.on_train_end = at_the_end
     fit(module, ranks=2, accumulate_grad_batches=2)
     assert not torch.equal(module.generator[0].weight, GAN().generator[0].weight)
 
@@ -341,11 +316,9 @@ def test_a_training_that_goes_on_inside_a_window_ends_like_one_that_never_stoppe
 
 
 class Averages(GAN):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        with torch.no_grad():
-            self.discriminator[0].bias.mul_(0.99)
-        return loss
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        self.discriminator[0].bias.detach().mul_(0.99)
 
 
 class Alternates(GAN):
@@ -442,11 +415,9 @@ def test_gradients_that_depend_on_what_earlier_steps_left_are_warned_of() -> Non
 
 
 def test_gradients_with_a_graph_are_refused() -> None:
-    class Doubles(GAN):
-        def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            super().manual_backward(loss, *args, create_graph=True, **kwargs)
-
-    refused(Doubles(), batches_of(GAN), GradientAccumulation(2, check=False), match="torch.autograd.grad")
+    module = GAN()
+    module.manual_backward = lambda loss: GAN.manual_backward(module, loss, create_graph=True)
+    refused(module, batches_of(GAN), GradientAccumulation(2, check=False), match="torch.autograd.grad")
 
 
 class Compares(GAN):  # the second backward compares the rows of its batch
@@ -457,8 +428,7 @@ class Compares(GAN):  # the second backward compares the rows of its batch
         self.manual_backward(self.generator(batch[1]).square().mean())
         self.untoggle_optimizer(opt_g)
         opt_d.zero_grad()
-        found = self.discriminator(batch[0])
-        self.manual_backward((found - found.mean()).square().mean())
+        self.manual_backward(self.discriminator(batch[0]).var(correction=0))
         opt_g.step()
         opt_d.step()
 
@@ -496,8 +466,7 @@ def test_the_loss_of_each_backward_has_to_add_up(kind: type[Manual], mend: str, 
 def test_terms_in_backwards_of_their_own_are_exact() -> None:
     class Apart(OfTerms):
         def backwards(self, batch: Any, batch_idx: int) -> None:
-            for term in self.terms(batch):
-                self.manual_backward(term, retain_graph=True)
+            [self.manual_backward(term, retain_graph=True) for term in self.terms(batch)]
 
     assert compare_window_with_batch(Apart, draw(GAN), GradientAccumulation(3), optimizer=None).parameters <= EXACT
 

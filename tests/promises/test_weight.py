@@ -30,48 +30,30 @@ class Batch:
     labels: Tensor
 
 
-@pytest.mark.parametrize(
-    ("count", "batch", "expected"),
-    [
-        (TokenCount(), {"labels": LABELS}, 3),
-        (TokenCount(shift=False), {"labels": LABELS}, 5),
-        (TokenCount(ignore_index=7, shift=False), {"labels": LABELS}, 7),
-        (TokenCount(shift=False), {"labels": torch.tensor([156, 1], dtype=torch.uint8)}, 2),
-        (TokenCount(), UserDict(labels=LABELS), 3),
-        (TokenCount(), Batch(LABELS), 3),
-        (TokenCount(key=1), (torch.zeros(2, 4), LABELS), 3),
-        (TokenCount(), namedtuple("Pair", "inputs labels")(LABELS, LABELS), 3),
-        (SampleCount(), torch.zeros(7, 2), 7),
-        (SampleCount(), {"id": ["a", "b"], "x": torch.zeros(5)}, 5),
-        (SampleCount(), [3, (torch.zeros(4, 1),)], 4),
-        (SampleCount(), Batch(LABELS), 2),
-        (SampleCount(), {"images": torch.utils.data.TensorDataset(torch.zeros(6, 2))}, 6),
-        (SampleCount(), IMAGES, 3),
-        (SampleCount(), TARGETS, 3),
-        (SampleCount(), TARGETS[:1], 1),
-        (SampleCount(), (IMAGES, TARGETS), 3),
-        (SampleCount(), (IMAGES[:1], TARGETS[:1]), 1),
-        (SampleCount(), [(torch.zeros(3, 4, 4), 1), (torch.zeros(3, 4, 4), 0)], 2),
-        (SampleCount(), ([{"ids": torch.zeros(8, 5)}, {"ids": torch.zeros(8, 6)}], torch.zeros(8)), 8),
-        (SampleCount(), torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)], layout=torch.jagged), 2),
-        (SampleCount(), {"x": nn.utils.rnn.pack_sequence([torch.zeros(3), torch.zeros(2), torch.zeros(1)])}, 3),
-        (SampleCount(key="y"), {"x": torch.zeros(1, 9), "y": torch.zeros(9)}, 9),
-    ],
-)
+@pytest.mark.parametrize(("count", "batch", "expected"), [
+    (TokenCount(), {"labels": LABELS}, 3), (TokenCount(shift=False), {"labels": LABELS}, 5),
+    (TokenCount(ignore_index=7, shift=False), {"labels": LABELS}, 7),
+    (TokenCount(shift=False), {"labels": torch.tensor([156, 1], dtype=torch.uint8)}, 2), (TokenCount(), UserDict(labels=LABELS), 3),
+    (TokenCount(), Batch(LABELS), 3), (TokenCount(key=1), (torch.zeros(2, 4), LABELS), 3),
+    (TokenCount(), namedtuple("Pair", "inputs labels")(LABELS, LABELS), 3), (SampleCount(), torch.zeros(7, 2), 7),
+    (SampleCount(), {"id": ["a", "b"], "x": torch.zeros(5)}, 5), (SampleCount(), [3, (torch.zeros(4, 1),)], 4),
+    (SampleCount(), Batch(LABELS), 2), (SampleCount(), {"images": torch.utils.data.TensorDataset(torch.zeros(6, 2))}, 6),
+    (SampleCount(), IMAGES, 3), (SampleCount(), TARGETS, 3), (SampleCount(), TARGETS[:1], 1), (SampleCount(), (IMAGES, TARGETS), 3),
+    (SampleCount(), (IMAGES[:1], TARGETS[:1]), 1), (SampleCount(), [(torch.zeros(3, 4, 4), 1), (torch.zeros(3, 4, 4), 0)], 2),
+    (SampleCount(), ([{"ids": torch.zeros(8, 5)}, {"ids": torch.zeros(8, 6)}], torch.zeros(8)), 8),
+    (SampleCount(), torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)], layout=torch.jagged), 2),
+    (SampleCount(), {"x": nn.utils.rnn.pack_sequence([torch.zeros(3), torch.zeros(2), torch.zeros(1)])}, 3),
+    (SampleCount(key="y"), {"x": torch.zeros(1, 9), "y": torch.zeros(9)}, 9),
+])  # fmt: skip
 def test_counts(count: Any, batch: Any, expected: int) -> None:
     assert int(count(batch)) == expected
 
 
-@pytest.mark.parametrize(
-    ("count", "batch", "error", "match"),
-    [
-        (TokenCount(key="label"), {"labels": LABELS, "x": LABELS}, KeyError, "labels"),
-        (TokenCount(), LABELS, KeyError, "Tensor"),
-        (TokenCount(), {"labels": "words"}, TypeError, "str"),
-        (TokenCount(), {"labels": LABELS[0]}, ValueError, "shift=False"),
-        (SampleCount(), {"x": "words"}, ValueError, "tensor"),
-    ],
-)
+@pytest.mark.parametrize(("count", "batch", "error", "match"), [
+    (TokenCount(key="label"), {"labels": LABELS, "x": LABELS}, KeyError, "labels"), (TokenCount(), LABELS, KeyError, "Tensor"),
+    (TokenCount(), {"labels": "words"}, TypeError, "str"), (TokenCount(), {"labels": LABELS[0]}, ValueError, "shift=False"),
+    (SampleCount(), {"x": "words"}, ValueError, "tensor"),
+])  # fmt: skip
 def test_wrong_batches_are_named(count: Any, batch: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match) as raised:
         count(batch)
