@@ -235,14 +235,14 @@ class Accumulation(Windows):
         self.window.reduce()
 
     def is_full(self) -> bool:
-        """Whether the window has reached its tokens, over all ranks. Called on all of them, after every loader batch.
-
-        Raises:
-            ValueError: the loss is a sum, which has no weight.
-        """
-        if self.window.counted is not None:
-            return self.window.counted.loader_batches_left <= 0
-        return self.comes_to_tokens(self.window.weight_so_far())
+        """Whether the window has reached its tokens, over all ranks. Called on all of them, after every loader batch."""
+        if any(entry.contribution.is_off for entry in self.window.entries):
+            self.warn_once(
+                "A window of Tokens waits for weight, but the loss has a factor of 0, and so no weight: begin with a small factor, "
+                "or give the window in loader batches."
+            )
+        counted = self.window.counted
+        return self.comes_to_tokens(self.window.weight_so_far()) if counted is None else counted.loader_batches_left <= 0
 
     def comes_to_tokens(self, weight: float) -> bool:
         """Whether ``weight``, summed over the ranks, fills a window of tokens. Called on all ranks."""

@@ -36,6 +36,7 @@ class Contribution(NamedTuple):
     is_new: Denominator = 0.0  # not 0 if some terms are unchecked
     of_terms: Mapping[int, Denominator | None] | None = None  # the weight of each term, by key, if terms are counted first
     of_factors: Mapping[int, Denominator] | None = None  # the ``factors`` of each term
+    is_off: bool = False  # its terms have a factor of 0
     doubt: Denominator = 0.0  # not 0 if its weight may be a raised count of 0: see :meth:`Term.may_be_raised`
 
 
@@ -167,13 +168,10 @@ class Weigher:
             of_terms = {term.key: weight for term, *_, weight in terms} | of_absent
             of_factors = {term.key: self.known.factor_of(term, mode) for term, mode, *_ in terms}
             return Contribution(None, (), 0.0, None, True, is_new, of_terms, of_factors, doubt)
-        of_batch = [one for one in terms if one.mode != ONCE]
+        of_batch, known = [one for one in terms if one.mode != ONCE], self.known.units
         # the term whose weight is logged: a cross entropy if there is one, but none that is new or has a factor of 0
-        main = min(
-            of_batch,
-            key=lambda one: (one.term.is_off or one.term.key not in self.known.units, one.term.words != "cross entropy"),
-            default=None,
-        )
+        rank = lambda own: (own.term.is_off or own.term.key not in known, own.term.words != "cross entropy")  # noqa: E731
+        main = min(of_batch, key=rank, default=None)
         if main is None and terms and not self.known.of_samples:
             main = terms[0]._replace(weight=1.0)  # the mean of equal penalties
         if main is None:
@@ -194,7 +192,7 @@ class Weigher:
         factors, kinks = self.known.factor_of(main.term, main.mode), math.prod(one.term.kink for one in terms if one is not main)
         factors = factors * kinks if isinstance(factors, Tensor) or factors else kinks - 1.0
         self.criterion = self.criterion or words_of(main.term, main.mode)
-        contribution = Contribution(weight, others, factors, of_mean, is_read, is_new, doubt=doubt)
+        contribution = Contribution(weight, others, factors, of_mean, is_read, is_new, is_off=main.term.is_off, doubt=doubt)
         root: Node = loss.grad_fn
         kind = kind_of(root)
         is_criterion = len(terms) == 1 and not others and main.mode in (COUNT, MEAN) and kind in CRITERIA and of_mean is None

@@ -9,7 +9,21 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
-from support import Distance, Interrupted, Manually, SaveAfter, fit, fp16_on_cpu, loader, trainer, x
+from support import (
+    Distance,
+    Interrupted,
+    Manually,
+    SaveAfter,
+    Toy,
+    classified,
+    fit,
+    fp16_on_cpu,
+    labelled,
+    loader,
+    said,
+    trainer,
+    x,
+)
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -252,3 +266,8 @@ def test_validation_that_is_switched_off_stays_off_and_a_short_trial_validates_a
 def test_two_that_say_when_to_validate_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(AccumulationError, match="validate_every"):
         fit(Noted(SEVEN), None, GradientAccumulation(2, validate_every=4), **options)
+
+
+def test_a_window_of_tokens_whose_loss_has_a_factor_of_0_is_warned_of() -> None:  # it never ended, silently
+    module = Toy(lambda net, batch: min(1, module.global_step) * classified(net, batch))
+    assert "waits for weight" in said(module, labelled(8, 8), GradientAccumulation(Tokens(8)))
