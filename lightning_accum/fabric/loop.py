@@ -14,6 +14,7 @@ from lightning_accum.errors import ArgumentError, UsageError, WrongTypeError
 from lightning_accum.fabric.passes import Passes
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.parameter_changes import KeptGradients
+from lightning_accum.undo import replacing
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.nodes import number_of
@@ -87,11 +88,12 @@ class Loop(Passes):
 
     # --- backward and step ------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor | None) -> None:
+    def backward(self, loss: Tensor | None, retain_graph: bool = False) -> None:
         """The backward of a micro-batch: in place of ``loss.backward()`` or ``fabric.backward(loss)``, once in each.
 
         Args:
             loss: the loss of the micro-batch, not divided by anything; None if it has no loss, which gives it weight 0.
+            retain_graph: keep the graph of the loss, for ``torch.autograd.grad`` after it.
 
         Raises:
             RuntimeError: it is called outside of the loop or twice, or other code has changed the accumulated gradients.
@@ -109,7 +111,7 @@ class Loop(Passes):
             self._may_be_divided = False
             _warn_of_factors(loss, self._accumulation.boundary.size)
         try:
-            with self._messages:
+            with self._messages, replacing(self._training, retains_graph=retain_graph):
                 self._session.end_micro_batch(self._session.add(self._training, loss, micro_batch))
         except BaseException:
             self._has_failed = True

@@ -42,7 +42,7 @@ _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()  # o
 class Training(Trained):
     """A model, its optimizer and its ranks, as sessions and checkpoints see a loop."""
 
-    skips_backward = False
+    skips_backward = retains_graph = False
 
     def __init__(
         self, fabric: Fabric | None, model: nn.Module, optimizer: Any, loss_of: LossOf | None, refuse_step: Callable[[], None]
@@ -151,10 +151,8 @@ class Training(Trained):
 
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
         """Add the gradients of ``loss``, times ``grad_output`` (None for 1)."""
-        if self.fabric is None:
-            loss.backward(grad_output)  # type: ignore[no-untyped-call]
-        else:
-            self.fabric.backward(loss, **({} if grad_output is None else {"gradient": grad_output}))
+        run: Any = loss.backward if self.fabric is None else partial(self.fabric.backward, loss)
+        run(gradient=grad_output, retain_graph=self.retains_graph)
 
     def zero_grad(self) -> None:
         """Clear the gradients; ``optimizer.zero_grad()`` takes as long as a small micro-batch."""

@@ -608,6 +608,15 @@ def test_what_may_be_left_of_the_old_loop_is_warned_of(name: str) -> None:
         run(body, window=window)
 
 
+def test_a_loss_whose_graph_is_kept_has_a_gradient_after_its_backward() -> None:
+    def body(accumulator: Accumulator, model: Any, optimizer: Any, batch: Tensor) -> None:
+        accumulator.backward(loss := model(batch).mean(), retain_graph=True)
+        assert torch.autograd.grad(loss, model[0].weight)[0].any()
+        accumulator.step()
+
+    run(body, window=2, check=False)
+
+
 def test_a_count_of_the_batch_that_is_the_size_of_the_window_is_not_taken_for_it() -> None:
     with warned() as messages:
         run(lambda a, m, o, x: good(a, m, o, x, lambda loss: 2 * loss / torch.tensor(2)), window=2, check=False)
