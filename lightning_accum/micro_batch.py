@@ -109,10 +109,8 @@ def loss_of_parts(values: Tensor, parts: Sequence[Weighed]) -> Tensor:
     are_sums = len(weights) < len(parts)
     if len(of_means) < len(parts) or len({of_mean.function for of_mean in of_means}) > 1:
         return values.sum(0) if are_sums else weighted_mean(values, weights)
-    means, constants = (
-        torch.stack([torch.as_tensor(getattr(of_mean, name), device=values.device) for of_mean in of_means])
-        for name in ("mean", "constant")
-    )
+    stacked = [[torch.as_tensor(getattr(own, name), device=values.device) for own in of_means] for name in ("mean", "constant")]
+    means, constants = map(torch.stack, stacked)
     mean = means.sum() if are_sums else weighted_mean(means, weights)
     constant = constants.mean() if are_sums else weighted_mean(constants, weights)
     return (of_means[0].function(mean) + constant).to(values.dtype)

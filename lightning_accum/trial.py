@@ -117,11 +117,10 @@ class Trial:
         """The relative error that rounding in that type explains."""
         return rounding(self.mode.eps)
 
-    def _loss_of(self, batch: Callable[[], Any], seed: int | None = None) -> float:
+    def _loss_of(self, batch: Callable[[], Any], seed: int = 0) -> float:
         def run() -> float:
             self.restore()
-            if seed is not None:
-                seed_everything(seed)
+            seed_everything(seed)
             return float(self.step(batch()).detach())
 
         return self.together(run)

@@ -170,7 +170,5 @@ class Engine(Strategy, Trained):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        run: Any = super().optimizer_step
-        if self.manual is None:
-            return run(optimizer, closure, model, **kwargs)
-        return self.manual.steps.on_step(optimizer, lambda closure: run(optimizer, closure, model, **kwargs), closure)
+        run: Any = lambda own: super(Engine, self).optimizer_step(optimizer, own, model, **kwargs)  # noqa: E731
+        return run(closure) if self.manual is None else self.manual.steps.on_step(optimizer, run, closure)

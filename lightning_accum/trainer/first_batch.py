@@ -178,8 +178,8 @@ def _try_hooks(checked: Checked, trainer: pl.Trainer, batches: Sequence[Any]) ->
             for name, arguments in zip(names, given, strict=True):
                 if name in (*own, "optimizer_step"):
                     run(name, *arguments, **(how if name == "configure_gradient_clipping" else {}))
-        pairs = enumerate(zip(before, state(), strict=True))
-        tried[-1].stepped.append({place: now for place, (then, now) in pairs if not now.equal(then)})
+        changed = {n: now for n, (then, now) in enumerate(zip(before, state(), strict=True)) if not now.equal(then)}
+        tried[-1].stepped.append(changed)
 
     with trial.held():
         for micro_batches in (whole, whole, *in_two):
