@@ -171,14 +171,13 @@ def gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter.grad = gradient
 
 
-@contextmanager
-def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> ExitStack:
     """Have the next call of ``module`` run ``function``, which may itself call ``module.forward``."""
 
     def once(*args: Any, **kwargs: Any) -> Any:
         stack.close()
         return function(*args, **kwargs)
 
-    with ExitStack() as stack:
-        stack.enter_context(replacing(module, forward=once))
-        yield
+    stack = ExitStack()
+    stack.enter_context(replacing(module, forward=once))
+    return stack

@@ -17,9 +17,12 @@ from lightning_accum.main_gradients import MainGradients, sparse_layers
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
 from lightning_accum.sync.base import GradientSync, SyncPolicy, WrappedSync, forward_replaced
+from lightning_accum.undo import replacing
 from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.nodes import Node, nodes_below
 from lightning_accum.weighing.safeguards import gradients_of_zero, zero_loss_of
+
+_OF_NO_SYNC = "Remove fabric.no_backward_sync() or no_sync(), by which each rank would take its own step."
 
 
 class DDPSync(WrappedSync):
@@ -79,11 +82,11 @@ class DDPSync(WrappedSync):
     def begin_backward(self, micro_batch: MicroBatch, loss: Tensor) -> None:
         is_reduced = self._ddp.require_backward_grad_sync
         if micro_batch.is_boundary and not is_reduced:
-            raise UsageError("Remove fabric.no_backward_sync() or no_sync(), by which each rank would take its own step.")
+            raise UsageError(_OF_NO_SYNC)
         if micro_batch.is_boundary and not self._ddp.require_forward_param_sync:
             raise UsageError(
                 "The last loss of the window did not run through DistributedDataParallel, which would reduce no gradient: call the "
-                "wrapped model, and not model.module or a method of it."
+                "wrapped model, not model.module or a method of it, and not under torch.no_grad() between a loss and its backward."
             )
         self._last_node = loss.grad_fn if is_reduced else None
 
@@ -124,7 +127,7 @@ class DDPSync(WrappedSync):
         self._forget_used()  # including those of a skipped micro-batch
         super().forward(lambda: None)
         if self._stand_in is None:
-            return
+            raise UsageError(_OF_NO_SYNC)
         has_gradient = [parameter.grad is not None for parameter in self._trainable]
         is_used = torch.tensor(has_gradient, dtype=torch.uint8, device=self._trainable[0].device)
         told = dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self._ddp.process_group, async_op=True)
@@ -185,7 +188,7 @@ class WideDDPSync(GradientSync):
     """
 
     def __init__(self, ddp: DistributedDataParallel, sums: MainGradients, ranks: Ranks) -> None:
-        ddp.require_backward_grad_sync = False
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
         self._ddp, self._sums, self._ranks = ddp, sums, ranks
         named = ddp.module.named_parameters()
         self._parameters = [parameter for name, parameter in named if name not in ddp.parameters_to_ignore]
@@ -194,14 +197,14 @@ class WideDDPSync(GradientSync):
     def end_window(self) -> None:
         self._sums.reduce(self._ranks, self._parameters)
         # DistributedDataParallel does this in the forward after a reduction
-        self._ddp.require_forward_param_sync = True
         sync_buffers(self._ddp)
 
 
 def sync_buffers(ddp: DistributedDataParallel) -> None:
     """Broadcast the buffers of the first rank, as DistributedDataParallel does in the forward after a reduction."""
-    if ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-        ddp._sync_buffers()  # type: ignore[no-untyped-call]
+    with replacing(ddp, require_forward_param_sync=True):
+        if ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            ddp._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 def _backward_without_gradients(loss: Tensor) -> None:

@@ -181,8 +181,8 @@ def test_two_ranks_take_the_steps_of_one_process_on_the_full_batch(strategy: str
     assert_steps_of(on_two(run, strategy), "adamw", [rows[i : i + 16] for i in range(0, 41, 16)] * 2)
 
 
-def switching(fabric: Fabric) -> Trained | str:  # a loop with what is left of Fabric's own recipe for accumulation
-    model, wrapped, _, accumulator = set_up(fabric, "adamw", window=2)
+def switching(fabric: Fabric, window: Any = 2) -> Trained | str:  # a loop with what is left of Fabric's own recipe for accumulation
+    model, wrapped, _, accumulator = set_up(fabric, "adamw", window=window)
     losses = []
     try:
         for index, batch in enumerate(accumulator(in_batches(sentences(24), 4)[fabric.global_rank :: 2])):
@@ -193,8 +193,9 @@ def switching(fabric: Fabric) -> Trained | str:  # a loop with what is left of F
     return whole_parameters(model), losses
 
 
-def test_a_loop_that_still_switches_the_reduction_off_is_an_error_before_a_step() -> None:
-    found = on_two(switching)
+@pytest.mark.parametrize("window", [2, Tokens(60)], ids=["batches", "tokens"])
+def test_a_loop_that_still_switches_the_reduction_off_is_an_error_before_a_step(window: Any) -> None:
+    found = on_two(partial(switching, window=window))
     assert "no_backward_sync" in found
     assert found.endswith(" 0 steps")
 
@@ -452,6 +453,20 @@ def test_ranks_without_a_loss_and_with_less_data_take_part_in_the_steps_of_other
 
     expected = [(1 + 2 + 3 + 10 + 11) / 5, (4 + 5) / 2, (6 + 7) / 2]
     assert on_two(train, find_unused_parameters=find_unused) == pytest.approx(2 * expected, rel=1e-12)
+
+
+def test_sums_in_a_wider_type_send_no_buffers_in_a_forward_which_other_ranks_may_lack() -> None:
+    def train(fabric: Fabric) -> float:
+        model = scalar().bfloat16()
+        model.register_buffer("count", torch.zeros(2))
+        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 1.0))
+        accumulator = Accumulator(fabric, wrapped, optimizer, 2, accumulate_dtype=torch.float32, log=False)
+        for number, batch in enumerate(accumulator([column(1).bfloat16()] * 4)):
+            accumulator.backward(None if fabric.global_rank and number > 1 else wrapped(batch).mean())
+            accumulator.step()
+        return model.weight.item()
+
+    assert on_two(train) == -2
 
 
 def test_a_loader_that_fails_on_one_rank_ends_all() -> None:
