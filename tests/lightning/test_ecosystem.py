@@ -1,31 +1,18 @@
 """Lightning's callbacks, tuners and loggers, checkpoints of plain Lightning, and stateful loaders beside windows of any kind."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import support
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from resumed import Module
-from support import (
-    Distance,
-    Interrupted,
-    SaveAfter,
-    Scalar,
-    StatefulLoader,
-    Toy,
-    csv_logger,
-    fit,
-    logged,
-    pad,
-    relative_error,
-    sentences,
-    trainer,
-    x,
-)
+from support import Distance, Interrupted, SaveAfter, Scalar, StatefulLoader, Toy, fit, pad, relative_error, sentences, trainer, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -36,18 +23,14 @@ StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").Statef
 StatefulRandomSampler = pytest.importorskip("torchdata.stateful_dataloader.sampler").RandomSampler
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
-ROWS = sentences(28)
-"""Seven loader batches of four an epoch."""
-
-
-ORDERS = [
+ROWS = sentences(28)  # seven loader batches of four an epoch
+ORDERS = [  # torchdata does not restore a sampler of workers, and draws once more, for another order of the next epoch, in one case
     (workers, order, epoch)
     for order in ("as it is", "shuffled by a generator", "a sampler with a generator", "SameOrderSampler", "BalancedBatchSampler")
     for workers in (0, 2)
     for epoch in (0, 1)
-    if (workers, order) != (2, "a sampler with a generator")  # which torchdata does not restore
-    if (workers, order, epoch)
-    != (0, "shuffled by a generator", 0)  # torchdata draws once more, for another order of the next epoch
+    if (workers, order) != (2, "a sampler with a generator")
+    if (workers, order, epoch) != (0, "shuffled by a generator", 0)
 ]
 
 
@@ -167,8 +150,8 @@ def test_throughput_monitor_measures_loader_batches_at_the_ends_of_windows(name:
     policy, windows = WINDOWS[name]
     monitor = pl.callbacks.ThroughputMonitor(batch_size_fn=len, length_fn=lambda batch: 10 * len(batch))
     callbacks = [GradientAccumulation(policy, micro_batch=micro_batch), monitor]
-    fit(Distance(SEVEN, lr=0.1), None, *callbacks, max_epochs=2, **csv_logger())
-    rows = [row for row in logged() if "train/batches" in row]
+    fit(Distance(SEVEN, lr=0.1), None, *callbacks, max_epochs=2, **support.csv_logger())
+    rows = [row for row in support.logged() if "train/batches" in row]
     assert (rows[-1]["train/batches"], rows[-1]["train/samples"]) == (14, 24)
     for row in rows:
         assert row["train/samples"] == sum(len(SEVEN[index % 7]) for index in range(int(row["train/batches"])))
@@ -215,12 +198,10 @@ def eight(rows: int = 1) -> Any:  # loader batches of 1, 2, ... 8, from a loader
     return StatefulDataLoader(numbers, batch_size=rows)
 
 
-def on_exception() -> Callback:
-    return pl.callbacks.OnExceptionCheckpoint(".", "failed")
-
-
-def of_model_checkpoint() -> Callback:
-    return ModelCheckpoint(".", "failed", save_on_exception=True, every_n_epochs=1, auto_insert_metric_name=False)
+on_exception = partial(pl.callbacks.OnExceptionCheckpoint, ".", "failed")
+of_model_checkpoint = partial(
+    ModelCheckpoint, ".", "failed", save_on_exception=True, every_n_epochs=1, auto_insert_metric_name=False
+)
 
 
 WITHOUT_THE_BATCH = [(5 + 6 + 8) / 3]
@@ -305,13 +286,12 @@ def test_early_stopping_by_the_loss_of_the_epochs_windows(name: str, is_last: bo
     assert module.w.item() == pytest.approx(parameters[3 * epochs + 2], rel=1e-13)
 
 
-def regress(net: nn.Module, batch: Any) -> Tensor:
-    return F.mse_loss(net(batch[0]), batch[1])
-
-
 class Regression(Toy):  # on equal loader batches, where Lightning's own accumulation is right too and can be compared with
     def __init__(self, batch_size: int = 4, fits: float = float("inf")) -> None:
-        super().__init__(regress, net=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+        super().__init__(
+            lambda net, batch: F.mse_loss(net(batch[0]), batch[1]),
+            net=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)),
+        )
         self.batch_size, self.fits = batch_size, fits
         self.steps: list[int] = []
         generator = torch.Generator().manual_seed(2)
@@ -343,33 +323,24 @@ def test_stochastic_weight_averaging_as_with_lightnings_windows_of_the_same_batc
     assert relative_error(ours.parameters(), plain.parameters()) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("policy", "notes"),
-    [
-        (3, 1),
-        (lambda step: [2, 3, 1][step % 3], 1),
-        ({0: 3}, 1),
-        (Tokens(3), 3),  # notes after every loader batch: it goes by trainer.accumulate_grad_batches
-    ],
-    ids=["3", "up and down", "by epoch", "tokens"],
-)
+# with tokens it notes after every loader batch: it goes by trainer.accumulate_grad_batches
+RATES = {"3": (3, 1), "up and down": (lambda step: [2, 3, 1][step % 3], 1), "by epoch": ({0: 3}, 1), "tokens": (Tokens(3), 3)}
+
+
+@pytest.mark.parametrize(("policy", "notes"), RATES.values(), ids=RATES)
 def test_the_rate_finder_tries_each_rate_in_one_window(policy: Any, notes: int) -> None:
     class Rates(Scalar):  # writes down the rate of every optimizer step
-        def __init__(self) -> None:
-            super().__init__([x(i) for i in range(1, 13)], lr=1e-3)
-            self.rates: list[float] = []
-
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
             super().on_before_optimizer_step(optimizer)
-            self.rates.append(optimizer.param_groups[0]["lr"])
+            rates[-1].append(optimizer.param_groups[0]["lr"])
 
     runs, rates, noted = [], [], []
     for strategy, callbacks in (("auto", []), ("accum", [GradientAccumulation(policy)])):
-        module, run = Rates(), trainer(strategy, callbacks=callbacks, max_epochs=-1, max_steps=5)
+        module = Rates([x(i) for i in range(1, 13)], lr=1e-3)
+        runs.append(trainer(strategy, callbacks=callbacks, max_epochs=-1, max_steps=5))
+        rates.append([])
         options = {"min_lr": 1e-4, "max_lr": 1e-2, "num_training": 10, "early_stop_threshold": None, "update_attr": False}
-        noted.append(Tuner(run).lr_find(module, **options).results["lr"])
-        rates.append(module.rates.copy())
-        runs.append(run)
+        noted.append(Tuner(runs[-1]).lr_find(module, **options).results["lr"])
     assert rates[1] == rates[0]
     assert len(rates[1]) == 10
     assert noted[1] == [rate for rate in rates[0] for _ in range(notes)]

@@ -100,31 +100,17 @@ def test_hooks_of_backward_are_called_for_each_micro_batch_and_those_of_the_step
     assert calls == ["zero_grad", "backward", "backward", "optimizer_step"] * windows
 
 
-def backward_without_options(loss: Tensor, **options: Any) -> None:
-    loss.backward()
-
-
 def clip_to_a_tenth(optimizer: Any, **options: Any) -> None:
     for group in optimizer.param_groups:
         nn.utils.clip_grad_value_(group["params"], 0.1)
 
 
-def step_twice(epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
-    optimizer.step(closure)
-    optimizer.optimizer.step()
-
-
-def tick_twice(scheduler: Any, metric: Any) -> None:
-    scheduler.step()
-    scheduler.step()
-
-
 HOOKS: dict[str, Callable[..., Any]] = {
     "transfer_batch_to_device": lambda batch, *others: 2 * batch,
-    "backward": backward_without_options,
+    "backward": lambda loss, **options: loss.backward(),
     "configure_gradient_clipping": clip_to_a_tenth,
-    "optimizer_step": step_twice,
-    "lr_scheduler_step": tick_twice,
+    "optimizer_step": lambda epoch, batch_idx, optimizer, closure=None: (optimizer.step(closure), optimizer.optimizer.step()),
+    "lr_scheduler_step": lambda scheduler, metric: (scheduler.step(), scheduler.step()),
 }
 
 
@@ -206,11 +192,8 @@ def rows(number: int = 4) -> dict[str, Tensor]:
 
 @SPLIT_OR_NOT
 def test_what_a_hook_puts_into_the_batch_is_trained_on_and_not_in_the_loaders(policy: dict[str, Any]) -> None:
-    class TakingAtTheStart(Taking):  # does it before the micro-batches are cut
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            batch["y"] = -batch["y"]
-
-    found, plain, batches = TakingAtTheStart(), Taking(), [rows(), rows()]
+    found, plain, batches = Taking(), Taking(), [rows(), rows()]
+    found.on_train_batch_start = lambda batch, batch_idx: batch.update(y=-batch["y"])  # before the micro-batches are cut
     fit(found, Own(batches), GradientAccumulation(**policy))
     assert all(torch.equal(batch["y"], rows()["y"]) for batch in batches)
     fit(plain, [{**rows(), "y": -rows()["y"]} for _ in range(2)], GradientAccumulation(**policy))

@@ -18,9 +18,8 @@ from torchmetrics import MeanMetric, SumMetric
 from lightning_accum import GradientAccumulation
 
 EPOCHS = 2
-ENGINES = pytest.mark.parametrize(
-    "engine", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu), pytest.param("fsdp1", marks=needs_sharding_on_cpu)]
-)
+SHARDED = [pytest.param(name, marks=needs_sharding_on_cpu) for name in ("fsdp2", "fsdp1")]
+ENGINES = pytest.mark.parametrize("engine", ["ddp", *SHARDED])
 LENGTHS_KNOWN = pytest.mark.parametrize("has_length", [True, False], ids=["sized", "iterable"])
 
 
@@ -52,23 +51,18 @@ class Uneven(ShardedScalar):  # each data-parallel rank has batches of its own. 
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10**6)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
-    def facts(self) -> dict[str, Any]:
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        return {
-            "global_step": self.trainer.global_step,
-            "epoch": self.trainer.current_epoch,
-            "scheduler": self.lr_schedulers().last_epoch,
-            "batches": progress.total.completed,
-            "batches of the epoch": progress.current.completed,
-            "length": self.trainer.num_training_batches,
-        }
+    def facts(self) -> Any:
+        """Steps, those of the scheduler, epochs, loader batches of all and of the last, its length."""
+        run, batches = self.trainer, self.trainer.fit_loop.epoch_loop.batch_progress
+        steps = run.global_step, self.lr_schedulers().last_epoch, run.current_epoch
+        return (*steps, batches.total.completed, batches.current.completed, run.num_training_batches)
 
     def on_train_end(self) -> None:
         metrics = {name: value.item() for name, value in self.trainer.callback_metrics.items()}
         torch.save((self.facts(), metrics), f"rank{self.global_rank}.pt")
 
 
-def facts_of(ranks: int) -> list[dict[str, Any]]:
+def facts_of(ranks: int) -> list[Any]:
     return [torch.load(f"rank{rank}.pt")[0] for rank in range(ranks)]
 
 
@@ -79,8 +73,8 @@ def total(engine: str, module: pl.LightningModule, window: int, **kwargs: Any) -
 
 
 class AskingUneven(Asking, Uneven):
-    def facts(self) -> dict[str, Any]:
-        return {**super().facts(), "asked": self.estimate}
+    def facts(self) -> Any:
+        return (*super().facts(), self.estimate)
 
 
 @pytest.mark.some_cases(4, 6)
@@ -91,10 +85,8 @@ def test_two_ranks_equal_the_full_batch_and_count_alike(engine: str, kind: type[
     by_rank = batches(5, 2) if window != 2 else batches(2, 5)
     found, expected = total(engine, kind(by_rank, has_length), window), means(by_rank, window)
     assert found == pytest.approx(EPOCHS * sum(expected), rel=1e-12)
-    steps = EPOCHS * len(expected)
-    own = {"global_step": steps, "epoch": EPOCHS, "scheduler": steps, "batches": 5 * EPOCHS, "batches of the epoch": 5}
-    asked = {"asked": steps} if kind is AskingUneven else {}
-    assert facts_of(2) == [{**own, "length": 5 if has_length else float("inf"), **asked}] * 2
+    steps, length, asked = EPOCHS * len(expected), 5 if has_length else float("inf"), kind is AskingUneven
+    assert facts_of(2) == [(steps, steps, EPOCHS, 5 * EPOCHS, 5, length, *[steps] * asked)] * 2
 
 
 CASES = [  # an engine, so many loader batches of each rank, and how they make windows
@@ -194,9 +186,8 @@ def test_a_rank_that_stands_in_changes_nothing_of_its_own(engine: str, has_lengt
             self.seen.append(batch.sum().item())
             return self.loss(batch) + self.norm(batch[:, None]).sum() * 0
 
-        def facts(self) -> dict[str, Any]:
-            norm = {name: buffer.item() for name, buffer in self.norm.named_buffers()}
-            return {"seen": self.seen, **norm}
+        def facts(self) -> Any:
+            return self.seen, [buffer.item() for buffer in self.norm.buffers()]
 
     by_rank = [[x(1, 2), x(3, 5)], [x(6, 7), x(8, 1), x(9, 2), x(4, 4), x(5, 3)]]
     total(engine, Changes(by_rank, has_length), 2, options={"broadcast_buffers": False} if engine == "ddp" else {})
@@ -204,8 +195,7 @@ def test_a_rank_that_stands_in_changes_nothing_of_its_own(engine: str, has_lengt
         norm = nn.BatchNorm1d(1, affine=False).double()
         for batch in own * EPOCHS:
             norm(batch[:, None])
-        buffers = {name: buffer.item() for name, buffer in norm.named_buffers()}
-        assert found == {"seen": [batch.sum().item() for batch in own] * EPOCHS, **buffers}
+        assert found == ([batch.sum().item() for batch in own] * EPOCHS, [buffer.item() for buffer in norm.buffers()])
 
 
 @pytest.mark.some_cases(2, 4)
@@ -227,13 +217,13 @@ def test_validation_is_on_all_ranks_at_once(engine: str, has_length: bool, inter
             if batch_idx == 0:
                 self.validated_at.append(self.trainer.fit_loop.epoch_loop.batch_progress.total.completed)
 
-        def facts(self) -> dict[str, Any]:
-            return {"validated at": self.validated_at}
+        def facts(self) -> Any:
+            return self.validated_at
 
     by_rank = batches(5, 2)
     found = total(engine, Validates(by_rank, has_length), 2, val_check_interval=interval, num_sanity_val_steps=0)
     assert found == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
-    assert facts_of(2) == [{"validated at": expected}] * 2
+    assert facts_of(2) == [expected] * 2
 
 
 MAPPED = [*(on(engine, 10, 0) for engine in ("ddp", "ddp of 3", "fsdp2")), on("ddp", 2, 1), on("ddp", 10, 1)]
