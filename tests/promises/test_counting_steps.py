@@ -9,21 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
-from support import (
-    Distance,
-    Interrupted,
-    Manually,
-    SaveAfter,
-    Toy,
-    classified,
-    fit,
-    fp16_on_cpu,
-    labelled,
-    loader,
-    said,
-    trainer,
-    x,
-)
+from support import Distance, Interrupted, Manually, SaveAfter, Toy, fit, fp16_on_cpu, labelled, loader, said, trainer, x
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -269,5 +255,5 @@ def test_two_that_say_when_to_validate_are_refused(options: dict[str, Any]) -> N
 
 
 def test_a_window_of_tokens_whose_loss_has_a_factor_of_0_is_warned_of() -> None:  # it never ended, silently
-    module = Toy(lambda net, batch: min(1, module.global_step) * classified(net, batch))
+    module = Toy(lambda net, batch: min(1, module.global_step) * net(batch[0]).square().mean())
     assert "waits for weight" in said(module, labelled(8, 8), GradientAccumulation(Tokens(8)))
