@@ -320,7 +320,7 @@ _OBJECT = Kind(_save_object, _restore_object, _attributes, is_changed=_is_other_
 ITERATOR, GRADIENT = Kind(None, None), Kind(None, _restore_gradient)
 _OF_TYPES: tuple[tuple[Any, Kind | None], ...] = (
     ((type(None), bool, int, float, complex, str, bytes, type, Enum, types.ModuleType, io.IOBase), None),
-    ((torch.dtype, torch.device, torch.layout, random.SystemRandom), None),
+    ((torch.dtype, torch.device, torch.layout, random.SystemRandom, *weakref.ProxyTypes), None),
     (dict, Kind(dict, _restore_dict, _entries, is_changed=_are_others)),
     ((list, set, deque), Kind(list, _restore_items, _items, is_changed=_are_others)),
     ((tuple, frozenset), Kind(None, None, _items)),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_accum.randomness import NoiseOfRows
+from lightning_accum.splitting.rows import is_whole
 
 
 class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_subclass__
@@ -56,7 +57,7 @@ class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_
             self._keep_written(func._schema.arguments, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+            if isinstance(tensor, Tensor) and not is_whole(tensor) and tensor.dtype.itemsize > 1:
                 device_eps = 2**-10 if tensor.is_cuda and tensor.dtype == torch.float32 else 0.0  # TF32
                 self.eps = max(self.eps, torch.finfo(tensor.dtype).eps, device_eps)
         return result

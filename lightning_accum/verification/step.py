@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_accum.exact import is_dense
 from lightning_accum.randomness import NoiseOfRows, seed_everything, switch_off_dropout
 from lightning_accum.step import named_parameters_of
 from lightning_accum.testing import QUIET, whole_copies
@@ -105,7 +106,8 @@ class Step(pl.Callback):
     ) -> None:
         if not self.gradients and batch_idx + 1 < trainer.accumulate_grad_batches:
             return
-        self.after, self.buffers = whole_copies(self._trained.items()), whole_copies(pl_module.named_buffers())
+        self.after = whole_copies(self._trained.items())
+        self.buffers = whole_copies((name, own) for name, own in pl_module.named_buffers() if is_dense(own))
         self._trained, self._given, self.loss = {}, (), self.losses[0] if self.losses else self.loss
         accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Engine) else None
         if accumulation is not None and accumulation.closed is not None:

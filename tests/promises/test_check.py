@@ -8,7 +8,7 @@ from dataclasses import make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import ref
+from weakref import proxy, ref
 
 import lightning.pytorch as pl
 import pytest
@@ -305,13 +305,16 @@ def test_a_batch_without_dense_tensors_is_no_fault(name: str) -> None:
     assert relative_error(other.parameters(), plain.parameters()) <= 1e-15
 
 
+POLICY = GradientAccumulation()
 HELD: dict[str, Callable[[Toy], Any]] = {
     "a sparse buffer": lambda module: module.register_buffer("kept", torch.eye(4).to_sparse()),
+    "a proxy": lambda module: setattr(module, "kept", proxy(POLICY)),
     "a nested tensor": lambda module: setattr(module, "kept", torch.nested.nested_tensor([*torch.zeros(2, 3)])),
     "TorchScript": lambda module: setattr(module, "net", torch.jit.trace(module.net, torch.zeros(2, 4))),
 }
 
 
+@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 @pytest.mark.parametrize("name", HELD)
 def test_what_a_module_holds_is_no_fault(name: str) -> None:
     expected, module = (Toy(lambda net, batch: classified(net, (batch[0].float(), batch[1]))).float() for _ in range(2))
@@ -319,6 +322,16 @@ def test_what_a_module_holds_is_no_fault(name: str) -> None:
     fit(module, labelled(8, 8), GradientAccumulation(2))
     fit(expected, [[*map(torch.cat, zip(*labelled(8, 8), strict=True))]], strategy="auto")
     assert relative_error(module.net.parameters(), expected.net.parameters()) < 1e-6
+
+
+def test_a_complex_parameter_in_single_precision_is_held_to_it() -> None:
+    def net() -> nn.Linear:
+        made = nn.Linear(4, 4)
+        made.turn = nn.Parameter(torch.full((4,), 0.7 + 0.3j, dtype=torch.complex64))  # all else is in double precision
+        return made
+
+    module = Toy(lambda net, batch: F.cross_entropy((net(batch[0]) * net.turn).real, batch[1]), net=net)
+    assert fit(module, labelled(8, 8), GradientAccumulation(2)).global_step == 1
 
 
 @pytest.mark.parametrize("bad_batch", [0, 1, 2, 3])

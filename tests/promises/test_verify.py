@@ -191,6 +191,7 @@ EQUAL: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "parametrized": (lambda: Classifier(plain, nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), {}),
     "a loss that hides its sum": (lambda: Classifier(lambda m, y, b, i: Hide.apply(plain(m, y, b, i))), {}),
     "a hook on a gradient": (lambda: changed(lambda net: net[0].weight.register_hook(lambda g: g * 2)), {}),
+    "a sparse buffer": (lambda: changed(lambda net: net.register_buffer("graph", torch.eye(3).to_sparse())), {}),
     "layers that are made late": (Late, {}),
     "a loss of pairs, row-wise": (lambda: Classifier(contrastive), {"row_wise": "net"}),
 }
@@ -456,6 +457,7 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("verify project:Good --micro-batch 0", 2, "--micro-batch"),
     ("verify project:Gone --window 2", 2, "Gone"),
     ("verify projekt:Good --window 2", 2, "projekt"),
+    ("verify pro-ject:Good --window 2", 2, "pro-ject"),
     ("verify project --window 2", 2, "module:name"),
     ("verify", 2, "MODULE"),
     ("demo --epochs 0", 2, "--epochs"),
