@@ -288,10 +288,8 @@ def test_early_stopping_by_the_loss_of_the_epochs_windows(name: str, is_last: bo
 
 class Regression(Toy):  # on equal loader batches, where Lightning's own accumulation is right too and can be compared with
     def __init__(self, batch_size: int = 4, fits: float = float("inf")) -> None:
-        super().__init__(
-            lambda net, batch: F.mse_loss(net(batch[0]), batch[1]),
-            net=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)),
-        )
+        loss = lambda net, batch: F.mse_loss(net(batch[0]), batch[1])  # noqa: E731
+        super().__init__(loss, net=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
         self.batch_size, self.fits = batch_size, fits
         self.steps: list[int] = []
         generator = torch.Generator().manual_seed(2)
@@ -330,17 +328,19 @@ RATES = {"3": (3, 1), "up and down": (lambda step: [2, 3, 1][step % 3], 1), "by 
 @pytest.mark.parametrize(("policy", "notes"), RATES.values(), ids=RATES)
 def test_the_rate_finder_tries_each_rate_in_one_window(policy: Any, notes: int) -> None:
     class Rates(Scalar):  # writes down the rate of every optimizer step
+        rates: tuple[float, ...] = ()
+
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
             super().on_before_optimizer_step(optimizer)
-            rates[-1].append(optimizer.param_groups[0]["lr"])
+            self.rates += (optimizer.param_groups[0]["lr"],)
 
     runs, rates, noted = [], [], []
     for strategy, callbacks in (("auto", []), ("accum", [GradientAccumulation(policy)])):
         module = Rates([x(i) for i in range(1, 13)], lr=1e-3)
         runs.append(trainer(strategy, callbacks=callbacks, max_epochs=-1, max_steps=5))
-        rates.append([])
         options = {"min_lr": 1e-4, "max_lr": 1e-2, "num_training": 10, "early_stop_threshold": None, "update_attr": False}
         noted.append(Tuner(runs[-1]).lr_find(module, **options).results["lr"])
+        rates.append([*module.rates])
     assert rates[1] == rates[0]
     assert len(rates[1]) == 10
     assert noted[1] == [rate for rate in rates[0] for _ in range(notes)]
