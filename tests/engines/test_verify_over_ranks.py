@@ -24,20 +24,14 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 class Planted(Language):  # a language model with something of its own, by name; sharded where the strategy is for that
     def __init__(self, what: str = "", optimizer: str = "sgd") -> None:
         super().__init__(optimizer)
         self.what = what
 
     def setup(self, stage: str) -> None:
-        if self.what == "other buffers":
+        if "buffers" in self.what:  # a loss depends on the other buffers
             self.register_buffer("temperature", torch.tensor(1.0 + int(os.environ.get("RANK", "0"))))
-        if self.what == "buffers that no loss depends on":
-            self.register_buffer("rank", torch.tensor(float(os.environ.get("RANK", "0"))))
 
     def configure_model(self) -> None:
         if self.what == "other parameters":
@@ -76,13 +70,13 @@ class Planted(Language):  # a language model with something of its own, by name;
             return logits.square().sum()
         if self.what == "a function of a mean":
             return logits.square().mean().sqrt()
-        factor = {"loss times the world size": ranks(), "loss of one rank scaled": 1 + rank()}.get(self.what, 1)
+        factor = {"loss times the world size": self.trainer.world_size, "loss of one rank scaled": 1 + rank()}.get(self.what, 1)
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100) * factor
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.what == "a division after the reduction":
             for parameter in self.parameters():
-                parameter.grad /= ranks()
+                parameter.grad /= self.trainer.world_size
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.what == "another learning rate":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from alive import SavedBytes
 from lightning.pytorch.callbacks import Callback, LambdaCallback
-from support import Scalar, Toy, csv_logger, ddp, fit, logged, trainer, warned, x
+from support import Scalar, Toy, csv_logger, ddp, fit, labelled, logged, trainer, warned, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, MeanSquaredError, MetricCollection, MetricTracker, PearsonCorrCoef
@@ -23,14 +23,8 @@ CLASSES = 3
 
 def batches(number: int = 5, size: int = 8) -> list[dict[str, Any]]:
     """Rows of features each, classes, some of them ignored, and names; the last micro-batch of some is smaller."""
-    generator, made = torch.Generator().manual_seed(1), []
-    for index in range(number):
-        rows = size - index
-        target = torch.randint(0, CLASSES, (rows,), generator=generator)
-        target[torch.rand(rows, generator=generator) < 0.3] = -100
-        x = torch.randn(rows, 4, dtype=torch.float64, generator=generator)
-        made.append({"x": x, "y": target, "name": [f"{index}-{row}" for row in range(rows)]})
-    return made
+    made = labelled(*range(size, size - number, -1), ignored=0.3)
+    return [{"x": x, "y": y.clamp(max=CLASSES - 1), "name": [f"{len(x)}-{row}" for row in range(len(x))]} for x, y in made]
 
 
 class Classifier(Toy):  # makes and logs whatever ``tell`` says of its logits, labels and loss
@@ -227,27 +221,19 @@ def test_nothing_stays_of_a_name_that_only_a_failed_attempt_logged() -> None:
 
 
 def test_outputs_of_sorted_rows_come_back_in_the_order_of_the_batch() -> None:
-    class Rows(Toy):
-        def __init__(self) -> None:
-            super().__init__(lambda net, batch: None, net=lambda: nn.Linear(1, 1, bias=False))
-            nn.init.ones_(self.net.weight)
-            self.widths: list[int] = []
-
+    class Rows(Scalar):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
             mask = batch["attention_mask"]
-            lengths = self.net(mask.sum(1).double()[:, None])[:, 0]
-            self.widths.append(mask.shape[1])
+            lengths = (1 + self.w) * mask.sum(1).double()
             loss = (lengths[:, None] * mask).sum() / mask.sum()
             return {"loss": loss, "lengths": lengths, "hidden": mask * 1.0, "text": "x"}
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.outputs = outputs
 
-    lengths = torch.tensor([3, 1, 6, 2, 5, 4])
-    module = Rows()
+    lengths, module = torch.tensor([3, 1, 6, 2, 5, 4]), Rows()
     fit(module, [{"attention_mask": (torch.arange(6) < lengths[:, None]).long()}], GradientAccumulation(micro_batch=2))
     outputs = module.outputs
-    assert module.widths[-3:] == [6, 4, 2]
     assert torch.equal(outputs["lengths"], lengths.double())
     assert not outputs["lengths"].requires_grad
     assert [tuple(hidden.shape) for hidden in outputs["hidden"]] == [(2, 6), (2, 4), (2, 2)]  # cannot be put together

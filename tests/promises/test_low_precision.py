@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from real_modules.table import Exact, Refused, happens
@@ -116,40 +115,30 @@ def test_counts_that_half_precision_rounds_and_those_of_ignored_labels_make_the_
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("part", [0.0, 0.02])
 def test_rows_that_depend_on_each_other_by_less_than_half_precision_rounds_are_not_run_apart(precision: str, part: float) -> None:
-    class Beside(nn.Module):  # adds a part of the mean of all rows to each
-        def __init__(self, part: float) -> None:
-            super().__init__()
-            self.layer, self.part = nn.Linear(4, 4), part
-
+    class Beside(nn.Linear):  # adds a part of the mean of all rows to each
         def forward(self, x: Tensor) -> Tensor:
-            outputs = self.layer(x)
-            return outputs + self.part * outputs.mean(0)
+            return (outputs := super().forward(x)) + part * outputs.mean(0)
 
-    module, policy = made(F.cross_entropy, lambda: Beside(part)), GradientAccumulation(micro_batch=3, row_wise="net")
+    module, policy = made(F.cross_entropy, lambda: Beside(4, 4)), GradientAccumulation(micro_batch=3, row_wise="net")
     with pytest.raises(RowWiseError) if part else nullcontext():
         fit(module, batches(8, 8), policy, precision=precision)
     assert module.trainer.global_step == (0 if part else 2)
 
 
-class InFloat32(pl.LightningModule):
+class InFloat32(Toy):
     """A list of its parameters, its type, and parameters of the optimizer alone: a copy in a wider type has none of them."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net, self.kind = nn.Linear(4, 1), kind
-        self.kept, self.outside = [self.net.weight], [nn.Parameter(torch.ones(4))]
+        super().__init__(lambda net, batch: F.mse_loss(net(batch[0]), batch[1]), net=lambda: nn.Linear(4, 1))
+        self.float().kind, self.kept, self.outside = kind, [self.net.weight], [nn.Parameter(torch.ones(4))]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = F.mse_loss(self.net(x), y)
+        loss, x = super().training_step(batch, batch_idx), batch[0]
         if self.kind == "list":
             loss = loss + (x @ self.kept[0].T).var(correction=0)
         if self.kind == "type" and x.dtype == torch.float32:
             loss = loss + self.net(x).var(correction=0)
-        if self.kind == "outside":
-            loss = loss + (x.mean(0) ** 2 * self.outside[0]).sum()
-        return loss
+        return loss + (x.mean(0) ** 2 * self.outside[0]).sum() if self.kind == "outside" else loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([*self.parameters(), *self.outside], lr=0.1)

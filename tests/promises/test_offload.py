@@ -28,8 +28,7 @@ def memory() -> Iterator[OtherMemory]:
         yield host
 
 
-def offloaded(window: int | None = None, **policy: Any) -> GradientAccumulation:
-    return GradientAccumulation(window, micro_batch="offload", **policy)
+offloaded = partial(GradientAccumulation, micro_batch="offload")
 
 
 def same_state(found: nn.Module, expected: nn.Module) -> bool:
@@ -187,9 +186,9 @@ class Images(Toy):  # BatchNorm and dropout, in single precision
         return loss
 
 
-def images(number: int = 4) -> list[list[Tensor]]:
+def images() -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [[torch.randn(12, 1, 8, 8, generator=generator), torch.randint(0, 4, (12,), generator=generator)] for _ in range(number)]
+    return [[torch.randn(12, 1, 8, 8, generator=generator), torch.randint(0, 4, (12,), generator=generator)] for _ in range(4)]
 
 
 PRECISIONS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -227,16 +226,12 @@ ON_RANKS = [on("ddp", 3), *OPTIONS, on("fsdp2", 1), on("fsdp1", 1), on("fsdp2", 
 @pytest.mark.some_cases(1, 3)
 @pytest.mark.parametrize(("engine", "options", "window"), ON_RANKS)
 def test_windows_and_ranks(memory: OtherMemory, engine: str, options: dict[str, Any], window: int) -> None:
-    def moves(host: OtherMemory) -> pl.Callback:  # something was moved on each of several ranks, and nothing lost
+    def look(trainer: pl.Trainer, pl_module: Any) -> None:  # something was moved on each of several ranks, and nothing lost
+        assert trainer.world_size == 1 or (memory.out > 0 and not memory.faults)
 
-        def look(trainer: pl.Trainer, pl_module: Any) -> None:
-            assert trainer.world_size == 1 or (host.out > 0 and not host.faults)
-
-        return pl.callbacks.LambdaCallback(on_train_end=look)
-
-    by_rank = dealt(sentences(18), 3, engine)
+    by_rank, moves = dealt(sentences(18), 3, engine), pl.callbacks.LambdaCallback(on_train_end=look)
     make = partial(ShardedLanguage, "adamw", reshard_after_forward=True)
-    assert_one_window_one_batch(make, by_rank, offloaded(window), engine, options, callbacks=[moves(memory)])
+    assert_one_window_one_batch(make, by_rank, offloaded(window), engine, options, callbacks=[moves])
 
 
 LAYERS = 12
