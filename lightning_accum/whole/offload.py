@@ -119,7 +119,7 @@ class Offload:
                 self._order.append(ref(stored))
                 self._leaving.append(ref(stored))
                 self._free_oldest(keep=_LEAVING)
-        return partial(self._unpack, stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return partial(self._unpack, stored, tensor.dtype, *_place_of(tensor))
 
     def _is_moved(self, tensor: Tensor) -> bool:
         if not _is_plain(tensor) or tensor.device != self._device:
@@ -148,14 +148,15 @@ class _Stored:
         self._order, self._index = order, len(order)
         self._here: Tensor | None = tensor
         self._has_left = self._is_changed = False
-        self._storage = ref(tensor.untyped_storage())
+        self._storage, self._place = ref(tensor.untyped_storage()), _place_of(tensor)
         size = tensor.untyped_storage().nbytes()
         self._host = stream.host(size)
         self._copy: Any = stream.copy(self._host, _view(tensor, torch.uint8, 0, (size,), (1,)))
 
     def holds(self, tensor: Tensor) -> bool:
-        """The tensor is a view of the storage, unchanged."""
-        return self._storage() is tensor.untyped_storage() and self._version == tensor._version
+        """The tensor is a view of the storage, unchanged. Parts of ``unsafe_chunk`` count their versions separately."""
+        is_same = self._storage() is tensor.untyped_storage() and self._version == tensor._version
+        return is_same and (not self._version or self._place == _place_of(tensor))
 
     def free(self) -> None:
         """Finish the copy to the host: the device memory is free for later computation, and a change does no harm."""
@@ -215,6 +216,10 @@ def _is_plain(value: Any) -> bool:
         and value.layout is torch.strided
         and not (value.is_nested or value.is_conj() or value.is_neg() or value.is_quantized)
     )
+
+
+def _place_of(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return int(tensor.storage_offset()), tensor.size(), tensor.stride()
 
 
 def _view(tensor: Tensor, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:

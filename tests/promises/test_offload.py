@@ -87,6 +87,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "views that are written into": written_views,
     "complex numbers": lambda x: torch.fft.fft((z := torch.complex(x.sin(), x.cos()).conj()) * z.exp()).abs() * z.imag,
     "a sparse matrix": lambda x: torch.sparse.mm(torch.sparse_coo_tensor(torch.arange(40).repeat(2, 1), x[:, 0].sin()), x.cos()),
+    "parts that are written one by one": lambda x: torch.stack([layers(part.sigmoid_()) for part in x.sin().unsafe_chunk(2)]),
     "attention": attended,
     "indices": lambda x: x.sin().gather(1, x.argsort(1)).topk(3).values + x.sort(1).values.cumsum(1).cumprod(1)[:, :3],
     "strides": lambda x: x.tanh().as_strided((30, 5), (3, 2), 7).sin() * x.tanh().expand(2, -1, -1)[:, ::2, 1::3].sum(),
