@@ -149,8 +149,7 @@ class _Stored:
         self._here: Tensor | None = tensor
         self._has_left = self._is_changed = False
         self._storage, self._place = ref(tensor.untyped_storage()), _place_of(tensor)
-        size = tensor.untyped_storage().nbytes()
-        self._host = stream.host(size)
+        self._host = stream.host(size := tensor.untyped_storage().nbytes())
         self._copy: Any = stream.copy(self._host, _view(tensor, torch.uint8, 0, (size,), (1,)))
 
     def holds(self, tensor: Tensor) -> bool:

@@ -214,15 +214,15 @@ def _draws_of_rows(trial: Trial) -> NoiseOfCall:
 def perturbed(module: nn.Module) -> Iterator[None]:
     """Inside, each parameter is perturbed, since a last layer of zeros gives no gradient to the layers before it."""
     kept = []
-    with torch.no_grad():
-        for index, parameter in enumerate(module.parameters()):
-            values = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
-            if values.is_floating_point() and values.dtype.itemsize > 1 and values.numel() and not values.is_meta:
-                kept.append((values, values.cpu().clone()))
-                size = values.float().square().mean().sqrt()
-                way = (torch.arange(values.numel(), device=values.device) + index).float().sin().reshape(values.shape)
-                values.add_((_PERTURBATION * torch.where(size > 0, size, 1.0) * way).to(values.dtype))
     try:
+        with torch.no_grad():
+            for index, parameter in enumerate(module.parameters()):
+                values = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+                if values.is_floating_point() and values.dtype.itemsize > 1 and values.numel() and not values.is_meta:
+                    kept.append((values, values.to("cpu", copy=True)))
+                    size = values.float().square().mean().sqrt()
+                    way = (torch.arange(values.numel(), device=values.device) + index).float().sin().reshape(values.shape)
+                    values.add_((_PERTURBATION * torch.where(size > 0, size, 1.0) * way).to(values.dtype))
         yield
     finally:
         with torch.no_grad():
