@@ -11,26 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    StrategyRegistry,
-    XLAStrategy,
-)
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry, XLAStrategy
 from support import Profiled, Scalar, ddp, fit, python_path, trainer, x
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from lightning_accum import (
-    AccumulationError,
-    AccumulationStrategy,
-    GradientAccumulation,
-    SampleCount,
-    TokenCount,
-    Tokens,
-)
+from lightning_accum import AccumulationError, AccumulationStrategy, GradientAccumulation, SampleCount, TokenCount, Tokens
 
 
 def sizes_of(found: profile) -> list[tuple[str, int]]:
@@ -109,12 +95,8 @@ def test_every_name_of_lightnings_ddp_is_there_for_windows(launcher: str, option
 
 
 def test_accum_takes_the_device_of_the_trainer_or_its_own() -> None:
-    own = AccumulationStrategy("cpu")
-    for run in (
-        trainer("accum"),
-        trainer(AccumulationStrategy()),
-        pl.Trainer(strategy=own, logger=False, enable_checkpointing=False),
-    ):
+    own = pl.Trainer(strategy=AccumulationStrategy("cpu"), logger=False, enable_checkpointing=False)
+    for run in (trainer("accum"), trainer(AccumulationStrategy()), own):
         assert run.strategy.root_device == torch.device("cpu")
     connector = AccumulationStrategy()
     connector.parallel_devices = [torch.device("cuda", 1)]  # what Trainer(accelerator="gpu", devices=[1]) sets
@@ -169,13 +151,7 @@ def test_argument_out_of_range_is_named(arguments: dict[str, Any], names: str) -
         GradientAccumulation(**arguments)
 
 
-class TrainsMore(Scalar):
-    """Trains a parameter that DistributedDataParallel does not know.
-
-    Args:
-        kind: it is "frozen" until the second window, or "late": made when training starts.
-    """
-
+class TrainsMore(Scalar):  # a parameter that DDP does not know: "frozen" until the second window, or made "late", at the start
     def __init__(self, kind: str) -> None:
         super().__init__(by_rank=[[x(1), x(2), x(3)], [x(4), x(5), x(6)]])
         self.kind = kind
@@ -216,7 +192,7 @@ def counting(kind: type) -> type:  # of Lightning's, a strategy that counts what
     return type("Own", (kind,), {"calls": Counter(), **{name: counted(name) for name in COUNTED}})
 
 
-class OwnAccumulation(AccumulationStrategy, counting(SingleDeviceStrategy)):
+class OwnAccumulation(AccumulationStrategy, counting(pl.strategies.SingleDeviceStrategy)):
     pass
 
 

@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Dealt, assert_one_window_one_batch, dealt, trained
-from sharded import (
-    ShardedLanguage,
-    cut_linear_layers,
-    fully_shard,
-    needs_sharding_on_cpu,
-    shard,
-    two_replicas,
-)
+from sharded import ShardedLanguage, cut_linear_layers, fully_shard, needs_sharding_on_cpu, shard, two_replicas
 from support import Toy, sentences
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,18 +19,14 @@ from lightning_accum import AccumulationError, GradientAccumulation, ModelParall
 pytestmark = needs_sharding_on_cpu
 
 
-class Heads(nn.Module):  # one group of parameters, of which a batch takes one head
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.each = nn.ModuleList(nn.Linear(6, 1) for _ in range(number))
-
+class Heads(nn.ModuleList):  # one group of parameters, of which a batch takes one head
     def forward(self, x: Tensor, head: int) -> Tensor:
-        return self.each[head](x)
+        return self[head](x)
 
 
 class Tasks(nn.ModuleDict):  # of three heads of the same size, batches take the first or the second; some leave out a whole layer
     def __init__(self) -> None:
-        super().__init__({"body": nn.Linear(4, 6), "extra": nn.Linear(6, 6), "heads": Heads(3)})
+        super().__init__({"body": nn.Linear(4, 6), "extra": nn.Linear(6, 6), "heads": Heads(nn.Linear(6, 1) for _ in range(3))})
 
     def forward(self, x: Tensor, head: int, has_extra: bool) -> Tensor:
         hidden = self["body"](x).tanh()

@@ -44,13 +44,10 @@ def windows_in(batches: int, size: int, steps: int | None = None) -> list[Any]:
     return windows_of(rows_of(batches), size, EPOCHS)[:steps]
 
 
-class OfKind(ShardedLanguage):  # FSDP1 by other rules than those of Lightning
-    def __init__(self, **kind: Any) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def configure_model(self) -> None:
-        wrap_for_fsdp1(self, **self.kind)
+def of_kind(**kind: Any) -> ShardedLanguage:  # FSDP1 by other rules than those of Lightning
+    module = ShardedLanguage()
+    module.configure_model = lambda: wrap_for_fsdp1(module, **kind)
+    return module
 
 
 @pytest.mark.some_cases(1, 3)
@@ -67,7 +64,7 @@ class OfKind(ShardedLanguage):  # FSDP1 by other rules than those of Lightning
 def test_other_kinds_of_fsdp1_equal_the_full_batch(kind: dict[str, Any], has_hole: bool) -> None:
     by_rank = rows_of(3)
     by_rank[1][1] = None if has_hole else by_rank[1][1]
-    assert_one_window_one_batch(partial(OfKind, **kind), by_rank, 2, "fsdp1", epochs=EPOCHS)
+    assert_one_window_one_batch(partial(of_kind, **kind), by_rank, 2, "fsdp1", epochs=EPOCHS)
 
 
 class Recomputed(ShardedLanguage):  # blocks keep no activations, and run once more in the backward

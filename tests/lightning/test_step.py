@@ -1,9 +1,11 @@
 """What comes after the last backward of a window: clipping, precision, hooks, closures, the tail, the end."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
+import support
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loops.optimization.automatic import Closure
@@ -14,15 +16,12 @@ from support import (
     Scalar,
     Toy,
     WrapsAnother,
-    classified,
     ddp,
     fit,
     fp16_on_cpu,
     loader,
     pad,
-    relative_error,
     sentences,
-    train_by_hand,
     trainer,
     x,
 )
@@ -49,12 +48,12 @@ def test_every_precision_is_as_near_to_the_full_batch_as_the_full_batch_itself(p
         trainer(strategy, max_epochs=2, **options, **kwargs).fit(module, loader(batches))
         return [(p.double() - q) for p, q in zip(module.parameters(), Language("sgd").parameters(), strict=True)]
 
-    by_hand = train_by_hand(Language("sgd"), FULL, 2)
+    by_hand = support.train_by_hand(Language("sgd"), FULL, 2)
     exact = [p - q for p, q in zip(by_hand.parameters(), Language("sgd").parameters(), strict=True)]
     error = {
-        "windows": relative_error(update(MICRO, callbacks=[GradientAccumulation(4)]), exact),
-        "full batch": relative_error(update(FULL, "auto"), exact),
-        "mean of means": relative_error(update(MICRO, "auto", accumulate_grad_batches=4), exact),
+        "windows": support.relative_error(update(MICRO, callbacks=[GradientAccumulation(4)]), exact),
+        "full batch": support.relative_error(update(FULL, "auto"), exact),
+        "mean of means": support.relative_error(update(MICRO, "auto", accumulate_grad_batches=4), exact),
     }
     assert error["windows"] <= max(2 * error["full batch"], 1e-12), error
     assert error["windows"] < 0.5 * error["mean of means"], error
@@ -63,7 +62,7 @@ def test_every_precision_is_as_near_to_the_full_batch_as_the_full_batch_itself(p
 def test_float16_gradients_of_heavy_micro_batches_keep_their_headroom() -> None:
     """Weights of thousands, with the default scale of 65536: unscaled weights would overflow float16 in the first window."""
     windows, data = list[Any](), [[torch.randn(8192, 4), torch.zeros(8192, dtype=torch.long)] for _ in range(6)]
-    module = Toy(classified).float()
+    module = Toy(support.classified).float()
     module.on_window_end = windows.append
     fit(module, data, GradientAccumulation(2), plugins=fp16_on_cpu(init_scale=65536.0))
     assert [window.has_stepped for window in windows] == [True] * 3  # the scaler found no inf
@@ -118,14 +117,10 @@ def test_optimizer_step_of_the_module_may_skip() -> None:
 class WithOptimizer(Distance):
     def __init__(self, make: Callable[[Any], torch.optim.Optimizer], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.make = make
-
-    def configure_optimizers(self) -> Any:
-        return self.make(self.parameters())
+        self.configure_optimizers = lambda: make(self.parameters())
 
 
-def lbfgs(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(parameters, max_iter=4)
+lbfgs, looks_ahead = partial(torch.optim.LBFGS, max_iter=4), partial(LooksAhead, lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -163,10 +158,6 @@ class Twice(torch.optim.SGD):
 
 def wraps_another(parameters: Any) -> torch.optim.Optimizer:
     return WrapsAnother(torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
-
-
-def looks_ahead(parameters: Any) -> torch.optim.Optimizer:
-    return LooksAhead(parameters, lr=0.1)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import math
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -66,8 +66,7 @@ def two_views(loss: Loss) -> Toy:
 
 def of_classes(net: Any, batch: Any) -> Tensor | None:
     """A loss that adds up, for windows of several loader batches; None if it has a row of class -200."""
-    x, classes = batch
-    return None if classes.min() < -100 else F.cross_entropy(net.encoder(x) * net.scale, classes)
+    return None if batch[1].min() < -100 else F.cross_entropy(net.encoder(batch[0]) * net.scale, batch[1])
 
 
 @pytest.mark.some_cases(6, 12)
@@ -106,15 +105,9 @@ def test_random_numbers_are_those_of_the_first_pass_and_go_on_as_if_it_were_the_
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * (1 + random.random())
 
-    class Joined(nn.Module):
-        """Runs a module on 4 rows at a time, all with a graph, and joins its outputs: the reference where there is dropout."""
-
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
+    class Joined(nn.Sequential):  # runs 4 rows at a time, all with a graph, and joins its outputs: the reference for dropout
         def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([self.module(part) for part in x.split(4)])
+            return torch.cat([self[0](part) for part in x.split(4)])
 
     expected, module = (Drawing(partial(of_views, clip), net=lambda: encoder_and_scale(Noisy(0.5))) for _ in range(2))
     expected.net["encoder"] = Joined(expected.net.encoder)
@@ -153,13 +146,9 @@ def model(make: Callable[[], Any]) -> nn.ModuleDict:  # named submodules, a stem
     net.weight = nn.Parameter(torch.tensor(1.3))
     return net
 
-@dataclass
-class Output:
-    hidden: Tensor
-    nothing: None
-    more: dict[str, Any]
+Output = make_dataclass("Output", ["hidden", "nothing", "more"])
 
-def nested(self: Encoder, x: Tensor, mask: dict[str, Tensor], names: list[str] | None = None, factor: Any = 1.0) -> Output:
+def nested(self: Encoder, x: Tensor, mask: dict[str, Tensor], names: list[str] | None = None, factor: Any = 1.0) -> Any:
     hidden = self.net(x) * mask["rows"][:, None] * factor + mask["columns"]
     assert names is None or len(names) == len(x)
     more = {"pair": (hidden.square().sum(1), None), "shared": self.temperature.exp(), "argmax": hidden.argmax(1)}
@@ -279,23 +268,13 @@ def of_ids(net: Any, x: Tensor) -> Tensor:
 
 def keeps(what: Callable[[Any, Tensor], Any]) -> Callable[[], nn.Module]:  # leaves something in an attribute
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        z: Tensor = self.net(x)
-        self.kept = what(self.net, z)
-        return z
-
-    return of(forward)
+    return of(lambda self, x: (z := self.net(x), setattr(self, "kept", what(self.net, z)))[0])
 
 def of_attribute(net: Any, x: Tensor) -> Tensor:
     return encoded(net, x) + net.a.kept
 
 def by_hook(register: Callable[[Any], Any]) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        made = mlp()
-        register(made)
-        return made
-
-    return make
+    return lambda: (made := mlp(), register(made))[0]
 # fmt: on
 
 

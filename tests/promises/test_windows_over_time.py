@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ENGINES as HELD
-from harness import assert_one_window_one_batch, on, on_each
+from harness import assert_one_window_one_batch, dealt, on, on_each, windows_of
 from sharded import ShardedLanguage
 from support import Scalar, fit, sentences, x
 
@@ -29,25 +28,16 @@ def test_windows_of_tokens_are_their_full_batches(engine: str, options: dict[str
     def tokens_of(rows: list[torch.Tensor]) -> int:  # a row has one prediction less than tokens
         return sum(len(row) - 1 for row in rows)
 
-    def windows_of_tokens(of_ranks: list[list[list[torch.Tensor]]], size: int) -> list[list[torch.Tensor]]:
-        """The rows of each window of an epoch, counted by hand: it ends with the loader batch in which it is full."""
-        windows: list[list[torch.Tensor]] = [[]]
-        for index in range(max(map(len, of_ranks))):
-            windows[-1] += [row for batches in of_ranks if index < len(batches) for row in batches[index]]
-            if tokens_of(windows[-1]) >= size:
-                windows.append([])
-        return [window for window in windows if window]
-
-    def shares(ranks: int) -> list[list[list[torch.Tensor]]]:
-        """The loader batches of each rank: two rows each, the last of several ranks has fewer."""
-        of_ranks = [[ROWS[i : i + 2] for i in range(2 * rank, len(ROWS), 2 * ranks)] for rank in range(ranks)]
-        return [*of_ranks[:-1], of_ranks[-1][:-3]] if ranks > 1 else of_ranks
-
-    by_rank = shares(HELD[engine].ranks)
-    windows = windows_of_tokens(by_rank, 70)
-    weights = [tokens_of(rows) for rows in windows]
-    longest = max(tokens_of(rows) for batches in by_rank for rows in batches)
-    assert all(70 <= weight < 70 + len(by_rank) * longest for weight in weights[:-1])
+    by_rank = dealt(ROWS, 2, engine)
+    if len(by_rank) > 1:
+        del by_rank[-1][-3:]
+    windows: list[list[torch.Tensor]] = [[]]  # of an epoch: each ends with the loader batch in which it is full
+    for step in windows_of(by_rank, 1):
+        windows[-1] += step
+        if tokens_of(windows[-1]) >= 70:
+            windows.append([])
+    windows = [window for window in windows if window]
+    weights = list(map(tokens_of, windows))
     make, policy = partial(ShardedLanguage, optimizer), GradientAccumulation(Tokens(70))
     arguments = {"windows": windows, "weights": weights, "has_length": has_length}
     assert_one_window_one_batch(make, by_rank, policy, engine, options, **arguments)
