@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_accum.errors import ArgumentError
-from lightning_accum.main_gradients import GradientSums
+from lightning_accum.main_gradients import GradientSums, as_sparse
 from lightning_accum.ranks import Ranks
 from lightning_accum.window import Window
 
@@ -84,10 +84,10 @@ def _summed_gradients(
 ) -> dict[str, Tensor]:
     """The gradients, summed over the ranks, on the host of the first rank."""
     gradients = {name: parameter.grad if sums is None else sums.by_parameter.get(parameter) for name, parameter in named.items()}
-    is_anywhere = ranks.largest(*(float(gradient is not None) for gradient in gradients.values()))
+    kinds = ranks.largest(*(0.0 if own is None else 1.0 + (own.layout != torch.strided) for own in gradients.values()))
     found = {}
-    for (name, own), is_one in zip(gradients.items(), is_anywhere, strict=True):
-        if not is_one:
+    for (name, own), kind in zip(gradients.items(), kinds, strict=True):
+        if not kind:
             continue
         if own is None:
             own = torch.zeros_like(named[name], dtype=None if sums is None else sums.dtype_of(named[name]))
@@ -95,7 +95,7 @@ def _summed_gradients(
         if is_reduced:
             own = own * ranks.size
         elif ranks.size > 1:
-            own = own.clone().contiguous()
+            own = own.clone().contiguous() if kind == 1 else as_sparse(own).clone()
             dist.all_reduce(own, group=ranks.group)
         if ranks.rank == 0:
             found[name] = own.to("cpu", copy=True)

@@ -29,6 +29,11 @@ def as_number(factor: Tensor | None) -> float | Tensor:
     return 1.0 if factor is None else on_host(factor.reshape(()))
 
 
+def as_sparse(gradient: Tensor) -> Tensor:
+    """A gradient as those of sparse embeddings are, by rows."""
+    return (gradient if gradient.layout != torch.strided else gradient.to_sparse(1)).coalesce()
+
+
 class GradientSums:
     """The gradients of a window, summed outside of ``parameter.grad``, each in the type of its parameter."""
 
@@ -73,8 +78,7 @@ class GradientSums:
             if parameter not in sums:
                 sums[parameter] = torch.zeros_like(parameter, dtype=self.dtype_of(parameter))
             if kinds[parameter] == sparse:
-                total = sums[parameter] if sums[parameter].layout != torch.strided else sums[parameter].to_sparse()
-                sums[parameter] = total.coalesce() / ranks.size
+                sums[parameter] = as_sparse(sums[parameter]) / ranks.size
                 dist.all_reduce(sums[parameter], group=ranks.group)
         reductions = []
         for total in [sums[parameter] for parameter in used if kinds[parameter] == dense]:
