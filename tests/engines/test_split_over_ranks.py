@@ -1,6 +1,6 @@
 """Split batches over ranks that differ: in what their micro-batches use, in how many they have, in whether they have any."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,7 @@ from torch.utils.data import default_collate
 
 from lightning_accum import GradientAccumulation, Tokens
 
-NO_TASK = -1
-"""For a batch of it the step returns None."""
+NO_TASK = -1  # for a batch of it the step returns None
 Rows = list[tuple[Tensor, int]]
 
 
@@ -54,7 +53,7 @@ def has_loss(rows: Rows) -> bool:
 
 
 def assert_exact(
-    by_rank: Any, window: Any = 1, options: Any = None, data: Any = None, *, make: Callable[[], Toy] = module, **policy: Any
+    by_rank: Any, window: Any = 1, options: Any = None, data: Any = None, *, make: Any = module, **policy: Any
 ) -> None:
     arguments = policy.pop("arguments", {})
     counted = [[rows if rows is not None and has_loss(rows) else None for rows in own] for own in by_rank]
@@ -161,12 +160,8 @@ def test_hooks_on_gradients_get_no_none_if_a_rank_has_no_loss(policy: dict[str, 
     assert relative_error(*found) == 0
 
 
-class Stateful(Dealt):
-    def train_dataloader(self) -> Any:
-        return StatefulLoader(self.by_rank[self.trainer.global_rank])
-
-
 def test_parameter_that_was_used_before_a_checkpoint_and_not_after_is_reduced() -> None:
     by_rank = [[of_tasks(1, 0, 1), of_tasks(2, 0)], [of_tasks(11, 0), of_tasks(12, 0)]]
-    trained(module(), 2, "ddp", UNUSED, Stateful(by_rank, default_collate), callbacks=[SaveAfter(1)])
-    assert_exact(by_rank, 2, UNUSED, Stateful(by_rank, default_collate), arguments={"ckpt_path": "inside.ckpt"})
+    (data := Dealt(by_rank, default_collate)).train_dataloader = lambda: StatefulLoader(data.by_rank[data.trainer.global_rank])
+    trained(module(), 2, "ddp", UNUSED, data, callbacks=[SaveAfter(1)])
+    assert_exact(by_rank, 2, UNUSED, data, arguments={"ckpt_path": "inside.ckpt"})

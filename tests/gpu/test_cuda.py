@@ -33,7 +33,7 @@ def fit(module: Any, batches: Any, strategy: str = "accum", precision: Any = Non
 
 
 def error(found: nn.Module, expected: nn.Module) -> float:
-    return relative_error((p.cpu() for p in found.parameters()), (p.cpu() for p in expected.parameters()))
+    return relative_error(found.cpu().parameters(), expected.cpu().parameters())
 
 
 @pytest.mark.parametrize("size", [1, 3, Tokens(40), "auto"])
@@ -57,19 +57,16 @@ def test_half_precision_equals_the_full_batch_to_its_bits(precision: str, most: 
     assert error(split, whole) < most
 
 
-class Wide(nn.Module):  # keeps as many bytes for backward as it is told, for each row
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(features, features) for _ in range(8))
-
+class Wide(nn.ModuleList):  # keeps as many bytes for backward as it is told, for each row
     def forward(self, hidden: Tensor) -> Tensor:
-        for layer in self.layers:
+        for layer in self:
             hidden = F.gelu(layer(hidden)) + hidden
         return hidden
 
 
 def wide(features: int) -> Toy:
-    module = Toy(lambda net, batch: net(batch).square().mean(), net=lambda: Wide(features)).float()
+    net = lambda: Wide(nn.Linear(features, features) for _ in range(8))  # noqa: E731
+    module = Toy(lambda net, batch: net(batch).square().mean(), net=net).float()
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1e-3)
     return module
 
@@ -164,20 +161,17 @@ def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-class Blocks(nn.Module):  # of one width, each with a BatchNorm layer
+class Block(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 32, 3, padding=1, bias=False)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(32, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()) for _ in range(8)
-        )
-        self.head = nn.Linear(32, 10)
+        super().__init__(nn.Conv2d(32, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
 
-    def forward(self, images: Tensor) -> Tensor:
-        hidden = self.stem(images)
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        return self.head(hidden.mean((2, 3)))
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + super().forward(hidden)
+
+
+def blocks() -> nn.Module:
+    pooled = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
+    return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1, bias=False), *(Block() for _ in range(8)), *pooled)
 
 
 @pytest.mark.usefixtures("_deterministic")
@@ -189,7 +183,7 @@ def test_an_offloaded_step_is_that_of_the_whole_batch_to_the_bit(precision: Any,
     generator = torch.Generator().manual_seed(1)
     data = torch.randn(6, rows, 3, 24, 24, generator=generator)
     batches = list(zip(data, torch.randint(0, 10, (6, rows), generator=generator), strict=True))
-    whole, module = (Toy(classified, net=Blocks).float().to(memory_format=layout) for _ in range(2))
+    whole, module = (Toy(classified, net=blocks).float().to(memory_format=layout) for _ in range(2))
     fit(whole, batches, "auto", precision)
     fit(module, batches, "accum", precision, micro_batch="offload", log=False)
     expected = whole.state_dict()

@@ -73,20 +73,17 @@ def train(loss: Any, size: int, is_tuple: bool, precision: str, **policy: Any) -
 def test_with_no_argument_a_fused_loss_takes_the_steps_of_the_full_batches(
     name: str, is_tuple: bool, is_shifted: bool, precision: str, policy: dict[str, int]
 ) -> None:
-    def loss_of(name: str, is_shifted: bool) -> Any:
-        def loss(net: Net, batch: Any) -> Tensor:
-            ids, labels = batch.values() if isinstance(batch, dict) else batch
-            hidden = net(ids)
-            if is_shifted:
-                hidden, labels = hidden[:, :-1], labels[:, 1:]
-            return FUSED[name](hidden.flatten(0, 1), net.head.weight, labels.flatten())
-
-        return loss
+    def loss(net: Net, batch: Any) -> Tensor:
+        ids, labels = batch.values() if isinstance(batch, dict) else batch
+        hidden = net(ids)
+        if is_shifted:
+            hidden, labels = hidden[:, :-1], labels[:, 1:]
+        return FUSED[name](hidden.flatten(0, 1), net.head.weight, labels.flatten())
 
     if importlib.util.find_spec(PACKAGES[name.split()[0].rstrip(",")]) is None:
         pytest.skip(f"{name} is not installed")
-    run = partial(train, loss_of(name, is_shifted), is_tuple=is_tuple, precision=precision)
-    start, size = Toy(loss_of(name, is_shifted), net=Net).float(), 4 if "window" in policy else 16
+    run = partial(train, loss, is_tuple=is_tuple, precision=precision)
+    start, size = Toy(loss, net=Net).float(), 4 if "window" in policy else 16
     (whole, _), (found, messages), (averaged, _) = run(16), run(size, **policy), run(size, **policy, weight="equal")
     error, planted = (error_of_updates(module, whole, start) for module in (found, averaged))
     print(f"{name}, {precision}, {policy}: {error:.1e} of the updates; {planted:.1e} with micro-batches that weigh the same")

@@ -5,6 +5,7 @@ torchrun --nproc_per_node 2 -m pytest tests/gpu/test_sharded_cuda.py -s         
 """
 
 import os
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,12 +16,7 @@ from sharded import DoublePrecision, ShardedLanguage, shard, whole_parameters
 from support import Language, Toy, pad, relative_error, sentences, train_by_hand
 from torch import nn
 
-from lightning_accum import (
-    DDPAccumulationStrategy,
-    FSDPAccumulationStrategy,
-    GradientAccumulation,
-    ModelParallelAccumulationStrategy,
-)
+import lightning_accum as accum
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -28,18 +24,17 @@ RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 ROWS = sentences(101)
 
 
-def strategies(sync: str) -> dict[str, Any]:
-    return {
-        "ddp": DDPAccumulationStrategy(sync=sync),
-        "fsdp1": FSDPAccumulationStrategy(sync=sync),
-        "fsdp2": ModelParallelAccumulationStrategy(data_parallel_size=RANKS, tensor_parallel_size=1, sync=sync),
-    }
+STRATEGIES: dict[str, Any] = {
+    "ddp": accum.DDPAccumulationStrategy,
+    "fsdp1": accum.FSDPAccumulationStrategy,
+    "fsdp2": partial(accum.ModelParallelAccumulationStrategy, data_parallel_size=RANKS, tensor_parallel_size=1),
+}
 
 
 def fit(engine: str, sync: str, module: pl.LightningModule, batches: list[Any], window: int) -> pl.Trainer:
-    arguments = {"strategy": strategies(sync)[engine], "plugins": [DoublePrecision()] if engine == "fsdp1" else []}
+    arguments = {"strategy": STRATEGIES[engine](sync=sync), "plugins": [DoublePrecision()] if engine == "fsdp1" else []}
     arguments |= {"accelerator": "gpu", "devices": RANKS, "max_epochs": 2}
-    return support.fit(module, batches, GradientAccumulation(window), **arguments)
+    return support.fit(module, batches, accum.GradientAccumulation(window), **arguments)
 
 
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])

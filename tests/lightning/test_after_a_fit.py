@@ -82,19 +82,16 @@ class Manual(Manually, Small):
         self.lr_schedulers()[0].step()
 
 
-def failing(place: str) -> Callable[[pl.Trainer, type[Small]], None]:
-    def fit_that_fails(run: pl.Trainer, module: type[Small]) -> None:
-        with pytest.raises(SystemExit if place == "an interrupt" else ValueError):
-            run.fit(module(place))
-
-    return fit_that_fails
+def fails(place: str, run: pl.Trainer, module: type[Small]) -> None:
+    with pytest.raises(SystemExit if place == "an interrupt" else ValueError):
+        run.fit(module(place))
 
 
 ENDS: dict[str, Callable[[pl.Trainer, type[Small]], None]] = {
     "fit": lambda run, module: run.fit(module()),
     "lr_find": lambda run, module: Tuner(run).lr_find(module(), num_training=4, update_attr=False),
     "scale_batch_size": lambda run, module: Tuner(run).scale_batch_size(module(), max_trials=1),
-    **{p: failing(p) for p in ("setup", "configure_optimizers", "validation_step", "training_step", "an interrupt")},
+    **{p: partial(fails, p) for p in ("setup", "configure_optimizers", "validation_step", "training_step", "an interrupt")},
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "windows": {"window": 2},
@@ -108,8 +105,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-class Placeholder(pl.Callback):
-    """In the place of the policy, where Lightning is alone."""
+Placeholder = type("Placeholder", (pl.Callback,), {})  # in the place of the policy, where Lightning is alone
 
 
 def quiet(**kwargs: Any) -> pl.Trainer:
@@ -117,12 +113,7 @@ def quiet(**kwargs: Any) -> pl.Trainer:
 
 
 def shapes(run: pl.Trainer, lightnings: set[str]) -> dict[str, tuple[Any, ...]]:
-    """The type of everything that is reached from a Trainer, its attributes, and which functions are among them.
-
-    Args:
-        run: the Trainer.
-        lightnings: the attributes that the strategy is looked at for; it and the policy may have others.
-    """
+    """The type of everything that is reached from a Trainer, its attributes (of the strategy, ``lightnings``), and functions."""
     found: dict[str, tuple[Any, ...]] = {}
     seen, left = set(), [("Trainer", run)]
     for path, value in left:
@@ -134,11 +125,8 @@ def shapes(run: pl.Trainer, lightnings: set[str]) -> dict[str, tuple[Any, ...]]:
         attributes = getattr(value, "__dict__", {})
         if value is run.strategy:
             attributes = {name: held for name, held in attributes.items() if name in lightnings}
-        found[path] = (
-            "strategy" if value is run.strategy else f"{type(value).__module__}.{type(value).__qualname__}",
-            getattr(value, "__qualname__", ""),
-            sorted(attributes),
-        )
+        kind = "strategy" if value is run.strategy else f"{type(value).__module__}.{type(value).__qualname__}"
+        found[path] = (kind, getattr(value, "__qualname__", ""), sorted(attributes))
         left += [(f"{path}.{name}", attributes[name]) for name in sorted(attributes)]
         if isinstance(value, dict):
             left += [(f"{path}[{key if isinstance(key, str) else index}]", held) for index, (key, held) in enumerate(value.items())]

@@ -53,12 +53,9 @@ def loss_of(fused: str, is_shifted: bool = True, term: Callable[[Tensor], Any] =
 
 
 def assert_exact(loss: Any, policy: dict[str, Any], rows: Any = ROWS) -> None:
-    own, arguments = (
-        windows_of([rows], 4) if "micro_batch" in policy else rows,
-        {"optimizers": [None, adamw], "collate": make_batch},
-    )
+    own, how = windows_of([rows], 4) if "micro_batch" in policy else rows, GradientAccumulation(**policy)
     with warned() as messages:
-        assert_one_window_one_batch(partial(Toy, loss, net=Net), [own], GradientAccumulation(**policy), **arguments)
+        assert_window_equals_batch(partial(Toy, loss, net=Net), own, how, optimizers=[None, adamw], collate=make_batch)
     assert [message for message in messages if not message.startswith("Padding")] == []
 
 

@@ -19,10 +19,8 @@ TOLERANCE = 1e-6
 
 
 def gpt2() -> Any:
-    config = transformers.GPT2Config(
-        vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        bos_token_id=0, eos_token_id=0, use_cache=False,
-    )  # fmt: skip
+    options = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    config = transformers.GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2, **options)
     return transformers.GPT2LMHeadModel(config)
 
 

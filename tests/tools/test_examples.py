@@ -50,10 +50,6 @@ def printed(output: str) -> tuple[int, float]:  # the steps and the loss
     return int(steps), float(loss)
 
 
-def script(name: str, *arguments: str) -> list[str]:
-    return [str(EXAMPLES / name), *arguments]
-
-
 def test_examples_are_short_and_listed() -> None:
     files = {path.name for path in EXAMPLES.iterdir() if path.is_file() and path.name != "README.md"}
     listed = set(re.findall(r"\]\(([\w.]+)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8")))
@@ -98,7 +94,7 @@ def test_one_device(micro_batch: str, monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.exhaustive
 def test_an_example_by_torchrun_is_the_full_batch() -> None:
     options = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    command = ["-m", "torch.distributed.run", *options, *script("fsdp2.py", "--epochs", "1")]
+    command = ["-m", "torch.distributed.run", *options, str(EXAMPLES / "fsdp2.py"), "--epochs", "1"]
     assert run(command) == one_epoch_by_hand("fsdp2.py")
 
 
@@ -118,7 +114,7 @@ def kubeflow(rank: int, port: int) -> dict[str, object]:  # what a PyTorchJob se
 @pytest.mark.parametrize(("cluster", "arguments"), [(kubeflow, ["--nodes", "2", "--kubeflow"]), (slurm, [])])
 def test_variables_of_a_cluster_make_one_training_of_two_processes(cluster, arguments: list[str]) -> None:
     port = free_port()
-    command = script("ddp.py", "--epochs", "1", *arguments)
+    command = [str(EXAMPLES / "ddp.py"), "--epochs", "1", *arguments]
     assert run(command, [cluster(rank, port) for rank in range(2)]) == one_epoch_by_hand("ddp.py")
 
 
@@ -135,7 +131,7 @@ def test_file_for_sbatch_is_shell_and_names_options_of_the_script() -> None:
 @pytest.mark.timeout(600)
 def test_ray_is_the_full_batch(tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    assert run(script("ray_train.py", "--epochs", "1", "--storage", str(tmp_path))) == one_epoch_by_hand("ddp.py")
+    assert run([str(EXAMPLES / "ray_train.py"), "--epochs", "1", "--storage", str(tmp_path)]) == one_epoch_by_hand("ddp.py")
 
 
 def gradient_by_training(trainer: Any, batches: list[Any]) -> torch.Tensor:
