@@ -34,7 +34,7 @@ from lightning_accum.weighing.terms import SUM
 from lightning_accum.whole.row_proof import perturbed
 
 MOST_BATCHES = 8  # the check ends after this many loader batches, even with few rows
-_OF_ROUNDING = 1e-9  # the size of a gradient that is 0 up to rounding, relative to its size with other parameters
+_OF_ROUNDING = 1e-9  # the size of a gradient or loss that is 0 up to rounding, relative to its size with other parameters
 
 
 def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any], Any] | None = None) -> None:
@@ -257,12 +257,14 @@ class Check:
         )
 
     def _perturbed(self, found: Found) -> Found:
-        """The result with other parameters, if zeros hide a dependence or a gradient of 0 has rounding errors; else ``found``."""
+        """The result with other parameters, if zeros hide a dependence or all is 0 up to rounding; else ``found``."""
         with suppress(CannotCheckError), perturbed(self._checked.module):
             again = self.find()
             if found.adds_up:
                 return again if not again.adds_up or found.verdict.deviation is None else found
-            if again.adds_up and self._checked.largest(found.size) <= _OF_ROUNDING * self._checked.largest(again.size):
+            largest = self._checked.largest
+            are_0 = [largest(then) <= _OF_ROUNDING * largest(now) for then, now in zip(found.sizes, again.sizes, strict=True)]
+            if again.adds_up and any(are_0):
                 return again
         return found
 

@@ -32,7 +32,7 @@ class Found(NamedTuple):
     mend: str | None = None  # an argument with which the parts add up, if one was found
     are_alike: bool = False  # all single rows have the same loss
     leaves_something: bool = True  # a step changed the module, or the next step has a different loss for the same rows
-    size: float = math.inf  # of the gradient, on this rank
+    sizes: tuple[float, float] = (math.inf, math.inf)  # of the gradient and of the loss, on this rank
     is_loss_off: bool = False  # windows do not show the loss of the whole
 
 
@@ -131,7 +131,8 @@ class Deciding:
         largest = max(map(abs, filter(math.isfinite, losses)), default=0.0)
         is_loss_off = checked.on_any(abs(of_loss) > max(eps, trial.tolerance * largest))
         size = math.sqrt(sum(float(own.square().nansum()) for own in looks[0].whole.gradient(ALL).values()))
-        return Found(verdict, not wrong, known, constants, terms, mend, are_alike, size=size, is_loss_off=is_loss_off)
+        found = Found(verdict, not wrong, known, constants, terms, mend, are_alike, is_loss_off=is_loss_off)
+        return found._replace(sizes=(size, abs(looks[0].whole.loss)))
 
     def _units(self, looks: Sequence[Look], key: int, fit: Fit) -> dict[Mode, float]:
         """The weight of a term in each mode that adds up, relative to its first mode; the known units if it is absent."""

@@ -388,6 +388,16 @@ def test_a_frozen_bias_that_follows_the_sign_of_one_micro_batchs_load_is_refused
     assert module.bias.count_nonzero() == 0
 
 
+def test_a_loss_of_rounding_errors_is_not_refused() -> None:  # it was: each error has a sign, another one in each batch
+    def fitted(net: Any, batch: Any) -> Tensor:
+        error = torch.randn(len(batch[0]), 4, generator=torch.Generator().manual_seed(len(batch[0])), dtype=torch.float64)
+        return (net(batch[0]) - net.bias.detach() + 1e-17 * error).abs().mean()
+
+    module = Toy(fitted)
+    module.net.weight.data.zero_()
+    fit(module, labelled(8, 8), GradientAccumulation(2))
+
+
 def test_a_hook_that_divides_by_the_tokens_of_all_micro_batches_is_exact() -> None:
     assert off(classified, labelled(8, 8, 8, 8), kind=Normalised, optimizer="adamw") < EXACT
 
