@@ -39,10 +39,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 EPOCHS = 3
 seams = import_module("lightning_accum.trainer.seams")
 REPLACED = {str(seam) for seam in seams.LIGHTNING}
-HOLDERS = {
-    holder.__name__.rpartition(".")[2]: holder
-    for holder in (pl.Trainer, pl.LightningModule, LightningOptimizer, _FitLoop, _TrainingEpochLoop, _AutomaticOptimization)
-} | {"ClosureResult": ClosureResult, "Strategy": Strategy, "Precision": Precision, "call": call}
+_CLASSES = pl.Trainer, pl.LightningModule, LightningOptimizer, _FitLoop, _TrainingEpochLoop, _AutomaticOptimization, ClosureResult
+HOLDERS = {holder.__name__: holder for holder in (*_CLASSES, Strategy, Precision)} | {"call": call}
 
 
 class Line(Toy):
@@ -226,12 +224,8 @@ def test_every_method_that_is_replaced_is_in_the_table() -> None:
     rows = {(seam.owner.rpartition(".")[2], seam.name) for seam in seams.LIGHTNING}
     holders = {seam.holder() for seam in seams.LIGHTNING}
     found = {derived for holder in holders if isinstance(holder, type) for derived in subclasses(holder)}
-    ours = {
-        derived
-        for derived in found
-        if derived.__module__.startswith("lightning_accum.") and issubclass(derived, (_FitLoop, Strategy))
-    }
-    ours |= {derived for derived in found if derived.__module__.startswith("lightning_accum.trainer")}
+    places = {kind: "lightning_accum." + "trainer" * (not issubclass(kind, (_FitLoop, Strategy))) for kind in found}
+    ours = {kind for kind, place in places.items() if kind.__module__.startswith(place)}
     assert lightning_accum.DDPAccumulationStrategy in ours
     for derived in ours:
         for name, value in vars(derived).items():
@@ -242,14 +236,8 @@ def test_every_method_that_is_replaced_is_in_the_table() -> None:
 
 
 def test_a_method_that_was_not_read_is_named_and_nothing_is_done_in_its_place(monkeypatch: Any, caplog: Any) -> None:
-    heard = []
-
-    def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        heard.append(self)
-        return original(self, *args, **kwargs)
-
-    original, other = Strategy.backward, _AutomaticOptimization.run
-    monkeypatch.setattr(Strategy, "backward", backward)
+    heard, original, other = [], Strategy.backward, _AutomaticOptimization.run
+    monkeypatch.setattr(Strategy, "backward", lambda *args, **kwargs: (heard.append(1), original(*args, **kwargs))[1])
     monkeypatch.setattr(_AutomaticOptimization, "run", lambda self, *arguments: other(self, *arguments))
     module = Scalar([x(1), x(2, 3)])
     with caplog.at_level(logging.INFO, "lightning.pytorch"):

@@ -94,11 +94,9 @@ def counted(module: Noted, every: int, policy: GradientAccumulation, **kwargs: A
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_hooks_averages_validations_and_checkpoints_are_as_many_as_steps(name: str, every: int) -> None:
-    class Manual(Manually, Noted):
-        pass
-
     policy, batches, ends = KINDS[name]
-    module, steps = (Manual if name == "manual" else Noted)(batches), ends[-1]
+    kind = type("Manual", (Manually, Noted), {}) if name == "manual" else Noted
+    module, steps = kind(batches), ends[-1]
     run, first, last = counted(module, every, GradientAccumulation(**policy, validate_every=every), max_epochs=3)
     assert run.global_step == len(module.stepped) == steps
     assert first.steps == last.steps == list(range(1, steps + 1))
@@ -160,24 +158,17 @@ def test_a_window_is_what_its_full_batch_was_and_cannot_be_changed() -> None:
 
 @pytest.mark.parametrize("policy", [{"window": 1}, {"window": 3}, {"micro_batch": 1}], ids=str)
 def test_the_module_hears_its_windows_and_may_log_them(policy: dict[str, Any]) -> None:
-    class Hears(Noted):  # the module's own hook, which logs
-        def on_window_end(self, window: Any) -> None:
-            self.log("heard", window.loss, on_step=False, on_epoch=True, batch_size=1)
-
-    module, listens = Hears(SEVEN), Listens()
+    module, listens = Noted(SEVEN), Listens()
+    module.on_window_end = lambda window: module.log("heard", window.loss, on_step=False, on_epoch=True, batch_size=1)
     run = fit(module, None, GradientAccumulation(**policy), listens)
     mean = sum(float(window.loss) for window in listens.windows) / len(listens.windows)
     assert run.callback_metrics["heard"].item() == pytest.approx(mean, rel=1e-6)  # Lightning keeps what is logged in float32
 
 
 def test_a_step_that_the_scaler_left_out_is_told() -> None:
-    class Overflows(Noted):
-        def on_after_backward(self) -> None:
-            if self.trainer.global_step == 1:
-                self.w.grad.fill_(math.inf)
-
-    listens = Listens()
-    run = fit(Overflows(SEVEN), None, listens, GradientAccumulation(2), plugins=fp16_on_cpu())
+    listens, module = Listens(), Noted(SEVEN)
+    module.on_after_backward = lambda: module.w.grad.fill_(math.inf) if module.trainer.global_step == 1 else None
+    run = fit(module, None, listens, GradientAccumulation(2), plugins=fp16_on_cpu())
     assert [window.has_stepped for window in listens.windows] == [True, False, True, True]
     assert run.global_step == 4
 
@@ -223,13 +214,11 @@ def test_no_validation_comes_twice_or_is_missed_wherever_training_goes_on(hook: 
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_callbacks_that_monitor_a_validation_look_after_each(is_first: bool) -> None:
-    class Worse(Noted):
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.log("distance", float(self.trainer.global_step >= 4))
-
+    module = Noted(SEVEN)
+    module.validation_step = lambda batch, batch_idx: module.log("distance", float(module.trainer.global_step >= 4))
     stopping, policy = EarlyStopping("distance", patience=2, mode="min"), GradientAccumulation(2, validate_every=2)
     best = ModelCheckpoint("best", "{step}", monitor="distance", save_top_k=-1)
-    callbacks, module = [stopping, best, policy] if is_first else [policy, stopping, best], Worse(SEVEN)
+    callbacks = [stopping, best, policy] if is_first else [policy, stopping, best]
     run = fit(module, None, *callbacks, max_epochs=9, enable_checkpointing=True)
     assert [step for step, _ in module.validated] == saved_steps("best") == [2, 4, 6]
     assert run.global_step == 6

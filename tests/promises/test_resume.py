@@ -131,11 +131,9 @@ def test_a_checkpoint_holds_gradients_inside_a_window_only_and_loads_as_weights_
 
 def test_a_checkpoint_that_is_only_validated_does_not_go_on_in_a_later_fit() -> None:
     class Validated(Scalar):
-        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-            pass
+        val_dataloader = Scalar.train_dataloader
 
-        def val_dataloader(self) -> Any:
-            return self.train_dataloader()
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None: ...
 
     interrupted(numbers(Validated), 3, after=5)
     run, module = trainer(callbacks=[GradientAccumulation(3)]), numbers(Validated)
@@ -193,8 +191,7 @@ class Placed(Scalar):  # its loader knows its place. Notes which epochs begin, a
         return self.optimizer
 
 
-class Manual(Manually, Placed):
-    pass
+Manual = type("Manual", (Manually, Placed), {})
 
 
 def _masked(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:

@@ -208,11 +208,9 @@ def test_lists_are_split_of_samples_too_and_other_batches_are_refused() -> None:
 
 @pytest.mark.parametrize("size", [2, Tokens(3), "auto"], ids=str)
 def test_a_function_splits_what_shows_no_rows(size: Any) -> None:
-    def by_value(batch: Opaque, size: int) -> list[Opaque]:
-        return [Opaque(batch.value[i : i + size]) for i in range(0, len(batch.value), size)]
-
     expected = {2: [[1, 2], [3, 4], [15]], Tokens(3): [[1, 2, 3], [4, 15]], "auto": [[1, 2, 3, 4, 15]]}[size]
-    assert [part.value for part in pieces(Opaque([1, 2, 3, 4, 15]), size, split=by_value)] == expected
+    split = lambda batch, size: [Opaque(batch.value[i : i + size]) for i in range(0, len(batch.value), size)]  # noqa: E731
+    assert [part.value for part in pieces(Opaque([1, 2, 3, 4, 15]), size, split=split)] == expected
 
 
 @pytest.mark.parametrize("returned", [None, [], 3, iter([1])], ids=["nothing", "an empty list", "a number", "an iterator"])
@@ -224,8 +222,7 @@ def test_a_function_that_returns_no_list_is_named(returned: Any) -> None:
         pieces(X, 2, split=splits_badly)
 
 
-LENGTH = 9
-Spans = Sequence[tuple[int, int]]
+LENGTH, Spans = 9, Sequence[tuple[int, int]]
 
 
 def lay_out(side: str, seed: int, count: int = 6, length: int = LENGTH) -> list[tuple[int, int]]:
@@ -360,11 +357,8 @@ def test_lengths_trim_every_tensor_that_they_are_of(key: str, sides: str) -> Non
 
 
 def test_classes_that_are_as_many_as_columns_by_chance_are_not_trimmed() -> None:
-    class OfClasses(Gets):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) * batch["classes"].mean()
-
-    batches, module = [], OfClasses()
+    batches, module = [], Gets()
+    module.training_step = lambda batch, batch_idx: Gets.training_step(module, batch, batch_idx) * batch["classes"].mean()
     for length in (8, LENGTH, 10):
         spans = [(0, length), (0, 4), (0, 2)]
         ids, mask = fill(spans, 0, length), mask_of(spans, length)

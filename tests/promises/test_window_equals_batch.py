@@ -116,11 +116,8 @@ def test_so_do_ranks_with_different_numbers_of_micro_batches(engine: str, option
     assert_one_window_one_batch(partial(ShardedLanguage, "adamw"), by_rank, policy, engine, options)
 
 
-SEQUENCES = sentences(101)
-"""Of 2 to 12 tokens: three windows of 32 sequences and a tail of 5 in every epoch."""
+SEQUENCES = sentences(101)  # of 2 to 12 tokens: three windows of 32 sequences and a tail of 5 in every epoch
 SEED, GLOBAL_BATCH = 5, 32
-
-
 MIXES = [  # an engine; the loader batches of a window, and their rows; the rows of a micro-batch
     on("accum", 1, 32, None),
     on("accum", 8, 4, None),
@@ -139,20 +136,16 @@ MIXES = [  # an engine; the loader batches of a window, and their rows; the rows
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("engine", "options", "window", "batch", "micro_batch"), MIXES)
 def test_every_mix_is_the_full_batch(engine: str, options: Any, window: int, batch: int, micro_batch: Any, optimizer: str) -> None:
-    def same_order(batch: int) -> DataLoader:  # the one line: whatever the ranks, the same global batches
-        return DataLoader(SEQUENCES, batch_size=batch, sampler=SameOrderSampler(SEQUENCES, seed=SEED), collate_fn=pad)
-
-    def global_batches() -> list[list[Tensor]]:  # of all epochs, in an order that knows no sampler
-        found = []
-        for epoch in range(EPOCHS):
-            order = torch.randperm(len(SEQUENCES), generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
-            found += [[SEQUENCES[i] for i in order[start : start + GLOBAL_BATCH]] for start in range(0, len(order), GLOBAL_BATCH)]
-        return found
-
+    # the one line: whatever the ranks, the same global batches
+    data = DataLoader(SEQUENCES, batch_size=batch, sampler=SameOrderSampler(SEQUENCES, seed=SEED), collate_fn=pad)
+    windows = []  # of all epochs, in an order that knows no sampler
+    for epoch in range(EPOCHS):
+        order = torch.randperm(len(SEQUENCES), generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+        windows += [[SEQUENCES[i] for i in order[start : start + GLOBAL_BATCH]] for start in range(0, len(order), GLOBAL_BATCH)]
     assert HELD[engine].ranks * window * batch == GLOBAL_BATCH
-    arguments = {"windows": global_batches(), "epochs": EPOCHS, "use_distributed_sampler": True}  # a Trainer that is told nothing
+    arguments = {"windows": windows, "epochs": EPOCHS, "use_distributed_sampler": True}  # a Trainer that is told nothing
     make, policy = partial(ShardedLanguage, optimizer), GradientAccumulation(window, micro_batch=micro_batch)
-    assert_one_window_one_batch(make, same_order(batch), policy, engine, options, **arguments)
+    assert_one_window_one_batch(make, data, policy, engine, options, **arguments)
 
 
 KINDS = ["no batch", "None before the forward", "None after the forward", "all labels ignored"]
