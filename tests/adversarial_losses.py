@@ -62,8 +62,7 @@ def alike(o: Tensor, b: Any) -> Tensor:  # two terms made by the same operations
 def standardised(values: Tensor, least: int) -> Tensor:
     return (values - values.mean()) / (values.std() + 1e-8) if len(values) >= least else values
 
-def contrastive(z: Tensor, first: int) -> Tensor:
-    """Against the rows of the batch from ``first`` on, and against fixed ones."""
+def contrastive(z: Tensor, first: int) -> Tensor:  # against the rows of the batch from ``first`` on, and against fixed ones
     z = F.normalize(z)
     logits = torch.cat([z @ torch.eye(4, dtype=D), z @ z[first:].T], 1) / 0.3
     return F.cross_entropy(logits, torch.zeros(len(z), dtype=torch.long))

@@ -57,12 +57,10 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         """Do not count what shares its storage with these, which must live as long as the context."""
         self._left_out |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
-    def restart(self) -> None:
-        """Forget the peak."""
+    def restart(self) -> None:  # forget the peak
         self.peak = self.now
 
-    def change(self, tensor: Tensor, holders: int) -> None:
-        """A tensor is saved (1), or dropped (-1)."""
+    def change(self, tensor: Tensor, holders: int) -> None:  # a tensor is saved (1), or dropped (-1)
         storage = tensor.untyped_storage()
         before = self._holders[storage._cdata]
         self._holders[storage._cdata] += holders

@@ -19,8 +19,7 @@ from lightning_accum.testing import windows_of as windows_of
 
 EXACT = 1e-12
 SHORT = timedelta(seconds=20)
-Rows = Sequence[Any]
-"""What a collate function makes a batch of."""
+Rows = Sequence[Any]  # what a collate function makes a batch of
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,7 @@ def outcome_split(module: Any, batches: Sequence[Any], size: int = 2, row_wise: 
     return outcome(module, loader(batches), GradientAccumulation(micro_batch=size, row_wise=row_wise), **arguments)
 
 
-def rows_of(*sizes: int, ignored: float = 0.0) -> list[list[Any]]:
-    """The rows of loader batches of so many."""
+def rows_of(*sizes: int, ignored: float = 0.0) -> list[list[Any]]:  # the rows of loader batches of so many
     return [list(zip(*batch, strict=True)) for batch in labelled(*sizes, ignored=ignored)]
 
 

@@ -31,7 +31,7 @@ DIRECTORIES = (
     *("loops", "callbacks", "checkpointing", "core", "models", "profilers", "trainer", "tuner", "strategies", "loggers"),
     *("deprecated_api", "serve", "overrides", "plugins", "utilities", "accelerators"),
 )
-STANDALONE = (
+STANDALONE = (  # tests of which each needs a pytest of its own, since it is started again as another rank, and which need no GPU
     "overrides/test_distributed.py::test_params_synced_during_nonfit",
     "trainer/test_dataloaders.py::test_distributed_sampler_without_global_seed",
     "trainer/connectors/test_accelerator_connector.py::test_strategy_choice_ddp_on_cpu",
@@ -41,7 +41,6 @@ STANDALONE = (
     "strategies/test_ddp_integration.py::test_find_unused_parameters_ddp_exception",
     "tuner/test_lr_finder.py::test_lr_finder_with_ddp",
 )
-"""Tests of which each needs a pytest of its own, since it is started again as another rank, and which need no GPU."""
 LEFT_OUT = ("checkpointing/test_legacy_checkpoints.py",)  # these download checkpoints of old versions
 REQUIREMENTS = (
     "pytest==9.0.2", "pytest-timeout", "pytest-random-order", "cloudpickle", "scikit-learn", "psutil<7.3", "pandas", "fastapi",
@@ -52,7 +51,7 @@ SECONDS = 120  # that a single test may take
 _OTHER_NAME = "looks for the name of the strategy's class, which is another"
 _MOCKS_MODULE = "has a Mock for a module, which does not know its Trainer"
 _WRAPS_ITSELF = "puts the strategy's own method in the place of the one that it extends, which calls itself then"
-EXPECTED = {
+EXPECTED = {  # tests that fail only with this package, and why they should, by a part of their names
     "test_automatic_loop.test_skip_training_step_not_allowed[2]": "mocks a second rank, which cannot be waited for",
     "test_backward_calls.test_backward_count_with_closure": "LBFGS in windows of several loader batches is refused",
     "test_manual_optimization.test_multiple_optimizers_manual_call_counts[kwargs0]": _WRAPS_ITSELF,
@@ -77,7 +76,6 @@ EXPECTED = {
     "test_distributed_sampler_without_global_seed": "the loss is one of random numbers, and not a mean over the batch",
     "test_interactive_incompatible_backend_error": "this package's own strategy for notebooks is advised",
 }
-"""Tests that fail only with this package, and why they should, by a part of their names."""
 
 
 def pytest_configure() -> None:
@@ -123,8 +121,7 @@ def run(environment: Environment, tests: Path, ours: Path, what: str, is_ours: b
         return dict(outcomes(results.read_text(encoding="utf-8")))
 
 
-def outcomes(junit: str) -> Iterator[tuple[str, str]]:
-    """The names of tests, and what came of them."""
+def outcomes(junit: str) -> Iterator[tuple[str, str]]:  # the names of tests, and what came of them
     for case in ElementTree.fromstring(junit).iter("testcase"):
         outcome = "passed"
         for child in case:
@@ -143,8 +140,7 @@ def files_of(tests: Path, what: str) -> list[str]:
     return [name for name in names if name not in LEFT_OUT]
 
 
-def main() -> int:
-    """Read the command line, run, and print what differs."""
+def main() -> int:  # read the command line, run, and print what differs
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="of Lightning, at a tag")
     what = "directories, files and standalone tests of its tests/tests_pytorch"

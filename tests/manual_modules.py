@@ -172,8 +172,7 @@ class Dependent(Manual):  # the discriminator steps, then the generator's loss i
 SIZES = [[3, 1, 4, 2, 2, 5, 1], [2, 2, 6, 1, 3, 1, 4]]  # of the loader batches of two ranks; of windows of 3, the last is a tail
 
 
-def draw(module: type[Manual], rank: int = 0, seed: int = 3) -> list[list[Any]]:
-    """The rows of each loader batch of a rank."""
+def draw(module: type[Manual], rank: int = 0, seed: int = 3) -> list[list[Any]]:  # the rows of each loader batch of a rank
     generator = torch.Generator().manual_seed(seed + rank)
 
     def row() -> Any:

@@ -48,26 +48,21 @@ class Environment:  # a virtual environment in a directory; variables named in `
     directory: Path
     left_out: Sequence[str] = OF_OTHERS
 
-    def make(self, python: str) -> None:
-        """Make it with this Python, if it is not there."""
+    def make(self, python: str) -> None:  # make it with this Python, if it is not there
         if not self.python.exists():
             self.run(python, "-m", "venv", str(self.directory))
 
     @property
-    def python(self) -> Path:
-        """Its interpreter."""
+    def python(self) -> Path:  # its interpreter
         return self.directory / ("Scripts" if os.name == "nt" else "bin") / "python"
 
-    def pip_install(self, *arguments: str) -> None:
-        """Install into it."""
+    def pip_install(self, *arguments: str) -> None:  # install into it
         self.run(str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
 
-    def printed(self, code: str) -> str:
-        """What Python prints there."""
+    def printed(self, code: str) -> str:  # what Python prints there
         return self.run(str(self.python), "-c", code, capture_output=True).stdout.strip()
 
-    def versions(self) -> list[str]:
-        """Those of Python, torch, lightning and torchmetrics."""
+    def versions(self) -> list[str]:  # those of Python, torch, lightning and torchmetrics
         return self.printed(VERSIONS).split()
 
     def run(self, *command: str, check: bool = True, capture_output: bool = False) -> subprocess.CompletedProcess[str]:
@@ -83,8 +78,7 @@ def lower_bounds() -> list[str]:
     return [f"{one.name}=={bound.version}" for one in wanted for bound in one.specifier if bound.operator == ">="]
 
 
-def install(environment: Environment, options: argparse.Namespace) -> None:
-    """The package, in the versions that were asked for."""
+def install(environment: Environment, options: argparse.Namespace) -> None:  # the package, in the versions that were asked for
     if not options.lower_bounds:
         constraint = [] if options.constraint is None else ["--constraint", str(options.constraint.resolve())]
         environment.pip_install("--upgrade", "--upgrade-strategy", "eager", *constraint, "-e", f"{ROOT}[test]")
@@ -95,8 +89,7 @@ def install(environment: Environment, options: argparse.Namespace) -> None:
     environment.pip_install("--no-deps", "--force-reinstall", str(ROOT))
 
 
-def counts(junit: Path) -> list[int]:
-    """How many tests passed, were skipped, and failed, errors outside of tests included."""
+def counts(junit: Path) -> list[int]:  # how many tests passed, were skipped, and failed, errors outside of tests included
     suites = list(ElementTree.parse(junit).iter("testsuite")) if junit.exists() else []
     total, skipped, *failed = (
         sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "skipped", "failures", "errors")

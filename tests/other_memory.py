@@ -34,8 +34,7 @@ class OtherMemory:
     def __call__(self, device: torch.device) -> OtherMemory | None:
         return self if device.type == "cpu" else None
 
-    def host(self, size: int) -> Tensor:
-        """Memory that is counted."""
+    def host(self, size: int) -> Tensor:  # memory that is counted
         with _disable_current_modes():
             bytes_ = torch.zeros(size, dtype=torch.uint8)
         self.held += size
@@ -48,8 +47,7 @@ class OtherMemory:
         self.held -= size
         self._hosts.discard(key)
 
-    def copy(self, target: Tensor, source: Tensor) -> int:
-        """Make a note of a copy."""
+    def copy(self, target: Tensor, source: Tensor) -> int:  # make a note of a copy
         is_out = target.data_ptr() in self._hosts
         self.out, self.back = self.out + is_out * target.numel(), self.back + (not is_out) * target.numel()
         # nobody but the caller keeps what a device reads from or writes to; the allocator of pinned memory keeps the host's
@@ -58,8 +56,7 @@ class OtherMemory:
         self._waiting.append((self._copies, on_device, (target if is_out else source).untyped_storage(), is_out))
         return self._copies
 
-    def wait(self, copy: int) -> None:
-        """Make it, and those before it."""
+    def wait(self, copy: int) -> None:  # make it, and those before it
         while self._waiting and self._waiting[0][0] <= copy:
             _, on_device, host, is_out = self._waiting.popleft()
             if (device := on_device()) is None:
@@ -70,13 +67,11 @@ class OtherMemory:
                 _bytes(device)[:] = _bytes(host)
 
     @property
-    def is_quiet(self) -> bool:
-        """Nothing is on its way, nothing was lost, and the host is empty."""
+    def is_quiet(self) -> bool:  # nothing is on its way, nothing was lost, and the host is empty
         return not self._waiting and not self.faults and self.held == 0
 
 
-def _bytes(storage: torch.UntypedStorage) -> Any:
-    """Without an operator, which :class:`Alive` would see."""
+def _bytes(storage: torch.UntypedStorage) -> Any:  # without an operator, which :class:`Alive` would see
     return np.frombuffer((ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr()), dtype=np.uint8)
 
 

@@ -13,8 +13,7 @@ from support import SaveAfter, StatefulLoader, pad, relative_error, sentences, t
 
 from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
 
-ROWS = sentences(72)
-"""In an epoch, over all ranks: 18 loader batches of 4."""
+ROWS = sentences(72)  # in an epoch, over all ranks: 18 loader batches of 4
 
 
 class Module(ShardedLanguage):  # in single precision, where sums in another order would show, with a scheduler
@@ -55,8 +54,7 @@ class Record(Callback):  # writes down all that a training ends with
 
 def train(
     make: Callable[[], Any], ranks: int, saves: Sequence[int] = (), goes_on_after: int | None = None, **policy: Any
-) -> dict[str, Any]:
-    """Train for an epoch in new processes: in single precision on one rank, in double over several."""
+) -> dict[str, Any]:  # train for an epoch in new processes: in single precision on one rank, in double over several
     Path("record.pt").unlink(missing_ok=True)
     module = policy.pop("module", Module)().to(torch.float32 if ranks == 1 else torch.float64)
 

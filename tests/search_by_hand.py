@@ -152,8 +152,7 @@ class ByHand:  # trains on the windows of a point, each as one batch
             clip(self.net.parameters(), given["gradient_clip_val"])
 
 
-def parts_of(point: Point, batch: Batch) -> list[Batch]:
-    """The micro-batches of a loader batch, in the order of its rows."""
+def parts_of(point: Point, batch: Batch) -> list[Batch]:  # the micro-batches of a loader batch, in the order of its rows
     rows, columns = batch["labels"].shape
     unit, size = point.micro_batch or ("auto", 0)
     if unit == "auto":
@@ -173,8 +172,7 @@ def joined(parts: list[Batch]) -> Batch:
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0] if isinstance(parts[0][key], Tensor)}
 
 
-def weight_of(point: Point, part: Batch) -> float | None:
-    """What the mean loss of a micro-batch is multiplied by; None for a sum."""
+def weight_of(point: Point, part: Batch) -> float | None:  # what the mean loss of a micro-batch is multiplied by; None for a sum
     labels = part["labels"]
     counted, rows = float((labels != NO_LABEL).sum()), float(len(labels))
     if point.weight != "auto":
@@ -183,8 +181,7 @@ def weight_of(point: Point, part: Batch) -> float | None:
     return {"squares": 2 * rows, "weighted": of_classes, "sum": None}.get(point.loss, counted)
 
 
-def optimizer_of(point: Point, net: nn.Module) -> torch.optim.Optimizer:
-    """Both move a parameter that gets a gradient of zeros."""
+def optimizer_of(point: Point, net: nn.Module) -> torch.optim.Optimizer:  # both move a parameter that gets a gradient of zeros
     if point.optimizer == "sgd":
         return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     return torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1)

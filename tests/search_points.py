@@ -81,8 +81,7 @@ class Point:  # one combination. Its ``repr`` says all that was drawn.
         self.counts_tokens, self.ranks = "tokens" in self.window[0], len(self.lengths)
         self.is_low_precision = self.dtype != torch.float64
 
-    def is_plain(self, size: float) -> bool:
-        """A window of this size is one loader batch on one rank, as it is: left to Lightning."""
+    def is_plain(self, size: float) -> bool:  # a window of this size is one loader batch on one rank, as it is: left to Lightning
         is_whole = self.micro_batch is None and not self.counts_tokens and size == 1
         return is_whole and self.ranks == 1 and self.policy["on_nonfinite"] == "propagate"
 

@@ -30,13 +30,11 @@ def copied(source: Path, target: Path) -> None:
 NAMES_BOTH = "test_both_packages.py"  # it asks for both packages by name, and so it would contradict itself
 
 
-def of_second(source: str) -> str:
-    """A test, with the names of ``pytorch_lightning``, also where they are strings."""
+def of_second(source: str) -> str:  # a test, with the names of ``pytorch_lightning``, also where they are strings
     return _IN_A_STRING.sub("pytorch_lightning.", of_names(source))
 
 
-def of_names(source: str) -> str:
-    """The same, but for strings."""
+def of_names(source: str) -> str:  # the same, but for strings
     return source.replace("lightning.pytorch", "pytorch_lightning").replace("lightning.fabric", "lightning_fabric")
 
 

@@ -71,13 +71,11 @@ def examined(directory: Path, package: Package) -> list[Row]:
     return rows
 
 
-def is_silently_wrong(row: Row) -> bool:
-    """Whether a way deviates, or is not a number, and nothing was said."""
+def is_silently_wrong(row: Row) -> bool:  # whether a way deviates, or is not a number, and nothing was said
     return any(not row["said"][way] and not row["deviations"][way] <= LIMIT for way in row.get("said", ()))
 
 
-def table(rows: list[Row]) -> str:
-    """Markdown. Modules of a package of which the same is said share a row."""
+def table(rows: list[Row]) -> str:  # Markdown. Modules of a package of which the same is said share a row.
     titles = ["package", "modules", "in windows, split", "Lightning's own", "what this package said"]
     lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -115,8 +113,7 @@ def write(rows: list[Row], versions: str) -> None:
     PAGE.write_text(f"{introduction}{table(rows)}\n\n{measured}\n", encoding="utf-8")
 
 
-def main() -> int:
-    """Read the command line, examine the packages, print the table."""
+def main() -> int:  # read the command line, examine the packages, print the table
     parser = argparse.ArgumentParser(description="Train modules of other packages whole, in windows and split, and compare.")
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=f"of {', '.join(PACKAGES)} (default: all)")
     parser.add_argument("--environment", type=Path, help="make the environments there and keep them; use those that are there")

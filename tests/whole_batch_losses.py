@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of two views (rows, 6), classes (rows,) of 0 to 2, and a learned number."""
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of two views (rows, 6), classes (rows,) of 0 to 2, and a learned number
 
 
 # fmt: off

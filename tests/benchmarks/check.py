@@ -64,8 +64,7 @@ def train(name: str, read: Callable[[], float], check: bool, around: Any = None)
     return windows.readings
 
 
-def peaks(name: str) -> tuple[int, int]:
-    """Bytes at the peak of the first window, and of a later one."""
+def peaks(name: str) -> tuple[int, int]:  # bytes at the peak of the first window, and of a later one
     with SavedBytes() as saved:
 
         def read() -> int:
@@ -77,8 +76,7 @@ def peaks(name: str) -> tuple[int, int]:
     return int(first), int(max(others))
 
 
-def main(rounds: int = 5, clock: str = "wall") -> None:
-    """Print a table."""
+def main(rounds: int = 5, clock: str = "wall") -> None:  # print a table
     table = []
     for name in MODELS:
         sides = {check: partial(train, name, CLOCKS[clock], check) for check in (True, False)}

@@ -35,12 +35,10 @@ PAGE = ROOT / "notebooks" / "site" / "docs" / "how-it-works.md"
 EPOCHS, SAMPLES = 3, 101
 BEGIN, END = "<!-- comparison -->", "<!-- end of comparison -->"
 
-Figures = dict[str, Any]
-"""What is known of a side: deviation, steps, scheduler steps."""
+Figures = dict[str, Any]  # what is known of a side: deviation, steps, scheduler steps
 
 
-def work(kind: str, out: Path) -> None:
-    """What one process does; the first writes what was found."""
+def work(kind: str, out: Path) -> None:  # what one process does; the first writes what was found
     os.chdir(tempfile.mkdtemp())
     for name in ("transformers", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -61,8 +59,7 @@ def work(kind: str, out: Path) -> None:
         dist.destroy_process_group()
 
 
-def measured(processes: int, kind: str) -> dict[str, Figures]:
-    """Start the processes and read what they found."""
+def measured(processes: int, kind: str) -> dict[str, Figures]:  # start the processes and read what they found
     quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **quiet}
     with tempfile.TemporaryDirectory() as folder:
@@ -76,8 +73,7 @@ def measured(processes: int, kind: str) -> dict[str, Figures]:
     return found
 
 
-def table(found: Mapping[int, Mapping[str, Figures]]) -> str:
-    """Markdown; the two numbers of a cell are those of 1 process and of 2."""
+def table(found: Mapping[int, Mapping[str, Figures]]) -> str:  # Markdown; the two numbers of a cell are those of 1 process and of 2
     titles = ["", f"deviation after {EPOCHS} epochs", "scheduler steps"]
     lines = ["| " + " | ".join(titles) + " |", "| --- |" + " --- |" * (len(titles) - 1)]
     for name in next(iter(found.values())):
@@ -91,8 +87,7 @@ def _short(number: float) -> str:
     return f"{number:.0e}".replace("e-0", "e-") if number else "0"
 
 
-def conditions() -> str:
-    """Date and versions."""
+def conditions() -> str:  # date and versions
     names = [name for name in ("torch", "lightning", "accelerate", "transformers") if importlib.util.find_spec(name) is not None]
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     machine = f"Python {platform.python_version()}, {os.cpu_count()} CPU cores"

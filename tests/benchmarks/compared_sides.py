@@ -33,18 +33,15 @@ Batch = dict[str, Tensor]
 Texts = list[bytes]
 
 
-def ranks() -> int:
-    """Processes that train together."""
+def ranks() -> int:  # processes that train together
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def rank() -> int:
-    """Which of them this is."""
+def rank() -> int:  # which of them this is
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def window() -> int:
-    """Micro-batches that each rank contributes to a window."""
+def window() -> int:  # micro-batches that each rank contributes to a window
     return GLOBAL_BATCH // MICRO_BATCH // ranks()
 
 
@@ -116,8 +113,7 @@ def in_one_piece(texts: Texts) -> DistributedSampler[int]:
     return shared_out(texts, (1, 0))
 
 
-def collate(texts: Texts) -> Batch:
-    """Padded to the longest text, each between two zeros."""
+def collate(texts: Texts) -> Batch:  # padded to the longest text, each between two zeros
     return pad([torch.tensor([0, *text, 0]) for text in texts])
 
 
@@ -126,8 +122,7 @@ def loader(texts: Texts, sampler: Any, batch: int = MICRO_BATCH) -> DataLoader[b
     return DataLoader(texts, batch_size=batch, sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
 
 
-def full_batch(training: Training) -> None:
-    """The reference: one process, one batch a step."""
+def full_batch(training: Training) -> None:  # the reference: one process, one batch a step
     for order in orders(len(training.texts), training.epochs):
         for start in range(0, len(order), GLOBAL_BATCH):
             training.optimizer.zero_grad()
@@ -173,8 +168,7 @@ def with_trainer(training: Training, sampler: Any, strategy: str, batch: int = M
     run.fit(Module(training), loader(training.texts, sampler, batch))
 
 
-def with_lightning(training: Training) -> None:
-    """``accumulate_grad_batches``."""
+def with_lightning(training: Training) -> None:  # ``accumulate_grad_batches``
     arguments = {"accumulate_grad_batches": window(), "max_epochs": training.epochs}
     with_trainer(training, shared_out(training.texts), "auto", **arguments)
 

@@ -28,8 +28,7 @@ from torch.utils.data import DataLoader
 from lightning_accum import GradientAccumulation
 
 STEPS, WARM_UP = 8, 2
-Size = SimpleNamespace
-"""The options of the command line."""
+Size = SimpleNamespace  # the options of the command line
 
 
 class Tied(GPT):  # returns its own mean loss, as models of Hugging Face do
@@ -45,8 +44,7 @@ class Meter:  # tokens per second, and the peak, of the steps after the first tw
     def __init__(self, size: Size) -> None:
         self.size, self.steps, self.speed, self.peak, self._began = size, 0, 0.0, 0, 0.0
 
-    def watched(self, parameters: Any) -> torch.optim.Optimizer:
-        """An optimizer whose steps are counted."""
+    def watched(self, parameters: Any) -> torch.optim.Optimizer:  # an optimizer whose steps are counted
         optimizer = torch.optim.AdamW(parameters, lr=1e-4)
         optimizer.register_step_post_hook(self._end_step)
         return optimizer
@@ -76,8 +74,7 @@ class Watched(Module):
         return self._meter.watched(self.parameters())
 
 
-def rows(size: Size) -> list[dict[str, Tensor]]:
-    """Labels of a prompt are ignored, so micro-batches weigh differently."""
+def rows(size: Size) -> list[dict[str, Tensor]]:  # labels of a prompt are ignored, so micro-batches weigh differently
     generator = torch.Generator().manual_seed(1)
     found = []
     for index in range(STEPS * size.rows):
@@ -99,8 +96,7 @@ def by_lightning(size: Size, meter: Meter, in_loader: int, n: int = 1, **policy:
     run.fit(Watched(size, meter), DataLoader(rows(size), in_loader))
 
 
-def by_hand(size: Size, meter: Meter) -> None:
-    """The loop that divides by the number of micro-batches."""
+def by_hand(size: Size, meter: Meter) -> None:  # the loop that divides by the number of micro-batches
     kind = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(size.precision)
     module = Watched(size, meter).to(size.device)
     optimizer, number = module.configure_optimizers(), size.rows // size.micro_batch
@@ -116,8 +112,7 @@ def by_hand(size: Size, meter: Meter) -> None:
             optimizer.zero_grad()
 
 
-def by_hugging_face(size: Size, meter: Meter) -> None:
-    """The Trainer of transformers."""
+def by_hugging_face(size: Size, meter: Meter) -> None:  # the Trainer of transformers
     import tempfile
 
     from transformers import Trainer, TrainingArguments, default_data_collator
@@ -136,8 +131,7 @@ def by_hugging_face(size: Size, meter: Meter) -> None:
         Optimized(Tied(size), arguments, train_dataset=rows(size), data_collator=default_data_collator).train()
 
 
-def sides(size: Size) -> dict[str, Callable[[Meter], None]]:
-    """By name; each trains, and its meter looks on."""
+def sides(size: Size) -> dict[str, Callable[[Meter], None]]:  # by name; each trains, and its meter looks on
     number, micro_batch = size.rows // size.micro_batch, size.micro_batch
     in_parts, whole = (partial(by_lightning, size, in_loader=in_loader) for in_loader in (micro_batch, size.rows))
     blocks = [f"net.blocks.{index}" for index in range(size.layers)]

@@ -43,8 +43,7 @@ def draw(number: int, median: int, longest: int, sigma: float, generator: torch.
     return [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths.tolist()]
 
 
-def collate(sequences: Sequence[Tensor]) -> Batch:
-    """Pad to the longest; the label of a token is its successor in the vocabulary."""
+def collate(sequences: Sequence[Tensor]) -> Batch:  # pad to the longest; the label of a token is its successor in the vocabulary
     inputs = pad_sequence(list(sequences), batch_first=True)
     labels = pad_sequence([(tokens + 1) % VOCABULARY for tokens in sequences], batch_first=True, padding_value=IGNORED)
     return {"input_ids": inputs, "attention_mask": (labels != IGNORED).long(), "labels": labels}
@@ -59,8 +58,7 @@ def parts(batch: Batch, is_sorted: bool = False, is_trimmed: bool = False) -> It
         yield {name: tensor[rows, :width] for name, tensor in batch.items()}
 
 
-def tag(net: nn.Module, batch: Batch) -> Tensor:
-    """The mean loss of all tokens that are no padding, each of which sees all others."""
+def tag(net: nn.Module, batch: Batch) -> Tensor:  # the mean loss of all tokens that are no padding, each of which sees all others
     logits = net(batch["input_ids"], batch["attention_mask"].bool()[:, None, None])
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
@@ -68,8 +66,7 @@ def tag(net: nn.Module, batch: Batch) -> Tensor:
 by_hand = partial(shared.split_by_hand, count=lambda batch: batch["attention_mask"].sum().item())
 
 
-def all_sides(longest: int) -> dict[str, Train]:
-    """What is compared, in the order of the table."""
+def all_sides(longest: int) -> dict[str, Train]:  # what is compared, in the order of the table
     half = Tokens(MICRO_BATCH * longest // 2)
     return {
         f"micro_batch={MICRO_BATCH}": partial(fit, micro_batch=MICRO_BATCH),

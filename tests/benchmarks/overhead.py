@@ -39,8 +39,7 @@ class Logging(Module):  # logs its loss
         return loss
 
 
-def parts(batch: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The micro-batches of a batch."""
+def parts(batch: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:  # the micro-batches of a batch
     return zip(batch[0].split(SPLIT_ROWS), batch[1].split(SPLIT_ROWS), strict=True)
 
 
@@ -113,8 +112,7 @@ def with_accumulator(module: Module, batches: TimedBatches, fabric: Fabric | Non
         accumulator.step()
 
 
-def in_loops(rounds: int, window: int, read: Callable[[], float]) -> None:
-    """Print the table of hand-written loops."""
+def in_loops(rounds: int, window: int, read: Callable[[], float]) -> None:  # print the table of hand-written loops
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(256, (4, 33), generator=generator) for _ in range(8)]
     models: dict[str, tuple[Callable[[], nn.Module], list[Any], int]] = {

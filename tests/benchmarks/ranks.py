@@ -70,8 +70,7 @@ class Sharded(Module):  # where there is a mesh, it shards itself
             fully_shard(self.net, mesh=mesh)
 
 
-def measure(rank: int, folder: str, options: dict[str, Any]) -> None:
-    """One of the processes. The first prints the table."""
+def measure(rank: int, folder: str, options: dict[str, Any]) -> None:  # one of the processes. The first prints the table.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS), GROUP_RANK="0")
     be_quiet()
     generator, clock, samples, length = torch.Generator().manual_seed(rank), options["clock"], options["samples"], options["length"]

@@ -44,14 +44,12 @@ class Contrastive(Module):  # with the loss of CLIP. Its gradients stay where th
         optimizer.zero_grad(set_to_none=False)
 
 
-def batch_of(rows: int) -> Batch:
-    """Images and texts."""
+def batch_of(rows: int) -> Batch:  # images and texts
     generator = torch.Generator().manual_seed(rows)
     return torch.randn(rows, FEATURES, generator=generator), torch.randn(rows, FEATURES, generator=generator)
 
 
-def peak(train: Train, rows: int) -> int:
-    """The most bytes alive in a step, above parameters, gradients and the batch."""
+def peak(train: Train, rows: int) -> int:  # the most bytes alive in a step, above parameters, gradients and the batch
     from alive import Alive
     from other_memory import other_memory
 
@@ -67,8 +65,7 @@ def peak(train: Train, rows: int) -> int:
     return most - before
 
 
-def largest_batch(train: Train, budget: float) -> int:
-    """In rows, to 5 %, that fits into so many bytes."""
+def largest_batch(train: Train, budget: float) -> int:  # in rows, to 5 %, that fits into so many bytes
     fits, too_many = 0, 32
     while peak(train, too_many) <= budget:
         fits, too_many = too_many, 2 * too_many
@@ -78,8 +75,7 @@ def largest_batch(train: Train, budget: float) -> int:
     return fits
 
 
-def draw(found: dict[str, list[int]], budgets: tuple[float, ...], size: int, path: str) -> None:
-    """A line for each side."""
+def draw(found: dict[str, list[int]], budgets: tuple[float, ...], size: int, path: str) -> None:  # a line for each side
     styles = {"whole": ("0.6", "o", "whole batch"), "row_wise": ("#0072B2", "s", f'micro_batch={size}, row_wise=["image", "text"]')}
     styles["offload"] = ("#D55E00", "^", 'micro_batch="offload"')
     gain, end = found["row_wise"][-1] / found["whole"][-1], budgets[-1]

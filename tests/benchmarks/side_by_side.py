@@ -31,16 +31,14 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 IGNORED = -100
 
 
-def be_quiet() -> None:
-    """One thread, and nothing that a Trainer says."""
+def be_quiet() -> None:  # one thread, and nothing that a Trainer says
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def docstrings() -> list[bytes]:
-    """Those of Python's standard library, each once, in an order that depends on its files alone."""
+def docstrings() -> list[bytes]:  # those of Python's standard library, each once, in an order that depends on its files alone
     texts: dict[str | None, None] = {}  # a set that keeps its order
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     folder = Path(sysconfig.get_paths()["stdlib"])
@@ -101,8 +99,7 @@ class TimedBatches:
             yield self._distinct[index % len(self._distinct)]
 
     @property
-    def microseconds(self) -> float:
-        """Of a batch, in the last pass."""
+    def microseconds(self) -> float:  # of a batch, in the last pass
         start, end = self.readings
         return (end - start) / self.counted * 1e6
 
@@ -125,8 +122,7 @@ def interleaved(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str
     return found
 
 
-def show(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table in Markdown."""
+def show(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:  # print a table in Markdown
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * max(3, width) for width in widths])
@@ -161,8 +157,7 @@ def figure(path: str | Path, title: str, told: str = "", size: tuple[float, floa
     drawn.savefig(path, dpi=130)
 
 
-def quartiles(numbers: Sequence[float]) -> str:
-    """The median, and the quartiles around it."""
+def quartiles(numbers: Sequence[float]) -> str:  # the median, and the quartiles around it
     low, middle, high = statistics.quantiles(numbers, n=4) if len(numbers) > 1 else [*numbers] * 3
     return f"{middle:.3f} ({low:.3f}..{high:.3f})"
 
@@ -181,13 +176,11 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def classify(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross entropy of labels."""
+def classify(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:  # mean cross entropy of labels
     return F.cross_entropy(net(batch[0]), batch[1])
 
 
-def labelled(rows: int, features: int, classes: int, number: int) -> list[tuple[Tensor, Tensor]]:
-    """So many random batches."""
+def labelled(rows: int, features: int, classes: int, number: int) -> list[tuple[Tensor, Tensor]]:  # so many random batches
     generator = torch.Generator().manual_seed(0)
     return [
         (torch.randn(rows, features, generator=generator), torch.randint(classes, (rows,), generator=generator))
@@ -250,8 +243,7 @@ def by_hand(module: Module, batches: Iterable[Any], window: int, fabric: Any = N
 
 def split_by_hand(
     module: Module, batches: Iterable[Any], cut: Callable[[Any], Iterable[Any]], count: Callable[[Any], float] = lambda b: len(b[0])
-) -> None:
-    """Split, weigh, accumulate, step."""
+) -> None:  # split, weigh, accumulate, step
     optimizer = module.configure_optimizers()
     for batch in batches:
         optimizer.zero_grad()
@@ -261,8 +253,7 @@ def split_by_hand(
         optimizer.step()
 
 
-def accelerated(module: Module, batches: Iterable[Any], window: int) -> None:
-    """Accelerate's ``accumulate()``."""
+def accelerated(module: Module, batches: Iterable[Any], window: int) -> None:  # Accelerate's ``accumulate()``
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window)

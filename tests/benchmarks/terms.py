@@ -37,8 +37,7 @@ class Scored(nn.Module):  # a net that gives (rows, places, classes), and a scor
         self.net, self.score = net, nn.Linear(VOCABULARY, 1)
 
 
-def mlp() -> nn.Module:
-    """Reads each place of a row by itself."""
+def mlp() -> nn.Module:  # reads each place of a row by itself
     torch.manual_seed(0)
     wide = [nn.Linear(FEATURES, FEATURES), nn.ReLU()]
     return nn.Sequential(nn.Embedding(VOCABULARY, FEATURES), *wide, nn.Linear(FEATURES, VOCABULARY))
@@ -47,20 +46,17 @@ def mlp() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {"GPT of 2 layers": lambda: GPT(VOCABULARY, FEATURES, 2, LENGTH), "MLP": mlp}
 
 
-def tokens_alone(net: nn.Module, batch: Batch) -> Tensor:
-    """One mean over tokens."""
+def tokens_alone(net: nn.Module, batch: Batch) -> Tensor:  # one mean over tokens
     return F.cross_entropy(net.net(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
 
-def tokens_and_samples(net: nn.Module, batch: Batch) -> Tensor:
-    """Two means, over tokens and over samples."""
+def tokens_and_samples(net: nn.Module, batch: Batch) -> Tensor:  # two means, over tokens and over samples
     logits = net.net(batch["input_ids"])
     error = F.mse_loss(net.score(logits.mean(1))[:, 0], batch["score"])
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED) + 0.5 * error
 
 
-def made(number: int, has_ignored: bool) -> list[Batch]:
-    """So many batches of one shape."""
+def made(number: int, has_ignored: bool) -> list[Batch]:  # so many batches of one shape
     generator, batches = torch.Generator().manual_seed(0), []
     for _ in range(number):
         ids, length = (
@@ -73,8 +69,7 @@ def made(number: int, has_ignored: bool) -> list[Batch]:
     return batches
 
 
-def main(rounds: int = 5, windows: int = 10, window: int = 8, clock: str = "cpu") -> None:
-    """Print one table for all models."""
+def main(rounds: int = 5, windows: int = 10, window: int = 8, clock: str = "cpu") -> None:  # print one table for all models
     full, ragged = made(4 * window, has_ignored=False), made(4 * window, has_ignored=True)
     each = [TokenCount(shift=False), SampleCount()]
     measured = {}

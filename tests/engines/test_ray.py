@@ -26,10 +26,8 @@ from lightning_accum.ray import RayDDPAccumulationStrategy, RayFSDPAccumulationS
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
-BY_RANK = [labelled(3, 1, 2, 5, ignored=0.2), labelled(2, 4, 1, 1, seed=2)]
-"""Two windows of two loader batches of each rank."""
-SAVED_AFTER = 3
-"""Loader batches: inside of the second window."""
+BY_RANK = [labelled(3, 1, 2, 5, ignored=0.2), labelled(2, 4, 1, 1, seed=2)]  # two windows of two loader batches of each rank
+SAVED_AFTER = 3  # loader batches: inside of the second window
 
 
 def module(optimizer: str) -> Toy:
@@ -46,8 +44,7 @@ class ReportInsideAWindow(pl.Callback):
             train.report({"optimizer": module.optimizer}, checkpoint=checkpoint)
 
 
-def on_each_worker(config: dict[str, Any]) -> None:
-    """Trains with each optimizer, and saves the parameters that it ends with."""
+def on_each_worker(config: dict[str, Any]) -> None:  # trains with each optimizer, and saves the parameters that it ends with
     for optimizer, resumed in config["checkpoints"].items():
         trained, callbacks = module(optimizer), [GradientAccumulation(2), *([] if resumed else [ReportInsideAWindow()])]
         arguments = {"plugins": [RayLightningEnvironment()], "callbacks": callbacks, "devices": "auto", "max_epochs": 2}

@@ -89,11 +89,10 @@ def test_auto_leaves_a_layer_alone_that_nobody_uses(options: dict[str, Any]) -> 
 
 
 NONE_LOSS = of_tasks(0, NO_TASK)
-UNEVEN = [
+UNEVEN = [  # no window uses all heads, and in each a rank may lack a batch or its loss. The second rank runs out.
     [of_tasks(1, 0, 1), NONE_LOSS, of_tasks(2, 0, 0), of_tasks(3, 2, 0), of_tasks(4, 0), None, of_tasks(5, 1), of_tasks(6, 0)],
     [None, of_tasks(11, 0, 0, 1), of_tasks(12, 1, 0), NONE_LOSS, of_tasks(13, 0), of_tasks(14, 1, 2)],
 ]
-"""No window uses all heads, and in each a rank may lack a batch or its loss. The second rank runs out."""
 POLICIES = [
     ({}, {}),
     ({}, {"gradient_as_bucket_view": True}),

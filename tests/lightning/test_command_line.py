@@ -29,8 +29,7 @@ class Numbers(Scalar):  # the gradient of a window is the mean of its numbers; t
         super().__init__(BATCHES, lr=lr)
 
 
-def config(init_args: dict[str, Any], strategy: Any = "accum", **trainer: Any) -> str:
-    """Write a YAML file. Returns its path."""
+def config(init_args: dict[str, Any], strategy: Any = "accum", **trainer: Any) -> str:  # write a YAML file. Returns its path.
     settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "use_distributed_sampler": False, **QUIET, **trainer}
     settings["strategy"] = strategy
     settings["callbacks"] = [{"class_path": "lightning_accum.GradientAccumulation", "init_args": init_args}]

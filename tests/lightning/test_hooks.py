@@ -35,8 +35,7 @@ class Swapping(Toy):  # changes something about the Trainer before a training, o
             self.swap(self, self.noting)
         return super().training_step(batch, batch_idx)
 
-    def noting(self, name: str, original: Any) -> Callable[..., Any]:
-        """A hook that notes that it was called, and in which batch."""
+    def noting(self, name: str, original: Any) -> Callable[..., Any]:  # a hook that notes that it was called, and in which batch
 
         def hook(*arguments: Any, **options: Any) -> Any:
             self.called.append((name, self.trainer.fit_loop.epoch_loop.batch_progress.current.ready))

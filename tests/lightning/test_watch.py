@@ -66,8 +66,7 @@ def by_hand(window: int = 1, tail: str = "step", micro_batch: int | None = None)
     return list(module.parameters())
 
 
-def outcome(policy: dict[str, Any]) -> str:
-    """What became of a training: exact, told of by an error or a warning, or neither."""
+def outcome(policy: dict[str, Any]) -> str:  # what became of a training: exact, told of by an error or a warning, or neither
     module = Line()
     with warned() as told:
         try:
@@ -82,8 +81,7 @@ class Lightning:  # Lightning's code, to be changed until the end of a test
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
 
-    def edit(self, name: str, before: str, after: str) -> None:
-        """Have a method of other source, as a release would have it."""
+    def edit(self, name: str, before: str, after: str) -> None:  # have a method of other source, as a release would have it
         holder, _, method = name.partition(".")
         holder = HOLDERS[holder]
         found = inspect.getattr_static(holder, method)

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from lightning_accum import AccumulationError, GradientAccumulation
 
-BFLOAT16_ROUNDING = 2**-8
-"""Half a unit in the last of 8 bits, and as much for the parameter that the gradient moves."""
+BFLOAT16_ROUNDING = 2**-8  # half a unit in the last of 8 bits, and as much for the parameter that the gradient moves
 ROWS = sentences(68)
 
 

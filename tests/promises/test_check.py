@@ -68,8 +68,7 @@ def test_where_a_batch_does_not_show_its_rows_the_dataset_does(workers: int) -> 
     def at_least(number: int, samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
         return flat([samples[place] for place in range(max(number, len(samples)))])
 
-    def misread(samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
-        """The points of a row seem to be shared by all rows."""
+    def misread(samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:  # the points of a row seem to be shared by all rows
         batch = flat(samples)
         return {"points": batch["points"], "ends": batch["of"].bincount().cumsum(0), "labels": batch["labels"]}
 
@@ -615,8 +614,7 @@ def _on_rank_1(one: Callable[..., Tensor], other: Callable[..., Tensor]) -> Call
     return lambda n, b: other(n, b) if (b[1] == 0).all() else one(n, b)
 
 
-def _labelled_by_rank(number: int, later: int = 0) -> list[list[list[Tensor]]]:
-    """Rank 1 has class 0 alone, from a batch on."""
+def _labelled_by_rank(number: int, later: int = 0) -> list[list[list[Tensor]]]:  # Rank 1 has class 0 alone, from a batch on
     by_rank = [labelled(*[8] * number, seed=seed) for seed in (1, 2)]
     for _, labels in by_rank[1][later:]:
         labels[:] = 0
@@ -670,8 +668,7 @@ def test_a_fault_of_the_package_in_the_check_is_an_error_and_not_an_unchecked_lo
         fit(Toy(lambda net, batch: net(batch).square().mean()), [torch.randn(8, 4).double()], GradientAccumulation(2))
 
 
-HIDDEN: list[Any] = []
-"""Not in reach of the module, so the check does not restore it."""
+HIDDEN: list[Any] = []  # not in reach of the module, so the check does not restore it
 
 
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 8}])

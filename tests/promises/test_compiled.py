@@ -16,10 +16,8 @@ from torch._dynamo.utils import counters
 from lightning_accum import GradientAccumulation, TokenCount, Tokens, UnreadableLossError
 
 ROWS, TEXT = 24, sentences(72)
-WHOLE = [pad(TEXT[i : i + ROWS]) for i in range(0, 72, ROWS)]
-"""Batches, each as much as a window."""
-QUARTERS = [pad(TEXT[i : i + ROWS // 4]) for i in range(0, 72, ROWS // 4)]
-"""The same, in four of different lengths each."""
+WHOLE = [pad(TEXT[i : i + ROWS]) for i in range(0, 72, ROWS)]  # batches, each as much as a window
+QUARTERS = [pad(TEXT[i : i + ROWS // 4]) for i in range(0, 72, ROWS // 4)]  # the same, in four of different lengths each
 
 
 class SmallNetwork(nn.Module):

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_accum import AccumulationError, GradientAccumulation, Tokens
 
 SEVEN = [x(1), x(2, 3, 4), x(5), x(6, 7), x(8), x(9, 10, 11), x(12)]
-GAPS = [x(1), None, x(2, 3), None, None, None, x(4), None, x(6, 7)]
-"""With windows of 3 the second has no batch at all."""
+GAPS = [x(1), None, x(2, 3), None, None, None, x(4), None, x(6, 7)]  # with windows of 3 the second has no batch at all
 
 KINDS: dict[str, tuple[dict[str, Any], list[Any], list[int]]] = {
     "one": ({"window": 1}, SEVEN, [7, 14, 21]),
@@ -181,12 +180,11 @@ def test_a_window_without_weight_is_not_heard_and_one_whose_training_step_gave_n
 
 
 RESUMED: dict[str, dict[str, Any]] = {"3": {"window": 3}, "carry": {"window": 3, "tail": "carry"}, "tokens": {"window": Tokens(12)}}
-HOOKS: dict[str, Any] = {
+HOOKS: dict[str, Any] = {  # after which loader batches each is interrupted, if it is called then
     **dict.fromkeys(["on_train_batch_end", "on_train_batch_start"], range(1, 15)),
     **dict.fromkeys(["on_train_epoch_end", "on_train_epoch_start"], range(7, 8)),
     **dict.fromkeys(["on_validation_start", "on_validation_batch_start", "on_validation_batch_end"], (6, 10, 12)),
 }
-"""After which loader batches each is interrupted, if it is called then."""
 
 
 @pytest.mark.some_cases(2, 4)

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 import lightning_accum
 from lightning_accum import AccumulationError, GradientAccumulation, Tokens
 
-OTHERS = {
+OTHERS = {  # what is raised, and no error about a user's program
     "ArgumentTypeError": "argparse's, of which it makes its own message",
     "AttributeError": "a module has no such name",
     "CannotCheckError": "caught: why the check has no answer, which is printed",
@@ -25,7 +25,6 @@ OTHERS = {
     "StepTakenError": "caught: ends a fit of verify after its step",
     "UnsuitableRowsError": "caught, as CannotCheckError is",
 }
-"""What is raised, and no error about a user's program."""
 ROOT = Path(lightning_accum.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
 RAISED = re.compile(r"\b(?:raise|raise \w+ or) (?:\w+\.)*(_?[A-Z]\w*)|-> (?:\w+\.)*(\w+Error)\b")

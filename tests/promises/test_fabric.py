@@ -87,8 +87,7 @@ def set_up(fabric: Fabric | None, optimizer: str, task: Task = LANGUAGE, **argum
     return model, wrapped, stepping, Accumulator(fabric, wrapped, stepping, **{"log": False, **arguments})
 
 
-Trained = tuple[dict[str, Tensor], list[float]]
-"""The parameters of a model, and the loss of each window."""
+Trained = tuple[dict[str, Tensor], list[float]]  # the parameters of a model, and the loss of each window
 
 
 def steps(accumulator: Accumulator, model: Any, batches: Iterable[Any], task: Task = LANGUAGE) -> Iterator[float]:
@@ -129,8 +128,7 @@ WITH_AND_WITHOUT_FABRIC = pytest.mark.parametrize("fabric", [one_process, lambda
 ROWS = sentences(22)
 
 
-def by_tokens(size: int) -> list[int]:
-    """Rows of windows that end with the loader batch of 2 rows in which they have so many tokens."""
+def by_tokens(size: int) -> list[int]:  # rows of windows that end with the loader batch of 2 rows in which they have so many tokens
     pairs = [[{"labels": row[1:]} for row in ROWS[i : i + 2]] for i in range(0, len(ROWS), 2)]
     return [len(window) for window in windows_of_tokens(pairs, size)]
 

@@ -32,8 +32,7 @@ class Rounded(nn.Module):
         return ((hidden + self.lost) - self.lost if len(x) < 4 else hidden) - x * self.trained
 
 
-def made(loss: Callable[..., Tensor], net: Callable[[], nn.Module] = lambda: nn.Linear(4, 4)) -> Toy:
-    """In single precision."""
+def made(loss: Callable[..., Tensor], net: Callable[[], nn.Module] = lambda: nn.Linear(4, 4)) -> Toy:  # in single precision
     return Toy(lambda net, batch: loss(net(batch[0]), batch[1]), net=net).float()
 
 

@@ -154,8 +154,7 @@ def nested(self: Encoder, x: Tensor, mask: dict[str, Tensor], names: list[str] |
     more = {"pair": (hidden.square().sum(1), None), "shared": self.temperature.exp(), "argmax": hidden.argmax(1)}
     return Output(hidden, None, more)
 
-def pair(self: Encoder, x: Tensor, y: Tensor) -> dict[str, Any]:
-    """Outputs that share memory with each other, and with an argument."""
+def pair(self: Encoder, x: Tensor, y: Tensor) -> dict[str, Any]:  # outputs that share memory with each other, and with an argument
     z = self.net(x)
     return {"z": z, "first": z[:, :3], "again": (z, y)}
 

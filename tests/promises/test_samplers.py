@@ -179,8 +179,7 @@ def test_bad_argument_is_named(kind: Any, arguments: tuple[Any, ...], error: typ
 @pytest.mark.parametrize("samples", [0, 1, 2, 3, 7, 12, 60, 61])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])
 def test_ranks_together_get_every_sample_once_in_torchs_order(num_replicas: int, samples: int, shuffle: bool) -> None:
-    def dealt(sampler: SameOrderSampler, num_replicas: int) -> list[list[int]]:
-        """What each rank gets, after its length was asked."""
+    def dealt(sampler: SameOrderSampler, num_replicas: int) -> list[list[int]]:  # what each rank gets, after its length was asked
         shares = []
         for rank in range(num_replicas):
             sampler.deal(num_replicas, rank)

@@ -33,8 +33,7 @@ class Gets(Scalar):  # keeps what training_step gets, of a loss that depends on 
         return self.w * 1.0
 
 
-def as_it_is(data: Any) -> DataLoader:
-    """A loader of one batch, which Lightning and torch leave as it is; a loader stays one."""
+def as_it_is(data: Any) -> DataLoader:  # a loader of one batch, which Lightning and torch leave as it is; a loader stays one
     return data if isinstance(data, DataLoader) else DataLoader([data], batch_size=None, collate_fn=lambda batch: batch)
 
 

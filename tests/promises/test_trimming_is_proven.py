@@ -28,8 +28,7 @@ def with_targets(target: list[int]) -> list[Row]:
     return [{**row, **other} for row, other in zip(padded(LENGTHS), padded(target, 6, 1, "decoder_"), strict=True)]
 
 
-UNLABELLED = padded(LENGTHS)
-"""The shortest rows have no label, and so no loss with or without padding."""
+UNLABELLED = padded(LENGTHS)  # the shortest rows have no label, and so no loss with or without padding
 for place in (3, 4):
     UNLABELLED[place]["y"] = torch.tensor(-100)
 

@@ -23,8 +23,7 @@ ENGINES = pytest.mark.parametrize("engine", ["ddp", *SHARDED])
 LENGTHS_KNOWN = pytest.mark.parametrize("has_length", [True, False], ids=["sized", "iterable"])
 
 
-def batches(*lengths: int) -> list[list[Tensor]]:
-    """So many batches for each rank, of one to three values that do not come twice."""
+def batches(*lengths: int) -> list[list[Tensor]]:  # so many batches for each rank, of one to three values that do not come twice
     values = iter(range(1, 1000))
     return [[x(*(next(values) ** 2 for _ in range(1 + (rank + i) % 3))) for i in range(n)] for rank, n in enumerate(lengths)]
 
@@ -51,8 +50,7 @@ class Uneven(ShardedScalar):  # each data-parallel rank has batches of its own. 
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10**6)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
-    def facts(self) -> Any:
-        """Steps, those of the scheduler, epochs, loader batches of all and of the last, its length."""
+    def facts(self) -> Any:  # steps, those of the scheduler, epochs, loader batches of all and of the last, its length
         run, batches = self.trainer, self.trainer.fit_loop.epoch_loop.batch_progress
         steps = run.global_step, self.lr_schedulers().last_epoch, run.current_epoch
         return (*steps, batches.total.completed, batches.current.completed, run.num_training_batches)

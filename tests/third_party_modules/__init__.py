@@ -33,8 +33,7 @@ class Package:  # what is installed, and the cases that it has. ``imports`` is t
 _PACKAGES: dict[str, Package] = {}
 
 
-def packages() -> dict[str, Package]:
-    """All of them, by name on PyPI."""
+def packages() -> dict[str, Package]:  # all of them, by name on PyPI
     for field_ in FIELDS:
         importlib.import_module(f"{__name__}.{field_}")
     return _PACKAGES

@@ -133,8 +133,7 @@ def darts() -> list[Case]:
     ]
 
 
-def small_table(kind: str) -> Any:
-    """24 rows of two numbers and a category, and a target."""
+def small_table(kind: str) -> Any:  # 24 rows of two numbers and a category, and a target
     import numpy as np
     import pandas as pd
 

@@ -33,8 +33,7 @@ MICRO_BATCHES = [rows[sum(SIZES[:index]) : sum(SIZES[: index + 1])] for rows in 
 Row = dict[str, Any]  # a line of the table: names and version; deviations by way; what the package said by way
 
 
-def examine(name: str) -> list[Row]:
-    """Train all modules of a package in each way."""
+def examine(name: str) -> list[Row]:  # train all modules of a package in each way
     os.chdir(tempfile.mkdtemp())
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     torch.set_num_threads(1)
@@ -68,15 +67,13 @@ def make_torchvision_importable() -> Any:
     return library
 
 
-def used(imports: str) -> tuple[Any, Any]:
-    """The Lightning that a package imports, and the names of this package for it."""
+def used(imports: str) -> tuple[Any, Any]:  # the Lightning that a package imports, and the names of this package for it
     is_first = imports == "lightning"
     pl = importlib.import_module("lightning.pytorch" if is_first else imports)
     return pl, importlib.import_module("lightning_accum.names" if is_first else f"lightning_accum.{imports}")
 
 
-def examined(case: Case, imports: str) -> Row:
-    """The ways of one module, each compared with whole batches in plain Lightning."""
+def examined(case: Case, imports: str) -> Row:  # the ways of one module, each compared with whole batches in plain Lightning
     _, accum = used(imports)
     compare = importlib.import_module("lightning_accum.testing").compare_window_with_batch
     policies = {"windows": {"window": len(SIZES)}, "split": {"micro_batch": MICRO_BATCH, **case.arguments}}
@@ -146,8 +143,7 @@ def without_dropout(module: nn.Module) -> None:
                     holder[name] = 0.0
 
 
-def made(case: Case) -> Any:
-    """The module, with dropout off, which computes in float64."""
+def made(case: Case) -> Any:  # the module, with dropout off, which computes in float64
     from torchmetrics import Metric
 
     torch.manual_seed(7)
@@ -160,8 +156,7 @@ def made(case: Case) -> Any:
     return module
 
 
-def first_line(message: object, words: int = 8) -> str:
-    """The beginning of a message."""
+def first_line(message: object, words: int = 8) -> str:  # the beginning of a message
     parts = str(message).split() or [type(message).__name__]
     return " ".join(parts[:words]) + (" …" if len(parts) > words else "")
 

@@ -25,8 +25,7 @@ START = SITE / "index.md"
 NOT_RUN = re.compile(r"<!-- not run: [^>]*-->\n+```python\n.*?```", re.DOTALL)
 
 
-def blocks(page: Path, language: str, text: str | None = None) -> list[str]:
-    """The blocks of a page, those inside of lists included."""
+def blocks(page: Path, language: str, text: str | None = None) -> list[str]:  # the blocks of a page, those inside of lists included
     found = re.findall(rf"^( *)```{language}\n(.*?)^ *```", page.read_text() if text is None else text, re.DOTALL | re.MULTILINE)
     return [re.sub(rf"^{indent}", "", block, flags=re.MULTILINE) for indent, block in found]
 

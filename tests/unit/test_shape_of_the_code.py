@@ -29,8 +29,7 @@ _saved_result _saved_self _saved_self_sym_numel _saved_self_sym_sizes _saved_tar
 _should_unsync _signal_connector _skip_backward _static_graph_delay_allreduce_enqueued _step_supports_amp_scaling _sync_buffers
 _tensor_parallel_size _timeout _to_sync _trainer _unsharded_param _update_count _val_check_time_interval _values _version
 """
-PRIVATE = set(_NAMES.split())
-"""Private names of Lightning's and torch's that are only read: what has gone is an AttributeError."""
+PRIVATE = set(_NAMES.split())  # private names of Lightning's and torch's that are only read: what has gone is an AttributeError
 OF_PYTHON = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
 """They have an underscore and are in Python's documentation."""
 _PARTS = "_fork _spawn _notebook _find_unused_parameters_ _io _thread _C _dynamo _functorch _inductor"
@@ -133,7 +132,7 @@ def test_nothing_above_the_line_imports_lightning_or_what_is_below() -> None:
     assert {module: wrong for module, wrong in above.items() if wrong} == {}
 
 
-ON_THE_HOST = {
+ON_THE_HOST = {  # where float64 may be named, beside ``exact.py`` and ``verify``, which runs on the host: Apple's MPS has none
     "demo.py": "the demo trains there",
     "trainer/results.py": "numbers for a logger, the mean of an epoch",
     "trainer/noise.py": "numbers of a checkpoint",
@@ -146,7 +145,6 @@ ON_THE_HOST = {
     "weighing/functions.py": "a number",
     "window.py": "a comparison",
 }
-"""Where float64 may be named, beside ``exact.py`` and ``verify``, which runs on the host: Apple's MPS has none."""
 
 
 def test_float64_is_asked_for_where_a_device_has_it() -> None:
