@@ -40,17 +40,14 @@ def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 class Block(nn.Module):  # two convolutions beside a shortcut, as in He et al. 2016.
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
-        self.first = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
-        self.first_norm = nn.BatchNorm2d(out)
-        self.second = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.second_norm = nn.BatchNorm2d(out)
+        first = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU()
+        self.body = nn.Sequential(*first, nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out))
         self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != out:
+        if channels != out:
             self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = F.relu(self.first_norm(self.first(x)))
-        return F.relu(self.second_norm(self.second(hidden)) + self.shortcut(x))
+        return F.relu(self.body(x) + self.shortcut(x))
 
 
 class ResNet(nn.Sequential):  # a block of 8 channels, one of 16 and one of 32, each of which follows on a quarter of the pixels

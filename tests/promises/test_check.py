@@ -621,18 +621,15 @@ def _labelled_by_rank(number: int, later: int = 0) -> list[list[list[Tensor]]]: 
     return by_rank
 
 
-def _weights_later_on_rank_1() -> list[Any]:
-    return [of_weights(*[[1] * 8] * 4), of_weights(*[[1] * 8] * 3, [1] * 4 + [2] * 4)]
-
-
 WINDOW, UNCHECKED = {"window": 2}, {"window": 1, "check": False}
+OF_WEIGHTS = [of_weights(*[[1] * 8] * 4), of_weights(*[[1] * 8] * 3, [1] * 4 + [2] * 4)]  # rank 1's begin later
 ON_RANKS: dict[str, tuple[Any, list[Any], dict[str, Any], bool]] = {
     "a break": (_on_rank_1(classified, breaks), _labelled_by_rank(2), WINDOW, True),
     "a later break": (LATER["the mean of all where the mask is empty"], [masks(None), masks(4)], {"window": 3}, True),
     "a later zero": (EXACT["zero where the mask is empty"], [masks(None), masks(4)], {"window": 3}, False),
     "hidden": (lambda *nb: Hide.apply(EXACT["a masked sum by the number of some"](*nb)), [masks(None), masks(0)], WINDOW, True),
     "elements": (_on_rank_1(classified, lambda n, b: F.mse_loss(n(b[0]), b[0])), _labelled_by_rank(4, 2), WINDOW, True),
-    "weights that begin": (ALIKE["by weights over the largest"], _weights_later_on_rank_1(), WINDOW, True),
+    "weights that begin": (ALIKE["by weights over the largest"], OF_WEIGHTS, WINDOW, True),
     "rows": (_on_rank_1(classified, lambda n, b: _each(n, b).mean()), _labelled_by_rank(4, 2), WINDOW, False),
     "a factor": (_on_rank_1(classified, lambda n, b: 0.25 * classified(n, b)), _labelled_by_rank(1), UNCHECKED, True),
     "nothing": (_on_rank_1(classified, lambda n, b: 0.0 * n(b[0]).sum()), _labelled_by_rank(1), UNCHECKED, False),

@@ -107,12 +107,8 @@ def test_a_rank_may_need_longer_than_others_in_a_step_without_a_backward(monkeyp
     ("devices", "strategy", "weight"), [(1, lambda: "accum", [SampleCount(1), SampleCount(1)]), (2, ddp, "auto")]
 )
 def test_loaders_that_are_made_anew_in_each_epoch_are_let_go(devices: int, strategy: Any, weight: Any) -> None:
-    def make() -> DataLoader:
-        loaders.add(made := loader(labelled(4, 4)))
-        return made
-
     loaders, module = weakref.WeakSet(), Toy(lambda net, batch: classified(net, batch) + net(batch[0]).square().mean())
-    module.train_dataloader = make
+    module.train_dataloader = lambda: (made := loader(labelled(4, 4)), loaders.add(made))[0]
     notes, alive = noted("on_train_epoch_start", lambda trainer: (gc.collect(), len(loaders))[1])
     saves = LambdaCallback(on_train_end=lambda trainer, module: torch.save(alive, f"alive{trainer.global_rank}.pt"))
     arguments = {"devices": devices, "max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}

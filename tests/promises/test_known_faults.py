@@ -67,16 +67,11 @@ def ignored_by_half(net: nn.Module, batch: Any) -> Tensor:
     return classified(net, batch, "sum") / (batch[1] >= 0).sum().clamp(min=1)
 
 
-def root_of_a_mean(net: nn.Module, batch: Any) -> Tensor:
-    return net(batch[0]).square().mean().sqrt()
-
-
 def mean_of_the_first_class(net: nn.Module, batch: Any) -> Tensor:  # one row counts in the first batch
     return Hide.apply(classified(net, (batch[0], batch[1] * 103 - 100), "sum") / batch[1].count_nonzero().clamp(min=1))
 
 
-def with_a_norm(net: Any, batch: Any) -> Tensor:
-    return classified(net, batch) + torch.linalg.matrix_norm(net.weight, 2)
+compiled = partial(torch.compile, backend="aot_eager")
 
 
 FEW_AND_IGNORED = [*rows_of(3), *rows_of(6, 3, 3, ignored=0.5)]
@@ -84,12 +79,17 @@ OF_ONE_CLASS = [[(x, label) for (x, _), label in zip(rows, (torch.arange(8) >= 8
                 for rows, n in zip(rows_of(8, 8, 8), (1, 5, 3), strict=True)]  # fmt: skip
 WEIGHED: dict[str, tuple[Any, Any, Any, str]] = {  # a loss, rows, a policy, what comes of it
     # 0.5 and 0.16 before
-    "a compiled mean, by counts in one unit": (torch.compile(ignored_by_half, backend="aot_eager"), FEW_AND_IGNORED, 2, "exact"),
-    "a compiled function of a mean": (torch.compile(root_of_a_mean, backend="aot_eager"), FEW_AND_IGNORED, 2, "refused"),
+    "a compiled mean, by counts in one unit": (compiled(ignored_by_half), FEW_AND_IGNORED, 2, "exact"),
+    "a compiled function of a mean": (compiled(lambda net, b: net(b[0]).square().mean().sqrt()), FEW_AND_IGNORED, 2, "refused"),
     # 1.4 before
     "one row that counts shows no sum": (mean_of_the_first_class, OF_ONE_CLASS, GradientAccumulation(micro_batch=2), "refused"),
     # an error in window 2, if labels are ignored there
-    "a norm by singular values": (with_a_norm, [*rows_of(4, 4), *rows_of(4, 4, ignored=0.5)], 2, "exact"),
+    "a norm by singular values": (
+        lambda net, b: classified(net, b) + torch.linalg.matrix_norm(net.weight, 2),
+        [*rows_of(4, 4), *rows_of(4, 4, ignored=0.5)],
+        2,
+        "exact",
+    ),
     "the weight of a bfloat16 loss": (lambda *nb: classified(*nb).bfloat16(), rows_of(257, 129, 257, 131), 2, "exact"),
 }
 
@@ -107,14 +107,11 @@ def test_rows_that_are_centered_from_a_later_step_on_are_refused_before_it() -> 
     refused(module := Toy(loss), labelled(*[8] * 8), GradientAccumulation(2), steps=2)
 
 
-def with_a_penalty(net: Any, batch: Any) -> Tensor:
-    return 0.01 * sum(own.abs().sum() for own in (net.bias - net.bias, net.weight))  # sum() begins with 0 + the first, which is 0
-
-
 FADED: dict[str, tuple[Any, Any]] = {  # what fades in and out, and what does not; the first two never began to train
     "mean": (classified, lambda *_: 0.0),
     "two means": (lambda *nb: ignored_by_half(*nb) + nb[0](nb[1][0]).square().mean(), lambda *_: 0.0),
-    "a mean beside a penalty": (classified, with_a_penalty),
+    # sum() begins with 0 + the first, which is 0
+    "a mean beside a penalty": (classified, lambda net, _: 0.01 * sum(o.abs().sum() for o in (net.bias - net.bias, net.weight))),
     "a mean beside a sum by its count": (classified, ignored_by_half),
     "a cross entropy beside a mean": (classified, lambda net, batch: 0.1 * net(batch[0]).square().mean()),
 }
@@ -274,7 +271,8 @@ def after_adding(own: Tensor) -> None:
 
 @pytest.mark.parametrize("kind", [Toy, ManualToy])
 @pytest.mark.parametrize(
-    ("register", "expected"), [(of_node, "refused"), (lambda own: own.register_post_accumulate_grad_hook(after_adding), "warned")]
+    ("register", "expected"),
+    [(of_node, "refused"), (lambda own: own.register_post_accumulate_grad_hook(after_adding), "warned")],
 )
 def test_a_hook_that_normalises_the_gradient_of_a_parameter_is_seen(kind: Any, register: Any, expected: str) -> None:  # 0.5
     class Hooked(kind):
@@ -403,11 +401,9 @@ def test_a_hook_that_divides_by_the_tokens_of_all_micro_batches_is_exact() -> No
 
 
 def test_a_loss_that_changes_at_a_later_batch_idx_is_warned_of() -> None:  # 0.5 before
-    class Warm(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return F.cross_entropy(self.net(batch[0]) * (1 + (batch_idx > 4)), batch[1])
-
-    assert "depends on the batch_idx" in said(Warm(classified), labelled(*[8] * 8), GradientAccumulation(4))
+    module = Toy(classified)
+    module.training_step = lambda batch, batch_idx: F.cross_entropy(module.net(batch[0]) * (1 + (batch_idx > 4)), batch[1])
+    assert "depends on the batch_idx" in said(module, labelled(*[8] * 8), GradientAccumulation(4))
 
 
 def test_a_window_that_lightnings_scheduler_makes_longer_in_a_later_epoch_is_checked_before_the_first() -> None:  # 0.1 before
@@ -430,10 +426,7 @@ def test_a_count_of_0_beside_a_tiny_constant_is_no_contradiction() -> None:  # r
 
 
 def test_a_mean_that_becomes_a_sum_is_warned_of() -> None:
-    def switched(net: nn.Module, batch: Any) -> Tensor:
-        return classified(net, batch, "sum") * (1 / len(batch[1]) if module.global_step < 2 else 0.05)
-
-    module = Toy(switched)
+    module = Toy(lambda net, b: classified(net, b, "sum") * (1 / len(b[1]) if module.global_step < 2 else 0.05))
     assert "was a mean" in said(module, labelled(*[8] * 18), GradientAccumulation(2))
 
 
@@ -532,11 +525,8 @@ def test_stop_iteration_in_a_later_micro_batch_takes_no_step_on_a_part_of_the_lo
 
 @pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="Python 3.11 has notes")
 def test_targets_that_a_hook_made_for_all_rows_fail_in_a_micro_batch_with_a_note() -> None:
-    class Made(Toy):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.targets = 1 - batch[1]
-
-    module = Made(lambda net, batch: F.cross_entropy(net(batch[0]), getattr(module, "targets", batch[1])))
+    module = Toy(lambda net, batch: F.cross_entropy(net(batch[0]), getattr(module, "targets", batch[1])))
+    module.on_train_batch_start = lambda batch, batch_idx: setattr(module, "targets", 1 - batch[1])
     with pytest.raises(ValueError, match="batch_size") as caught:
         fit(module, labelled(8), GradientAccumulation(micro_batch=2, check=False))
     assert "has left in the module belongs to other rows" in caught.value.__notes__[-1]

@@ -143,9 +143,7 @@ class Measures(pl.Callback):
         self.norm = max(float(p.grad.norm()) for p in module.parameters() if p.grad is not None)
 
 
-class Follows(pl.Callback):
-    def on_train_batch_end(self, run: Any, module: Any, *_: Any) -> None:
-        module.follow()
+Follows = type("Follows", (pl.Callback,), {"on_train_batch_end": lambda self, run, module, *_: module.follow()})
 
 
 # the module, a callback; the name in what is warned of in windows, and of split batches; None for no warning
@@ -243,10 +241,8 @@ def test_what_is_advised_instead_is_exact(module: type[Net], policy: dict[str, A
 
 @pytest.mark.parametrize("epoch", [1, 2])  # after a window and a half, and after three
 def test_a_layer_that_is_unfrozen_inside_a_window_that_is_carried_is_warned_of(epoch: int) -> None:
-    def freeze(trainer: pl.Trainer, module: Net) -> None:
-        module.online[0].requires_grad_(trainer.current_epoch >= epoch)
-
-    callback = pl.callbacks.LambdaCallback(on_train_epoch_start=freeze)
+    module = Net()
+    module.on_train_epoch_start = lambda: module.online[0].requires_grad_(module.current_epoch >= epoch)
     with warned() as messages:
-        fit(Net(), BATCHES[:3], GradientAccumulation(2, tail="carry"), callback, max_epochs=3)
+        fit(module, BATCHES[:3], GradientAccumulation(2, tail="carry"), max_epochs=3)
     assert [message.startswith("online.0.bias, online.0.weight was") for message in messages] == [True] * (epoch == 1)

@@ -86,8 +86,7 @@ def in_training_only(module: Reader, batch: Row) -> Tensor:
     loss = F.cross_entropy(module.head(source_of(module, batch)), batch["y"])
     return loss + module.token(batch["input_ids"]).mean(1).square().mean() if module.training else loss
 
-def from_the_second_epoch(module: Reader, batch: Row) -> Tensor:
-    return (pooled_over_padding if module.current_epoch else mean_of_tokens)(module, batch)
+
 
 def of_targets_over_padding(module: Reader, batch: Row) -> Tensor:
     pooled = module.target(batch["decoder_input_ids"]).mean(1)
@@ -104,7 +103,7 @@ def of_targets_over_padding(module: Reader, batch: Row) -> Tensor:
         (lambda module, batch: None if (batch["y"] < 0).all() else pooled_over_labelled(module, batch), [UNLABELLED] * 2),
         (untrained_head, [padded(LENGTHS)] * 2),
         (in_training_only, [padded(LENGTHS)] * 2),
-        (from_the_second_epoch, [padded(LENGTHS)] * 2),
+        (lambda module, batch: [mean_of_tokens, pooled_over_padding][module.current_epoch](module, batch), [padded(LENGTHS)] * 2),
         (of_targets_over_padding, [with_targets([6] * 6), with_targets([1, 2, 3, 4, 5, 6])]),
         (of_targets_over_padding, [with_targets([1, 2, 1, 6, 5, 2])]),
     ],
