@@ -36,7 +36,7 @@ class PartialLoss:
     """One loss of an unfinished window."""
 
     weight_scale: float | None  # the divisor of the weights, and so of the gradients
-    weighed: list[dict[str, Any]]  # the Window.weighed of all ranks
+    weighed: list[dict[str, Any]]  # the Window.entries of all ranks, as numbers
     gradients: dict[str, Tensor]  # summed over the ranks, on the host, by parameter; empty on ranks that do not save them
     term_totals: list[float] | None = None  # the denominator of each term over the whole window, if terms are counted first
     loader_batches_left: float = 0  # of that window
@@ -68,7 +68,7 @@ class PartialWindow:
 
 def gather_loss(window: Window, named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced: bool) -> PartialLoss:
     """One loss over all ranks. Called on all ranks."""
-    of_all: list[Any] = [window.weighed()]
+    of_all: list[Any] = [[entry.state_dict() for entry in window.entries]]
     if ranks.size > 1:
         of_all *= ranks.size
         dist.all_gather_object(of_all, of_all[0], group=ranks.group)

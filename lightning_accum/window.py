@@ -25,7 +25,7 @@ from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.functions import FunctionOfMean
 from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import Contribution, Weigher
-from lightning_accum.window_totals import ClosedWindow, Entry, read, summed, tensor_of
+from lightning_accum.window_totals import ClosedWindow, Entry, Totals, summed, tensor_of
 
 
 class Window:
@@ -57,7 +57,8 @@ class Window:
         """The constant in each weight, such as the 1e-8 of ``sum / (count + 1e-8)``, which the full batch has once. The same on all
         ranks; None if unknown.
         """
-        self._weight_scale = weight_scale
+        self.weight_scale = weight_scale
+        """The divisor of weights during the window; None before the first."""
         self.discard()
 
     def discard(self) -> None:
@@ -89,9 +90,8 @@ class Window:
         shape, own = loss.shape, _number(loss)
         added = own if contribution.of_mean is None else contribution.of_mean.mean
         self._take_in(Entry(own, added if shares is None else _number(shares), contribution))
-        weight, weight_scale = contribution.weight, self._weight_scale
-        if weight_scale is None:
-            weight_scale = self._agreed_weight_scale(0.0 if weight is None else weight)
+        weight = contribution.weight
+        weight_scale = self._agreed_weight_scale(0.0 if weight is None else weight)
         if weight is None or (not isinstance(weight, Tensor) and weight == weight_scale):
             return None
         if isinstance(weight, Tensor):
@@ -123,18 +123,9 @@ class Window:
             return float(self._tensor_of(weights).sum())  # type: ignore[arg-type]
         return float(sum(weights))  # type: ignore[arg-type]
 
-    def weighed(self) -> list[dict[str, Any]]:
-        """The micro-batches so far, as numbers."""
-        return [entry.state_dict() for entry in self.entries]
-
-    @property
-    def weight_scale(self) -> float | None:
-        """The divisor of weights during the window; None before the first."""
-        return self._weight_scale
-
     def restore(self, weight_scale: float | None, weighed: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from earlier values of :attr:`weight_scale` and :meth:`weighed`."""
-        self._weight_scale, self.entries = weight_scale, []
+        """Continue with an earlier :attr:`weight_scale` and the states of earlier :attr:`entries`."""
+        self.weight_scale, self.entries = weight_scale, []
         for state in weighed:
             self._take_in(Entry.from_state_dict(state))
 
@@ -157,13 +148,13 @@ class Window:
 
     def _agreed_weight_scale(self, weight: Denominator) -> float:
         """The scale of this window: from the first weights of all ranks, later from the last window."""
-        if self._weight_scale is None:
+        if self.weight_scale is None:
             first = self._tensor_of([weight, 1.0])
             if self._world_size > 1:
                 dist.all_reduce(first, group=self._group)
             total, count = first.tolist()
-            self._weight_scale = _power_of_two_near(total / count)
-        return self._weight_scale
+            self.weight_scale = _power_of_two_near(total / count)
+        return self.weight_scale
 
     def reduce(self) -> None:
         """Start to sum the weights over the ranks.
@@ -201,7 +192,7 @@ class Window:
         numbers = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals  # one copy to the host
         function, entries, of_terms = self._function, self.entries, None if self.counted is None else self.counted.totals
         self.discard()
-        totals, counted = read(numbers)
+        totals, counted = Totals(*numbers[: len(Totals._fields)]), numbers[len(Totals._fields) :]
         totals.check()
         missed, is_sum = counted[0] if counted else 0.0, bool(totals.sums)
         is_counted_empty = not any(of_terms or ()) and not any(None in (e.contribution.of_terms or {}).values() for e in entries)
@@ -232,9 +223,9 @@ class Window:
             )
             doubts = {"is_miscounted": is_listed and missed > 1e-6, "do_factors_differ": do_factors_differ}
             return totals.closed(loss, shown, slope=slope, **doubts)
-        assert self._weight_scale is not None
-        _scale(gradients, self._world_size * self._weight_scale / weight * slope)
-        self._weight_scale = _power_of_two_near(weight / totals.micro_batches)
+        assert self.weight_scale is not None
+        _scale(gradients, self._world_size * self.weight_scale / weight * slope)
+        self.weight_scale = _power_of_two_near(weight / totals.micro_batches)
         has_others = disagree and any(entry.contribution.others for entry in entries)
         doubts = {"do_terms_disagree": has_others, "do_factors_differ": disagree and not has_others}
         return totals.closed(loss, weight, slope=slope, **doubts)

@@ -210,11 +210,6 @@ def _summands(
     return n, where(is_nothing, 0.0, added * times), n < 0, d, spread, is_sum, n != 0, zeros
 
 
-def read(numbers: Sequence[float]) -> tuple[Totals, Sequence[float]]:
-    """The totals of :func:`summed` over all ranks, and the counts of terms."""
-    return Totals(*numbers[: len(Totals._fields)]), numbers[len(Totals._fields) :]
-
-
 def _of_other_terms(contribution: Contribution) -> Denominator:
     """The denominators of a loss's other terms, with unequal factors, so that terms cannot cancel."""
     others = contribution.others

@@ -190,7 +190,9 @@ class Loop(Passes):
     # --- what is refused --------------------------------------------------------------------------------------------
 
     def _refuse_unfinished(self) -> None:
-        """Raise an error after a backward or window that failed, or a window that was not stepped."""
+        """Raise an error if this was replaced, after a backward or window that failed, and after one that was not stepped."""
+        if self._training.is_replaced:
+            raise UsageError("A later Accumulator of the same model has replaced this one. Use that one.")
         if self._has_failed:
             raise UsageError("This window has failed. Call accumulator.discard(), or resume from a checkpoint.")
         if self._is_backward_done and self._ends_window and not self._is_step_done:

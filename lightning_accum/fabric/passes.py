@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
+from itertools import islice
 from types import TracebackType
 from typing import Any, cast
 
@@ -71,9 +72,7 @@ class Passes:
         (longest,) = ranks.largest(self._length)
         batches = LoaderBatches(of_all_ranks(loader, int(longest) if longest < math.inf else None, ranks))
         accumulation.rest_of_window = lambda: batches.draw_ahead(boundary.left(self._seen + 1))
-        for number, (batch, ends_data, is_shadow, _) in enumerate(batches, 1):
-            if number <= skip:
-                continue
+        for batch, ends_data, is_shadow, _ in islice(batches, skip, None):
             accumulation.is_shadow_batch = is_shadow
             boundary.begin(self._size())
             is_cut = ends_data and boundary.is_cut_by_the_end(is_last)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeAlias, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_accum.errors import ArgumentError, UsageError, WrongTypeError
@@ -36,7 +35,7 @@ LossOf: TypeAlias = Callable[[Any, Any], Tensor]  # loss_of(model, batch): the l
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 """Fabric's classes that do not change torch's backward and gradients."""
 
-_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()  # of Accumulators, on the steps of their optimizers
+_latest: WeakKeyDictionary[nn.Module, ref[Training]] = WeakKeyDictionary()  # of a module that several Accumulators have had
 
 
 class Training(Trained):
@@ -66,11 +65,12 @@ class Training(Trained):
             size, rank = dist.get_world_size(), dist.get_rank()
         self.ranks = Ranks(device, size, None, size, rank)
         self.snapshotter = Undo(self.module, self.ranks.device)
-        self._is_stepping, self._refuse_step = False, refuse_step
-        if self.raw_optimizer in _hooks:  # of an Accumulator that this one replaces
-            _hooks.pop(self.raw_optimizer).remove()
+        self._is_stepping, self._refuse_step, self.is_replaced, self._undo = False, refuse_step, False, ExitStack()
+        if (before := _latest.get(self.module)) is not None and (earlier := before()) is not None:
+            earlier._undo.close()
+        _latest[self.module] = ref(self)
         with suppress(AttributeError):  # some wrappers of optimizers skip Optimizer.__init__
-            _hooks[self.raw_optimizer] = self.raw_optimizer.register_step_pre_hook(self._before_step)
+            self._undo.callback(self.raw_optimizer.register_step_pre_hook(self._before_step).remove)
 
     @property
     @override
@@ -121,15 +121,21 @@ class Training(Trained):
         """Set up the reduction over ranks. Returns the sums of gradients, if their type is wider."""
         dtype = policy.accumulate_dtype
         sums = None if dtype is None else main_gradients(dtype, self.parameters)
+        # else a later Accumulator does not touch what this one uses
+        self._undo.callback(setattr, self, "is_replaced", sums is not None or self.is_sharded)
+        if sums is not None:
+            self._undo.callback(sums.close)
         if self.ddp is not None and sums is not None:
             self.sync = WideDDPSync(self.ddp, sums, self.ranks)
+            self._undo.callback(setattr, self.ddp, "require_backward_grad_sync", True)
         elif self.ddp is not None:
             self.sync = DDPSync(self.ddp, "window", policy.finishes_after_backward)
         elif self.is_sharded and sums is not None:
             instead = f"fully_shard with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})"
             raise ArgumentError(f"accumulate_dtype={dtype} is not for a sharded model: use {instead}.")
         elif self.is_sharded:
-            self.sync = FSDP2Sync(self.module, "window", self, self.ranks)
+            self.sync = sync = FSDP2Sync(self.module, "window", self, self.ranks)
+            self._undo.callback(sync.close)
         return sums
 
     def _loss_without_wrapper(self, loss_of: LossOf, batch: Any) -> Tensor:

@@ -34,9 +34,7 @@ class DDPSync(WrappedSync):
     """
 
     def __init__(self, ddp: DistributedDataParallel, policy: SyncPolicy = "window", finishes_after_backward: bool = False) -> None:
-        self._ddp = ddp
-        self._finishes_after_backward = finishes_after_backward
-        self._policy = policy
+        self._ddp, self._policy, self._finishes_after_backward = ddp, policy, finishes_after_backward
         self.is_reduced_inside, self.notes_parameters = policy == "micro_batch", ddp.find_unused_parameters
         self._trainable = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         self._sparse = frozenset(p for layer in sparse_layers(ddp.module).values() for p in layer.parameters())

@@ -106,8 +106,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if seen == self.begun or seen != self._advanced:
             raise seams.broken(f"{self._runs} was called twice for a loader batch, or outside of _TrainingEpochLoop.advance.")
         self.begun, self._is_running = seen, True
-        if not boundary.is_under_way:
-            boundary.begin(self.window_size())
+        boundary.begin(self.window_size())
         if seen < boundary.ends_at and self._is_cut_by_the_end(boundary):
             boundary.cut_short(seen)
         return seen, seen >= boundary.ends_at
@@ -209,8 +208,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
 
     def _end_loader_batch(self) -> None:
         """End a loader batch, and with it a window of tokens that is full. Lightning's first action after each, even after None."""
-        strategy, seen = self.strategy, self.batch_progress.total.ready
-        windows = strategy.accumulation if strategy.manual is None else strategy.manual
+        windows, seen = self.strategy.windows, self.batch_progress.total.ready
         if seen != self.begun:
             self._run_without_batch()
         if windows is None or not self._is_running:

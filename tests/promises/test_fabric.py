@@ -545,13 +545,17 @@ def test_a_loss_that_does_not_add_up_is_an_error_before_the_first_step() -> None
     assert next(iter(accumulator_of(net, window=2, loss_of=of_towers, check=False)(batches))) is batches[0]
 
 
-def test_gradients_are_added_up_in_a_wider_type() -> None:
-    model = scalar().bfloat16()
-    accumulator = accumulator_of(model, window=3, accumulate_dtype=torch.float32, weight="equal")
-    for batch in accumulator([column(value).bfloat16() for value in (256.0, 1.0, 1.0)]):
-        accumulator.backward(model(batch).sum())
-        accumulator.step()
-    assert model.weight.item() == -86  # (256 + 1 + 1) / 3; in bfloat16, 256 + 1 is 256
+def test_gradients_are_added_up_in_a_wider_type_by_the_last_accumulator_of_a_model() -> None:
+    model, accumulators = scalar().bfloat16(), []
+    for _ in range(2):
+        nn.init.zeros_(model.weight)
+        accumulators += [accumulator_of(model, window=3, accumulate_dtype=torch.float32, weight="equal")]
+        for batch in accumulators[-1]([column(value).bfloat16() for value in (256.0, 1.0, 1.0)]):
+            accumulators[-1].backward(model(batch).sum())
+            accumulators[-1].step()
+        assert model.weight.item() == -86  # (256 + 1 + 1) / 3; in bfloat16, 256 + 1 is 256
+    with pytest.raises(AccumulationError, match="later Accumulator"):
+        accumulators[0]([])
 
 
 def test_a_step_that_a_grad_scaler_leaves_out_is_none_and_clipping_is_unscaled() -> None:
