@@ -28,22 +28,12 @@ def test_the_suite_passes_with_pytorch_lightning(name: str, tmp_path: Path) -> N
 
 
 TRAINS = """
-import sys, torch, warnings
+import importlib, sys, torch, warnings
+from lightning_accum.testing import assert_window_equals_batch
 torch.set_num_threads(1)
-quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-generator = torch.Generator().manual_seed(1)
-BATCHES = [torch.randn(rows, 4, dtype=torch.float64, generator=generator) for rows in (3, 1, 2, 5)]
-
-class Regression(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    def training_step(self, batch, batch_idx):
-        return (batch[:, :3] @ self.weight - batch[:, 3]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+torch.manual_seed(1)
+ROWS, MODULE = list(torch.randn(11, 32)), importlib.import_module(pl.__name__ + ".demos.boring_classes").BoringModel()
+BATCHES = [ROWS[:3], ROWS[3:4], ROWS[4:6], ROWS[6:]]
 
 class Saves(pl.Callback):
     seen = 0
@@ -55,39 +45,30 @@ class Saves(pl.Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.seen += 1
 
-def train(batches, strategy="accum", ckpt_path=None, **arguments):
-    module, saves = Regression(), Saves()
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", max_epochs=1, callbacks=[GradientAccumulation(2), saves], **quiet, **arguments
-    )
-    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None, shuffle=False), ckpt_path=ckpt_path)
-    weight = torch.ones(3, dtype=torch.float64)
-    for window in (BATCHES[:2], BATCHES[2:]):  # gradient descent on full batches, in closed form
-        rows = torch.cat(window)
-        weight = weight - 0.1 * 2 / len(rows) * rows[:, :3].T @ (rows[:, :3] @ weight - rows[:, 3])
-    assert (module.weight - weight).norm() <= 1e-12 * weight.norm()
-    assert trainer.global_step == trainer.callback_metrics["window/optimizer_steps"] == 2
-    return trainer, saves
+def train(batches, strategy="accum", **arguments):
+    saves = Saves()
+    arguments |= {"windows": [ROWS[:4], ROWS[4:]], "trainer": {"callbacks": [saves]}, "optimizers": [None]}
+    assert_window_equals_batch(MODULE, batches, GradientAccumulation(2), strategy=strategy, **arguments)
+    return saves
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         train(BATCHES[3:] + BATCHES[:3], ckpt_path="inside.ckpt")  # a DataLoader without a state begins again
     else:
-        _, saves = train(BATCHES)
-        assert saves.seen == 2
+        assert train(BATCHES).seen == 2 + 2  # in windows, and on full batches
         assert isinstance(GradientAccumulation(2), pl.Callback)
         assert isinstance(DDPAccumulationStrategy(), pl.strategies.DDPStrategy)
         assert "accum_ddp" in pl.strategies.StrategyRegistry
-        train(BATCHES, strategy=AccumulationStrategy())
-        assert verify(Regression(), BATCHES[3], micro_batch=2)
+        train(BATCHES, strategy=AccumulationStrategy)
+        assert verify(MODULE, torch.stack(ROWS), micro_batch=2)
         try:
             GradientAccumulation(0)
         except AccumulationError as error:
             assert isinstance(error, pl.utilities.exceptions.MisconfigurationException)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            pl.Trainer(strategy="accum", accelerator="cpu", max_epochs=1, accumulate_grad_batches=2, **quiet).fit(
-                Regression(), torch.utils.data.DataLoader([None, None], batch_size=None)
+            pl.Trainer(strategy="accum", accelerator="cpu", max_epochs=1, accumulate_grad_batches=2, logger=False).fit(
+                MODULE, torch.utils.data.DataLoader([None, None], batch_size=None)
             )
         assert [w for w in caught if issubclass(w.category, AccumulationWarning)]
 """
