@@ -20,33 +20,12 @@ _NAMES_WITH_P = ("drop", "stochasticdepth")
 """Parts of the names of classes whose probability is ``p``."""
 
 
-def switch_off_dropout(module: nn.Module) -> list[str]:
-    """Set the probabilities of dropout in ``module`` to 0, and return their paths.
+def switch_off_dropout(module: nn.Module) -> list[tuple[str, MutableMapping[str, Any], str, float]]:
+    """Set the probabilities of dropout in ``module`` to 0. Returns their paths, holders, names in these, and former values.
 
     These are ``p`` of dropout layers, and numbers in attributes, in Hugging Face configurations and in ``hparams`` with "drop" in
     their name: ``attention_dropout``, ``resid_pdrop``, ``drop_path_rate``, ``layerdrop``.
     """
-    found = []
-    for path, holder, name in _dropout_in(module):
-        holder[name] = 0.0
-        found.append(path)
-    return found
-
-
-@contextmanager
-def dropout_switched_off(module: nn.Module) -> Iterator[None]:
-    """Inside, the probabilities of dropout in ``module`` are 0, see :func:`switch_off_dropout`."""
-    before = [(holder, name, holder[name]) for _, holder, name in _dropout_in(module)]
-    switch_off_dropout(module)
-    try:
-        yield
-    finally:
-        for holder, name, probability in before:
-            holder[name] = probability
-
-
-def _dropout_in(module: nn.Module) -> list[tuple[str, MutableMapping[str, Any], str]]:
-    """The dropout probabilities that are not 0: the path, the holder, and the name in the holder."""
     found, seen = [], set()
     for path, layer in module.named_modules():
         has_p = any(name in type(layer).__name__.lower() for name in _NAMES_WITH_P)
@@ -57,8 +36,21 @@ def _dropout_in(module: nn.Module) -> list[tuple[str, MutableMapping[str, Any], 
             for name, value in holder.items():
                 is_named = isinstance(name, str) and ("drop" in name.lower() or (has_p and name == "p"))
                 if is_named and isinstance(value, float) and 0 < value <= 1:
-                    found.append((".".join(part for part in (path, prefix, name) if part), holder, name))
+                    found.append((".".join(part for part in (path, prefix, name) if part), holder, name, value))
+    for _, holder, name, _ in found:
+        holder[name] = 0.0
     return found
+
+
+@contextmanager
+def dropout_switched_off(module: nn.Module) -> Iterator[None]:
+    """Inside, the probabilities of dropout in ``module`` are 0, see :func:`switch_off_dropout`."""
+    before = switch_off_dropout(module)
+    try:
+        yield
+    finally:
+        for _, holder, name, probability in before:
+            holder[name] = probability
 
 
 def _holders(layer: nn.Module) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
@@ -164,8 +156,7 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def restart(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
-        """Restart the count of draws, for these of the ``total`` rows of a whole batch, which runs before its parts; None: unknown
-        rows."""
+        """Restart the count of draws, for these of the ``total`` rows of a whole batch that ran before; None: unknown rows."""
         self._draws, self._rows, self._total = 0, None if rows is None else tuple(rows), total
         if rows is None or self._rows == tuple(range(total)):
             self.is_unlike = False
@@ -285,6 +276,12 @@ def _bernoulli(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
     return (_uniform(sample, args[0]) < probabilities).to(args[0].dtype)
 
 
+def _dropout(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, p, is_training = args
+    mask = _uniform(sample, tensor) >= p
+    return (tensor * mask / (1 - p), mask) if is_training and p < 1 else None
+
+
 def _normal(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [value for value in args if isinstance(value, Tensor)]
     if not tensors:
@@ -302,6 +299,7 @@ _WAYS = {
     **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _like),
     **dict.fromkeys(("rand", "randn", "randint"), _of_size),
     "bernoulli": _bernoulli,
+    "native_dropout": _dropout,  # functional dropout, on a GPU
     "normal": _normal,
 }
 

@@ -254,6 +254,11 @@ def _save_cell(cell: types.CellType) -> list[Any]:
         return []
 
 
+def _restore_cell(cell: types.CellType, saved: list[Any]) -> None:
+    if saved:
+        cell.cell_contents = saved[0]
+
+
 def _save_tensor(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     is_expanded = is_dense(tensor) and 0 in tensor.stride() and tensor.numel() > 1
     # it cannot be written to, or consists of other tensors
@@ -327,14 +332,7 @@ _OF_TYPES: tuple[tuple[Any, Kind | None], ...] = (
     (bytearray, Kind(bytes, lambda target, saved: target.__setitem__(slice(None), saved))),
     (torch.Generator, Kind(torch.Generator.get_state, torch.Generator.set_state)),
     (random.Random, Kind(random.Random.getstate, random.Random.setstate)),
-    (
-        types.CellType,
-        Kind(
-            _save_cell,
-            lambda cell, saved: saved and cell.__setattr__("cell_contents", *saved),
-            lambda kinds, cell: [("", held) for held in _save_cell(cell)],
-        ),
-    ),
+    (types.CellType, Kind(_save_cell, _restore_cell, lambda kinds, cell: [("", held) for held in _save_cell(cell)])),
     (types.FunctionType, _leads_on("__closure__", "__defaults__", "__kwdefaults__", "__dict__")),
     (types.MethodType, _leads_on("__self__", "__func__")),
     (types.BuiltinFunctionType, _leads_on("__self__")),  # such as list.append of a list

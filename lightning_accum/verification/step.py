@@ -76,7 +76,7 @@ class Step(pl.Callback):
         found = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         if found != self._ranks:
             raise MisconfiguredError(f"verify(devices={self._ranks}): the strategy has {found} data-parallel ranks instead.")
-        self.dropout, self.batch_norm = switch_off_dropout(pl_module), batch_norm_layers(pl_module)
+        self.dropout, self.batch_norm = [path for path, *_ in switch_off_dropout(pl_module)], batch_norm_layers(pl_module)
         seed_everything(self._seed)
 
     @override
@@ -206,8 +206,7 @@ class StepRunner:
         return step
 
     def fit(self, batches: Sequence[Any], change: Change, step: Step, callbacks: Sequence[Any], **trainer: Any) -> None:
-        """Fit the module for a step, without preparing data again, without its callbacks, and with the causes of ``change``
-        removed."""
+        """Fit the module for a step, with the causes of ``change`` removed; nothing prepares data, and callbacks are left out."""
         inner, noise = uncompiled(self.module), NoiseOfRows()
         original = inner.training_step
 

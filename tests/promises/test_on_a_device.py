@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from harness import assert_one_window_one_batch
-from support import Language, Toy, error_of_updates, fit, sentences
+from support import Language, Toy, error_of_updates, fit, labelled, sentences
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount
 from lightning_accum.testing import adamw
@@ -42,6 +43,12 @@ def test_counts_of_a_device_are_exact(make: Any, policy: dict[str, Any]) -> None
         rows[start : start + size] for start, size in zip((0, 3, 4, 9, 11, 17, 20, 28), (3, 1, 5, 2, 6, 3, 8, 4), strict=True)
     ]
     assert_one_window_one_batch(make, [batches], GradientAccumulation(**policy), optimizers=[None, adamw])
+
+
+@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
+def test_a_function_that_drops_out_is_checked() -> None:  # on a GPU it is one operation
+    module = Toy(lambda net, batch: F.cross_entropy(torch.native_dropout(net(batch[0]), 0.5, True)[0], batch[1]))
+    assert fit(module, labelled(8, 8), GradientAccumulation(2)).global_step == 1
 
 
 class Graphed(nn.Module):  # its backward writes to the same memory each time, like that of ``torch.cuda.make_graphed_callables``
