@@ -49,8 +49,7 @@ class Boundary:
             self.size, self.is_under_way, self.ends_at = size, True, self.closed_at + size
 
     def is_reached(self, seen: int, size: Callable[[], float]) -> bool:
-        """Whether the window ends with loader batch number ``seen``, whatever follows. If no window has begun, ``size`` gives its
-        size."""
+        """Whether the window ends with loader batch number ``seen``, whatever follows. ``size`` is its size if none has begun."""
         is_known = self.is_under_way or seen == self.ends_at
         return seen >= (self.ends_at if is_known else self.closed_at + size())
 
@@ -80,8 +79,7 @@ class Boundary:
         self.closed_at, self.is_under_way, self.ends_at, self.tokens = seen, False, seen, None
 
     def go_on(self, seen: int, position: int, size: float, tokens: int | None) -> None:
-        """Resume inside a window of ``size`` loader batches, or ``tokens``. It has had ``position`` of them; the last is number
-        ``seen``."""
+        """Resume inside a window of ``size`` loader batches, or ``tokens``: after ``position`` of them, the last is ``seen``."""
         self.close(seen - position)
         self.begin(size)
         self.tokens = tokens

@@ -100,8 +100,7 @@ class ManualMicroBatch:
             )
 
     def compare_places(self, ranks: Ranks, is_end: bool) -> None:
-        """Raise, on all ranks, if they are at different places in the ``training_step`` that ends a window, or ended it
-        differently."""
+        """Raise, on all ranks, if they are at different places in the ``training_step`` that ends a window, or ended otherwise."""
         if ranks.size == 1:
             return
         line, left = ("", ", and left training_step") if is_end else (f" ({users_line()})", "")

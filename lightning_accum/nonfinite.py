@@ -113,8 +113,7 @@ class Guard:
 
     @torch.no_grad()
     def _largest(self, named: Mapping[str, nn.Parameter]) -> tuple[list[str], list[Tensor]]:
-        """The largest absolute value of each gradient: it is NaN or inf if the gradient has one, and does not overflow like a
-        sum."""
+        """The largest absolute value of each gradient: NaN or inf if the gradient has one. It does not overflow, unlike a sum."""
         values: dict[str, Tensor] = {}
         names = {parameter: name for name, parameter in named.items()}
         for parameter, gradient in self.gradients.accumulated(named.values()).items():

@@ -111,8 +111,7 @@ class Policy:
 
     @property
     def finishes_after_backward(self) -> bool:
-        """Gradients are reduced after the last backward of a window, not in it, since its micro-batch may be left out or run
-        again."""
+        """Gradients are reduced after the last backward of a window, not in it: its micro-batch may be left out or run again."""
         return self.on_nonfinite != "propagate" or self.micro_batch == "auto"
 
     def size_at(self, epoch: int, step: int) -> int | None:

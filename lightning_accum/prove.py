@@ -78,8 +78,7 @@ class Measured:
             return math.nan
 
     def gradient(self, key: int, factor: float | None = None) -> Mapping[int, Tensor]:
-        """The gradient of a term, of all terms, or a multiple of it. For a multiple, all ranks must call it, each with its own
-        factor."""
+        """The gradient of a term, of all terms, or a multiple of it, for which all ranks call it, each with its own factor."""
         if self.rerun is not None:
             if factor is not None:
                 return self.rerun(key, factor)

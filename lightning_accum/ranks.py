@@ -181,8 +181,7 @@ def draw(batches: Iterator[Any], before: list[tuple[Tensor, int, Tensor]]) -> An
 
 
 def have_all_left(has_failed: bool, patience: float) -> bool:
-    """Leave a joint action of all ranks. False if this rank has failed, and another still waits for it after ``patience``
-    seconds."""
+    """Leave a joint action of all ranks. False if this rank has failed, and another still waits after ``patience`` seconds."""
     global _left
     _left += 1
     with suppress(Exception):

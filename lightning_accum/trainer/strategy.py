@@ -98,8 +98,7 @@ class AccumulationMixin(Engine):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy, which is in no fit. Spawned loader processes get one with the data module, which holds its
-        Trainer."""
+        """The state of a copy, in no fit. Spawned loader processes get one with the data module, which holds its Trainer."""
         own = seams.own_attributes(type(self))
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 

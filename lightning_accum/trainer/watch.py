@@ -216,8 +216,7 @@ class Watch:
 
 
 class WindowClosure(Closure):
-    """The closure of a window that has run: returns its loss once, if the optimizer has not changed parameters; else runs it
-    again."""
+    """The closure of a window that has run: returns its loss, once and if no parameter has changed; else runs it again."""
 
     def __init__(self, outcome: Outcome, again: Callable[[], Outcome] | None, watch: Watch) -> None:
         super(Closure, self).__init__()  # this does not run Closure's three functions

@@ -19,8 +19,7 @@ _MOST_SIZES = 4
 _COMPARED = 64
 """The lengths of this many micro-batches after the first check are compared."""
 Reason: TypeAlias = Literal["new terms", "other numbers", "other lengths", "no loss", "time"]
-"""Why a micro-batch is checked: new terms, new numbers in the batch or weights, a new length of rows, or a regular check.
-"""
+"""Why a micro-batch is checked: new terms, new numbers in the batch or weights, a new length of rows, or a regular check."""
 
 
 class LaterLooks:
@@ -41,8 +40,7 @@ class LaterLooks:
 
     def __init__(self) -> None:
         self.alike: dict[tuple[Any, ...], float] | None = None
-        """The number of each such tensor, by its path in a batch; NaN for labels without an ignored one. None before the first
-        check."""
+        """The number of each such tensor, by path; NaN for labels without an ignored one. None before the first check."""
         self.doubted: list[tuple[Denominator, Any, Reason]] = []
         """How much a micro-batch differs from checked ones (0: it is not checked), its batch, and the reason."""
         self._has_other_lengths = False
@@ -124,8 +122,7 @@ class LaterLooks:
         return bool(sum((doubt for doubt, *_ in self.doubted), 0.0))
 
     def telling(self, others: Any) -> list[tuple[Any, Reason]]:
-        """The micro-batches of the window to check, and why: the last with new terms, and the one that differs most; else
-        ``others``."""
+        """The micro-batches to check, and why: the last with new terms, and the one that differs most; else ``others``."""
         doubted = [doubt for doubt in reversed(self.doubted) if doubt[0]] or [(0.0, others, "time")]
         new = [doubt for doubt in doubted if doubt[2] == "new terms"]
         farthest = max((new or doubted)[::-1], key=lambda doubt: float(doubt[0]))  # the first, as the last may have few rows

@@ -104,8 +104,7 @@ class Form(NamedTuple):
 
 
 def number_of_rows(layer: Layer, arguments: Tree, of_batch: int | None) -> int:
-    """The size of dimension 0 of the tensors; if they differ, the batch size or a multiple of it (two joined views), else the
-    first."""
+    """The size of dimension 0 of the tensors; if they differ, the batch size or a multiple (two joined views), else the first."""
     sizes = [leaf.size for leaf in arguments.leaves if leaf.size is not None and (leaf.is_tensor or type(leaf.value[0]) is str)]
     if not sizes:
         raise RowWiseError.of(layer.name, f"{layer.name!r} is called without a tensor whose dimension 0 could be the rows.")

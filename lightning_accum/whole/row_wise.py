@@ -34,9 +34,7 @@ NoiseOfCall: TypeAlias = Callable[[int, Sequence[int], int], AbstractContextMana
 
 @dataclass(eq=False)
 class RowWise:
-    """Runs submodules in micro-batches, in steps that see the whole batch. Raises a ValueError if a name is not a submodule, or is
-    inside another.
-    """
+    """Runs submodules in micro-batches, in steps that see the whole batch. An ArgumentError names a wrong name."""
 
     module: nn.Module  # the module in training
     names: Sequence[str]  # of its submodules
