@@ -12,9 +12,8 @@ from support import Scalar, x
 
 import lightning_accum
 
-needs_jsonargparse = pytest.mark.skipif(importlib.util.find_spec("jsonargparse") is None, reason="LightningCLI needs jsonargparse")
 pytestmark = [
-    needs_jsonargparse,
+    pytest.mark.skipif(importlib.util.find_spec("jsonargparse") is None, reason="LightningCLI needs jsonargparse"),
     pytest.mark.filterwarnings("ignore:.*LightningCLI's args parameter is intended to run"),
     pytest.mark.filterwarnings("ignore:.*deprecated in v4:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*JsonargparseDeprecationWarning"),

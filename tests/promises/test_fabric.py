@@ -47,11 +47,6 @@ def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
 LANGUAGE = Task(lambda: Language().net, loss_of, pad, lambda model: model.blocks)
 
 
-class Forked(ModelParallelStrategy):
-    def _configure_launcher(self) -> None:
-        self._launcher = _MultiProcessingLauncher(self, start_method="fork")
-
-
 def on_two(run: Callable[[Fabric], Any], strategy: str = "ddp", task: Task = LANGUAGE, **kwargs: Any) -> Any:
     """What ``run`` returns on the first of two ranks."""
 
@@ -65,11 +60,12 @@ def on_two(run: Callable[[Fabric], Any], strategy: str = "ddp", task: Task = LAN
         if fabric.global_rank == 0:
             torch.save(found, "found.pt")
 
-    timeout: Any = {"timeout": timedelta(seconds=60)}
+    kwargs["timeout"] = timedelta(seconds=60)
     if strategy == "ddp":
-        chosen: Any = DDPStrategy(start_method="fork", **timeout, **kwargs)
+        chosen: Any = DDPStrategy(start_method="fork", **kwargs)
     else:
-        chosen = Forked(parallelize_fn=shard, data_parallel_size=2, tensor_parallel_size=1, **timeout)
+        chosen = ModelParallelStrategy(parallelize_fn=shard, data_parallel_size=2, tensor_parallel_size=1, **kwargs)
+        chosen._configure_launcher = lambda: setattr(chosen, "_launcher", _MultiProcessingLauncher(chosen, start_method="fork"))
     Fabric(accelerator="cpu", devices=2, strategy=chosen).launch(to_file)
     return torch.load("found.pt")
 
@@ -486,14 +482,9 @@ def test_sums_in_a_wider_type_send_no_buffers_in_a_forward_which_other_ranks_may
 
 def test_a_loader_that_fails_on_one_rank_ends_all() -> None:
     def train(fabric: Fabric) -> str:
-        def failing() -> Iterator[Tensor]:
-            yield column(1)
-            if fabric.global_rank == 1:
-                raise KeyError("no such file")
-            yield column(2)
-
+        failing = ({0: column(1)}[number if fabric.global_rank else 0] for number in range(2))
         with pytest.raises(KeyError if fabric.global_rank == 1 else RuntimeError):
-            train_scalar(failing(), 2, fabric)
+            train_scalar(failing, 2, fabric)
         return "ended"
 
     assert on_two(train) == "ended"

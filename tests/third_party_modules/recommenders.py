@@ -28,15 +28,13 @@ def replay() -> list[Case]:
         row["positive_labels"], row["target_padding_mask"] = history[1:], history[1:] != items
         rows.append(row)
 
-    def bert_row(row: dict[str, Any]) -> dict[str, Any]:
-        history = row["positive_labels"]
-        is_shown = torch.rand(longest, generator=generator) > 0.4
+    masked = []
+    for history in (row["positive_labels"] for row in rows):
+        is_shown, padding = torch.rand(longest, generator=generator) > 0.4, history != items
         is_shown[-1] = False  # each predicts something
-        padding = history != items
-        return {"inputs": {"item": history}, "positive_labels": history, "pad_mask": padding, "token_mask": is_shown & padding}
-
+        row = {"inputs": {"item": history}, "positive_labels": history}
+        masked.append({**row, "pad_mask": padding, "token_mask": is_shown & padding})
     small = {"block_count": 1, "hidden_size": 8, "max_seq_len": longest, "dropout_rate": 0.0}
-    masked = [bert_row(row) for row in rows]
     return [
         Case("SasRec, CE", lambda: SasRec(schema(items), head_count=1, **small, loss_type="CE"), rows),
         Case("SasRec, BCE", lambda: SasRec(schema(items), head_count=1, **small, loss_type="BCE"), rows),

@@ -23,25 +23,22 @@ def torch_uncertainty() -> list[Case]:
         mask[:, index % 6 :] = 255  # not labelled
     images = list(zip(torch.randn(24, 3, 6, 6, generator=generator), masks, strict=True))
 
-    def classification() -> Any:
-        return ClassificationRoutine(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)), 4, nn.CrossEntropyLoss())
-
-    def bayesian() -> Any:
-        net = nn.Sequential(BayesLinear(5, 8), nn.Tanh(), BayesLinear(8, 4))
-        return ClassificationRoutine(net, 4, ELBOLoss(net, nn.CrossEntropyLoss(), kl_weight=1e-3, num_samples=1))
+    def classification(kind: Any, loss: Any) -> Any:
+        net = nn.Sequential(kind(5, 8), nn.Tanh(), kind(8, 4))
+        return ClassificationRoutine(net, 4, loss(net))
 
     def segmentation() -> Any:
         net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 4, 1))
         return SegmentationRoutine(net, 4, nn.CrossEntropyLoss())
 
-    def regression() -> Any:
-        return RegressionRoutine(mlp(5, 2, [8], dist_family="normal"), 2, DistributionNLLLoss(), dist_family="normal")
-
+    normal = {"dist_family": "normal"}
+    regression = lambda: RegressionRoutine(mlp(5, 2, [8], **normal), 2, DistributionNLLLoss(), **normal)  # noqa: E731
+    elbo = lambda net: ELBOLoss(net, nn.CrossEntropyLoss(), kl_weight=1e-3, num_samples=1)  # noqa: E731
     return [
-        Case("ClassificationRoutine", classification, classes),
+        Case("ClassificationRoutine", lambda: classification(nn.Linear, lambda _: nn.CrossEntropyLoss()), classes),
         Case("SegmentationRoutine, unlabelled pixels", segmentation, images),
         Case("RegressionRoutine, likelihood", regression, numbers),
-        Case("ClassificationRoutine, Bayesian", bayesian, classes),
+        Case("ClassificationRoutine, Bayesian", lambda: classification(BayesLinear, elbo), classes),
     ]
 
 

@@ -14,15 +14,8 @@ from lightning_accum.fabric import Accumulator
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "notebooks" / "site" / "docs"
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "notebooks" / "README.md",
-    ROOT / "notebooks" / "examples" / "README.md",
-    ROOT / "lightning_accum" / "README.md",
-    ROOT / "tests" / "promises" / "README.md",
-    *sorted(SITE.rglob("*.md")),
-]
+FOLDERS = ("", "notebooks", "notebooks/examples", "lightning_accum", "tests/promises")
+PAGES = [*(ROOT / folder / "README.md" for folder in FOLDERS), ROOT / "CONTRIBUTING.md", *sorted(SITE.rglob("*.md"))]
 PUBLIC = {**{name: getattr(lightning_accum, name) for name in lightning_accum.__all__}, "Accumulator": Accumulator}
 ERRORS = {name for name, value in PUBLIC.items() if isinstance(value, type) and issubclass(value, Exception)}
 """And warnings: they are caught, not called."""
