@@ -1,15 +1,12 @@
 """Lightning's own tests, with this package's strategy in place of Lightning's: what fails then, and did not before?
 
     git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning
-    python tests/lightning_own_tests.py pytorch-lightning                    # those of DIRECTORIES, below
-    python tests/lightning_own_tests.py pytorch-lightning loops/test_loops.py trainer/optimization
+    python tests/lightning_own_tests.py pytorch-lightning loops/test_loops.py trainer/optimization   # by default DIRECTORIES, below
 
 The tests of the directories or files (of ``tests/tests_pytorch`` of the checkout) run in an environment with Lightning of the
-checkout's version, with every ``SingleDeviceStrategy`` that a Trainer chooses by itself being ``AccumulationStrategy``, and every
-``DDPStrategy``, ``FSDPStrategy`` and ``ModelParallelStrategy`` that it chooses or a test makes being this package's, with
-``log=False`` (but in processes that are spawned); a file in which one fails runs again as it is. The tests that fail only with the
-strategies are printed, with the last line of their error, and the exit code is 1 where one of them is not in :data:`EXPECTED`.
-``--environment DIR`` keeps the environment; with ``--second`` all is that of ``pytorch_lightning``.
+checkout's version, with every strategy that a Trainer chooses by itself or a test makes being this package's, with ``log=False``
+(but in processes that are spawned); a file in which one fails runs again as it is. The tests that fail only with the strategies are
+printed, and the exit code is 1 where one of them is not in :data:`EXPECTED`.
 """
 
 import argparse

@@ -1,14 +1,10 @@
 """Run the tests in an environment of their own, with the newest releases that pip finds or on the oldest versions allowed.
 
-``python tests/newest.py`` makes a virtual environment in a temporary directory, installs the checkout with its ``[test]``
-extra there, without any constraint that the caller has, runs the tests and exits with pytest's code. ``--constraint FILE`` does the
-same with the versions of a file (``.ci/constraints.txt``: those of CI), ``--lower-bounds`` with each dependency, the demo's too, at
-the lower bound that pyproject.toml has, both of Lightning's packages among them, and this package as a wheel. Arguments that it
-does not know go to pytest: ``python tests/newest.py tests/promises/test_losses.py -k RMSE``. Tests that need a peer,
-such as transformers, skip themselves where it is missing.
-
-Where packages come from is pip's own configuration. On Linux torch brings several GB of CUDA libraries; an index with CPU wheels
-saves them. The environment variable ``TMPDIR`` moves the directory, ``--environment DIR`` keeps it for the next time.
+``python tests/newest.py`` makes a virtual environment in a temporary directory, installs the checkout with its ``[test]`` extra
+there, without any constraint that the caller has, runs the tests and exits with pytest's code. ``--constraint FILE`` does the same
+with the versions of a file (``.ci/constraints.txt``: those of CI), ``--lower-bounds`` with each dependency, the demo's too, at the
+lower bound that pyproject.toml has, both of Lightning's packages among them, and this package as a wheel. Arguments that it does
+not know go to pytest: ``python tests/newest.py tests/promises/test_losses.py -k RMSE``.
 """
 
 import argparse

@@ -180,10 +180,7 @@ def limited(x: Tensor, most: int, where: str, error: Callable[[], Exception]) ->
 
 
 class Scalar(pl.LightningModule):
-    """One parameter ``w``, loss ``mean(w * x)``: the gradient is the mean of x, and SGD with lr 1 shows it.
-
-    ``by_rank`` gives every rank a loader of its own.
-    """
+    """One parameter ``w``, loss ``mean(w * x)``: its gradient is the mean of x. ``by_rank`` gives each rank its own loader."""
 
     def __init__(self, batches: Sequence[Any] = (), by_rank: Sequence[Sequence[Any]] | None = None, lr: float = 1.0) -> None:
         super().__init__()
@@ -223,15 +220,7 @@ def x(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-class Toy(pl.LightningModule):
-    """A net and a loss, ``loss(net, batch)``: the module of most tests.
-
-    Args:
-        loss: of the net and a batch.
-        optimizer: a name of ``OPTIMIZERS``.
-        net: makes the net, a linear layer from 4 features to 4 outputs by default.
-    """
-
+class Toy(pl.LightningModule):  # the module of most tests: a net, and a loss of the net and a batch
     def __init__(
         self, loss: Callable[[nn.Module, Any], Any], optimizer: str = "sgd", net: Callable[[], nn.Module] = lambda: nn.Linear(4, 4)
     ) -> None:
@@ -271,8 +260,7 @@ class Manually(pl.LightningModule):  # before another module: takes that one's s
         return loss
 
 
-class ManualToy(Manually, Toy):
-    """A module of most tests in manual optimization."""
+class ManualToy(Manually, Toy): ...
 
 
 def labelled(*rows: int, ignored: float = 0.0, seed: int = 1) -> list[list[Tensor]]:

@@ -2,13 +2,9 @@
 
 Sides, interleaved in one process. In windows: a loop written by hand, Lightning's own accumulation, this package, and Accelerate's
 ``accumulate()`` where it is installed. Split, sixteen micro-batches a batch: a loop that splits it by hand, this package with
-``micro_batch=``, a module in Lightning's manual optimization that splits and weighs by itself, and, from a loader of micro-batches,
-Lightning's own accumulation and Accelerate. In hand-written loops: with the Accumulator and without, in plain torch and on Fabric,
-also on a small GPT.
-
-Every side trains the same layer on the same batches and is timed in the same way, by its loader: from the batch after the warm-up
-to the last one, so set-up is left out and only whole windows count. The machine may be shared and noisy, so what is reported is
-the ratio of the medians over many short rounds.
+``micro_batch=``, a module in manual optimization that splits and weighs by itself, and, from a loader of micro-batches, Lightning's
+own accumulation and Accelerate. In hand-written loops: with the Accumulator and without, in plain torch and on Fabric, also on a
+small GPT. Every side is timed by its loader, from the batch after the warm-up to the last: medians over many short rounds.
 
     python tests/benchmarks/overhead.py --rounds 20 --micro-batches 1000 --window 8
     python tests/benchmarks/overhead.py --rounds 20 --split-windows 40 --split-features 4096

@@ -73,16 +73,7 @@ def command_line(main: Callable[..., None]) -> None:
 
 
 class TimedBatches:
-    """A loader of so many batches, which reads a meter before the first that counts and after the last.
-
-    A last batch is drawn only to see the end of the one before it.
-
-    Args:
-        distinct: the batches.
-        warm_up: how many do not count.
-        counted: how many do.
-        read: the meter, a clock or several.
-    """
+    """A loader which reads a meter before the first batch that counts and after the last; one more shows the end of that."""
 
     def __init__(self, distinct: Sequence[Any], warm_up: int, counted: int, read: Callable[[], Any]) -> None:
         self._distinct, self._marks, self._read = distinct, (warm_up, warm_up + counted), read

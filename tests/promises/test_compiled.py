@@ -1,8 +1,4 @@
-"""Compiled modules: exact, and compiled a bounded number of times, not once a micro-batch or window.
-
-``torch.compile`` compiles for the first size that it sees, once for every dimension that turns out to vary (then for any size),
-and apart for a size of one; the rows on which a proof is tried are another number of rows.
-"""
+"""Compiled modules: exact, and compiled for the first size, once for a dimension that varies, and for the rows of a proof."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,4 @@
-"""What was found wrong from outside, each stated as what should happen. An expected failure names the issue that mends it.
-
-The number in a reason is today's relative error of what training changed in the parameters.
-"""
+"""What was found wrong from outside, each stated as what should happen; numbers are relative errors of what training changed."""
 
 import copy
 from collections.abc import Callable
