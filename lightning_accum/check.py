@@ -297,8 +297,9 @@ class Check:
                 modes, parts = own.known.modes, [part for one in looks for part in one.parts]
                 is_read = own.terms.keys() <= modes.keys() and not raised_in(in_training, modes)
                 if own.adds_up and not checked.on_any(not is_read):
-                    self._accumulation.warn_once(advice.OF_RAISED_COUNTS)
-                    return own._replace(known=own.known._replace(raised=raised_in(parts, modes)), leaves_something=leaves_something)
+                    if raised := raised_in(parts, modes):  # else rows in the size of training show more
+                        self._accumulation.warn_once(advice.OF_RAISED_COUNTS)
+                    return own._replace(known=own.known._replace(raised=raised), leaves_something=leaves_something)
             trial.keep_state(looks[0].whole.batch)  # a first forward may initialise the module from its rows
             begun = found.known.names._replace(aliases=names.aliases)
             looks = looks_at(checked, trial, rows, begun)

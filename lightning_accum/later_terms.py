@@ -101,15 +101,11 @@ def _beside_others(checked: Checked, trial: Trial, rows: Any) -> FewRows:
     own, others = trial.together(lambda: (read(rows), read(accumulation.check.rows)))
     with suppress(CannotCheckError):
         joined, turned = trial.together(lambda: (own.by_turns(others), others.by_turns(own)))
-        if checked.sync.is_waited_for_in_forward or not _goes_by_order(checked, trial, joined, turned):
+        waits, both = checked.sync.is_waited_for_in_forward, range(min(joined.number, turned.number))
+        # rows of different kinds depend on which come first
+        if waits or not checked.on_any(trial.differ(partial(joined.take, both), partial(turned.take, both))):
             return joined
         if not checked.is_window_long and not checked.on_any((plan := accumulation.plan) is None or plan.layout is None):
             assert plan is not None  # it may differ in kind from other rows of its own loader batch, too
             return trial.together(lambda: own.by_turns(read(plan.batch)))
     return own
-
-
-def _goes_by_order(checked: Checked, trial: Trial, joined: FewRows, turned: FewRows) -> bool:
-    """Whether the loss of two joined batches depends on which comes first: then their rows are of different kinds."""
-    rows = range(min(joined.number, turned.number))
-    return checked.on_any(trial.differ(partial(joined.take, rows), partial(turned.take, rows)))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from known import case, classified, rows_of, scheduled
-from support import SaveAfter, Toy, fit, labelled, warned
+from support import SaveAfter, Toy, fit, labelled, said, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
@@ -180,6 +180,12 @@ def test_a_class_among_the_callbacks_and_two_of_them_are_named(configured: list[
     module.configure_callbacks = lambda: configured
     with pytest.raises(AccumulationError, match=named):
         fit(module, labelled(6, 4), *given)
+
+
+def test_a_fused_term_that_one_row_shows_is_warned_of() -> None:  # 0.7, silently
+    batches = labelled(8, 8)
+    batches[0][1][1:] = -100
+    assert "may be a mean or a sum" in said(Toy(z_loss), batches, GradientAccumulation(micro_batch=2))
 
 
 @pytest.mark.parametrize(
