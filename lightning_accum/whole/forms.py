@@ -133,7 +133,7 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
     tries, places = [fitting], [place for place, fits in enumerate(fitting) if fits]
     if len(places) > 1 and not layer.is_sharded:
         tries += [tuple(fits and at != place for at, fits in enumerate(fitting)) for place in places[1:] + places[:1]]
-    problem: Exception | None = None
+    problem: Any = None
     few, fewer = (3, 2) if rows > 2 else (2, 1)
     for are_rows in tries:
         try:
@@ -146,7 +146,8 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
         dims = tuple(map(_dim_of_rows, more.values, less.values))
         check_outputs(layer, more, less, dims)
         return Form(are_rows, dims)
-    assert problem is not None
+    note = f"row_wise={layer.name!r}: the call does not run on {few} of {rows} rows, which arguments need in dimension 0. {HINT}"
+    problem.__notes__ = [*getattr(problem, "__notes__", []), note]
     raise problem
 
 

@@ -415,6 +415,19 @@ def test_what_row_wise_cannot_have_is_refused_by_name(case: str) -> None:
     module.net.stem(torch.zeros(1, 5).double()).sum().backward()  # backwards are torch's own again
 
 
+def test_a_state_with_its_rows_in_dimension_1_fails_with_a_note() -> None:
+    def loss(net: Any, batch: Any) -> Tensor:
+        outputs, state = net.encoder(batch[0][:, None], *states)
+        states[:] = [state.detach()]
+        return outputs.std(0).sum()
+
+    states = list[Tensor]()
+    module = Toy(loss, net=lambda: nn.ModuleDict({"encoder": nn.GRU(5, 5, batch_first=True)}))
+    with pytest.raises(RuntimeError) as failed:
+        fit(module, collated(8, 8), row_wise())
+    assert "dimension 0" in failed.value.__notes__[-1]
+
+
 def test_a_hook_after_each_accumulation_is_warned_of() -> None:
     make = by_hook(lambda m: m[0].weight.register_post_accumulate_grad_hook(lambda parameter: None))
     with pytest.warns(AccumulationWarning, match=r"a.0.weight"):
