@@ -132,6 +132,7 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
     """
 
     _depth = 0
+    supports_higher_order_operators = True  # such as torch.cond, and flex_attention on a GPU
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -199,7 +200,7 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
+        name = getattr(func, "overloadpacket", func).__name__
         draw = None if self._is_inside else _WAYS.get(name)
         if draw is None or torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*with_tensors(func, args), **kwargs)
@@ -325,7 +326,7 @@ def with_tensors(func: Any, args: Sequence[Any]) -> Sequence[Any]:
     torch passes a dispatch mode a number instead of a tensor that was made from one (the divisor saved by ``loss / 12``), which
     most operators refuse (as of torch 2.13).
     """
-    if not args or not isinstance(args[0], (bool, int, float, complex)):
+    if not args or not isinstance(args[0], (bool, int, float, complex)) or not hasattr(func, "_schema"):
         return args
     if not isinstance(func._schema.arguments[0].type, torch.TensorType):
         return args

@@ -53,7 +53,7 @@ class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.has_waited |= "c10d" in func.namespace
-        if func._schema.is_mutable:
+        if hasattr(func, "_schema") and func._schema.is_mutable:
             self._keep_written(func._schema.arguments, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in result if isinstance(result, (tuple, list)) else (result,):

@@ -275,6 +275,8 @@ def _run_alone(module: nn.Module, training_step: Callable[[Any], Any], batch: An
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
     """Raises an error instead of waiting for other ranks."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             raise RuntimeError("its forward waits for other ranks, which may have no padding to check")

@@ -9,6 +9,7 @@ from harness import assert_one_window_one_batch
 from support import Language, Toy, error_of_updates, fit, labelled, sentences
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import flex_attention
 
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount
 from lightning_accum.testing import adamw
@@ -45,9 +46,15 @@ def test_counts_of_a_device_are_exact(make: Any, policy: dict[str, Any]) -> None
     assert_one_window_one_batch(make, [batches], GradientAccumulation(**policy), optimizers=[None, adamw])
 
 
+def attended(x: Tensor) -> Tensor:
+    return flex_attention.flex_attention(heads := x[:, None, None], heads, heads)[:, 0, 0]
+
+
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
-def test_a_function_that_drops_out_is_checked() -> None:  # on a GPU it is one operation
-    module = Toy(lambda net, batch: F.cross_entropy(torch.native_dropout(net(batch[0]), 0.5, True)[0], batch[1]))
+@pytest.mark.parametrize("function", [lambda x: torch.native_dropout(x, 0.5, True)[0], attended], ids=["dropout", "flex attention"])
+def test_functions_that_are_one_operation_are_checked(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    module = Toy(lambda net, batch: F.cross_entropy(function(net(batch[0])), batch[1]))
     assert fit(module, labelled(8, 8), GradientAccumulation(2)).global_step == 1
 
 
