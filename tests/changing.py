@@ -11,10 +11,7 @@ from support import Toy, classified
 from torch import Tensor, nn
 from torchmetrics import CatMetric, MeanMetric
 
-
-class Table(OrderedDict):  # like the outputs of Hugging Face's models, which forbid to be updated
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError
+Table = type("Table", (OrderedDict,), {"update": None})  # like the outputs of Hugging Face's models, which forbid to be updated
 
 
 class Buffers(nn.Module):

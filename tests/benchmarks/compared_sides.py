@@ -104,13 +104,8 @@ def orders(samples: int, epochs: int) -> Iterator[list[int]]:
 
 
 def shared_out(texts: Texts, of: tuple[int, int] | None = None) -> DistributedSampler[int]:
-    """The samples of this rank, a few of them twice where the ranks do not divide them: what torch and Lightning do."""
+    """The samples of this rank, a few twice where the ranks do not divide them, or of all ranks, for libraries that share out."""
     return DistributedSampler(texts, *(of or (ranks(), rank())), shuffle=True, seed=SEED)  # type: ignore[arg-type]
-
-
-def in_one_piece(texts: Texts) -> DistributedSampler[int]:
-    """The samples of all ranks, for libraries that share batches out by themselves."""
-    return shared_out(texts, (1, 0))
 
 
 def collate(texts: Texts) -> Batch:  # padded to the longest text, each between two zeros
@@ -191,7 +186,7 @@ def _prepared(training: Training) -> tuple[Any, Any, Any, Any, Any, DistributedS
     from accelerate import Accelerator
 
     _without_accelerators_state()
-    accelerator, sampler = Accelerator(cpu=True, gradient_accumulation_steps=window()), in_one_piece(training.texts)
+    accelerator, sampler = Accelerator(cpu=True, gradient_accumulation_steps=window()), shared_out(training.texts, (1, 0))
     parts = training.model, training.optimizer, loader(training.texts, sampler), training.schedule
     return accelerator, *accelerator.prepare(*parts), sampler
 
@@ -233,7 +228,7 @@ def with_hugging_face(training: Training) -> None:
     import transformers
 
     _without_accelerators_state()
-    sampler = in_one_piece(training.texts)
+    sampler = shared_out(training.texts, (1, 0))
 
     class Sampled(transformers.Trainer):
         def _get_train_sampler(self, *args: Any) -> Any:

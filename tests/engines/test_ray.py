@@ -30,10 +30,6 @@ BY_RANK = [labelled(3, 1, 2, 5, ignored=0.2), labelled(2, 4, 1, 1, seed=2)]  # t
 SAVED_AFTER = 3  # loader batches: inside of the second window
 
 
-def module(optimizer: str) -> Toy:
-    return Toy(classified, optimizer)
-
-
 class ReportInsideAWindow(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
         if trainer.fit_loop.total_batch_idx + 1 != SAVED_AFTER:
@@ -46,7 +42,7 @@ class ReportInsideAWindow(pl.Callback):
 
 def on_each_worker(config: dict[str, Any]) -> None:  # trains with each optimizer, and saves the parameters that it ends with
     for optimizer, resumed in config["checkpoints"].items():
-        trained, callbacks = module(optimizer), [GradientAccumulation(2), *([] if resumed else [ReportInsideAWindow()])]
+        trained, callbacks = Toy(classified, optimizer), [GradientAccumulation(2), *([] if resumed else [ReportInsideAWindow()])]
         arguments = {"plugins": [RayLightningEnvironment()], "callbacks": callbacks, "devices": "auto", "max_epochs": 2}
         run = prepare_trainer(trainer(RayDDPAccumulationStrategy(), **arguments))
         run.fit(trained, StatefulLoader(BY_RANK[run.global_rank]), ckpt_path=resumed)
@@ -80,12 +76,12 @@ def test_two_workers_take_the_steps_of_the_full_batches_also_resumed_inside_a_wi
     on_two_workers(tmp_path / "resumed", saved)
     windows = [joined([batch for own in BY_RANK for batch in own[i : i + 2]]) for i in (0, 2)]
     for file in tmp_path.glob("*/*.pt"):
-        expected = train_by_hand(module(file.stem), windows, 2)
-        assert error_of_updates(torch.load(file), expected, module(file.stem)) < 1e-12
+        expected = train_by_hand(Toy(classified, file.stem), windows, 2)
+        assert error_of_updates(torch.load(file), expected, Toy(classified, file.stem)) < 1e-12
     assert len(list(tmp_path.glob("*/*.pt"))) == 4
 
 
 def test_ray_takes_the_sharded_strategy() -> None:
-    strategy = RayFSDPAccumulationStrategy(sync="micro_batch", cluster_environment=RayLightningEnvironment())
-    run = SimpleNamespace(strategy=strategy)
+    environment = RayLightningEnvironment()
+    run = SimpleNamespace(strategy=RayFSDPAccumulationStrategy(sync="micro_batch", cluster_environment=environment))
     assert prepare_trainer(run) is run

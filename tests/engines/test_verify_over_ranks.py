@@ -49,27 +49,22 @@ class Planted(Language):  # a language model with something of its own, by name;
             self.trainer.optimizers[0].add_param_group({"params": [self.late]})
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if rank() == 1 and self.what == "an error":
-            raise KeyError("no such column")
         if rank() == 1 and self.what == "a rank killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        assert rank() == 0 or self.what != "an error", "no such column"
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         if self.what == "a rank without a loss" and rank() == 1:
             return None
-        logits, labels = self.net(batch["input_ids"]), batch["labels"]
-        if self.what == "dropout":
-            logits = nn.functional.dropout(logits, 0.1)
-        if self.what == "a number of the default type":
-            logits = logits * torch.tensor(1 / 3)
-        if self.what == "other buffers":
-            logits = logits / self.temperature
-        if self.what == "a parameter made late":
-            logits = logits * self.late
-        if self.what == "a sum":
-            return logits.square().sum()
-        if self.what == "a function of a mean":
-            return logits.square().mean().sqrt()
+        changes: dict[str, Any] = {
+            "dropout": lambda logits: nn.functional.dropout(logits, 0.1),
+            "a number of the default type": lambda logits: logits * torch.tensor(1 / 3),
+            "other buffers": lambda logits: logits / self.temperature,
+            "a parameter made late": lambda logits: logits * self.late,
+        }
+        logits, labels = changes.get(self.what, lambda logits: logits)(self.net(batch["input_ids"])), batch["labels"]
+        if self.what in ("a sum", "a function of a mean"):
+            return logits.square().sum() if self.what == "a sum" else logits.square().mean().sqrt()
         factor = {"loss times the world size": self.trainer.world_size, "loss of one rank scaled": 1 + rank()}.get(self.what, 1)
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100) * factor
 

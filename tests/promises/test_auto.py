@@ -12,9 +12,7 @@ from torch.nn import functional as F
 
 from lightning_accum import AccumulationError, GradientAccumulation
 
-EPOCHS, BATCH = 2, 16
-ROWS = sentences(101)
-
+EPOCHS, BATCH, ROWS = 2, 16, sentences(101)
 WHERE = pytest.mark.parametrize("where", ["forward", "backward"])
 
 

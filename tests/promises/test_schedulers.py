@@ -24,15 +24,12 @@ class Counting(torch.optim.lr_scheduler.LRScheduler):  # notes at which optimize
 
 
 class Scheduled(Scalar):
-    def __init__(self, *args: Any, schedulers: Any = ({},), **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.options = schedulers
+    options: Any = ({},)
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         self.schedulers = [Counting(optimizer, self) for _ in self.options]
-        pairs = zip(self.schedulers, self.options, strict=True)
-        return [optimizer], [{"scheduler": s, "interval": "step", **o} for s, o in pairs]
+        return [optimizer], [{"scheduler": s, "interval": "step", **o} for s, o in zip(self.schedulers, self.options, strict=True)]
 
     def stepped_at(self, index: int = 0) -> list[int]:
         return self.schedulers[index].at[1:]  # the first is torch's own, at construction
@@ -55,7 +52,8 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[list[int]]]] =
 @pytest.mark.parametrize("name", CASES)
 def test_each_scheduler_steps_at_its_own_frequency_and_interval(name: str) -> None:
     policy, schedulers, expected = CASES[name]
-    module = Scheduled(SEVEN, schedulers=schedulers)  # 4 optimizer steps an epoch
+    module = Scheduled(SEVEN)  # 4 optimizer steps an epoch
+    module.options = schedulers
     fit(module, None, GradientAccumulation(2, **policy), max_epochs=2)
     assert [module.stepped_at(i) for i in range(len(schedulers))] == expected
 

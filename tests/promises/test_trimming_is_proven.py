@@ -161,16 +161,13 @@ def test_what_cannot_be_found_out_in_one_batch_is_tried_again() -> None:
 def test_ranks_reduce_the_gradients_of_a_module_that_was_tried_in_single_precision_and_wait_for_nobody() -> None:
     """One of them has no padding, and so nothing to try."""
 
-    class Gathers(Reader):
-        def training_step(self, batch: Row, batch_idx: int) -> Tensor:
-            self.all_gather(torch.ones(()))
-            return super().training_step(batch, batch_idx)
-
-        def train_dataloader(self) -> Any:
-            return loader([default_collate(rows[self.trainer.global_rank])])
+    def gathers(module: Reader, batch: Row) -> Tensor:
+        module.all_gather(torch.ones(()))
+        return mean_of_tokens(module, batch)
 
     rows = [padded([8, 3, 5, 1]), padded([8] * 4)]
-    module, alone = Gathers(mean_of_tokens), Reader(mean_of_tokens)
+    module, alone = Reader(gathers), Reader(mean_of_tokens)
+    module.train_dataloader = lambda: loader([default_collate(rows[module.trainer.global_rank])])
     policy = GradientAccumulation(micro_batch=2, accumulate_dtype=torch.float32)
     fit(module, None, policy, strategy=ddp(find_unused_parameters=True), devices=2, precision="bf16-true")
     fit(alone, [default_collate(rows[0] + rows[1])], strategy="auto")
