@@ -53,9 +53,7 @@ class Undo:
         watched: list[_Watched] = [(tensor, version_of(tensor), path) for tensor, path in too_large]
         if watches_parameters:
             watched += [(parameter, version_of(parameter), None) for parameter in self.module.parameters()]
-        for parameter in gradients_of or ():
-            gradient = parameter.grad
-            kept.append((GRADIENT, parameter, None if gradient is None else (gradient, gradient.clone()), None))
+        kept += [(GRADIENT, p, None if p.grad is None else (p.grad, p.grad.clone()), None) for p in gradients_of or ()]
         return Snapshot(self.module, RandomState(self.device), kept, watched)
 
     def iterators(self) -> list[str]:

@@ -53,9 +53,8 @@ class DeferredSteps:
 
     def on_step(self, optimizer: Optimizer, run: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """Called instead of the step of an optimizer, which ``run`` makes, with a closure or without."""
-        given = () if closure is None else (closure,)  # some optimizers take none
         if self._is_stepping:  # Lightning's step calls the optimizer's step
-            return run(*given)
+            return run() if closure is None else run(closure)  # some optimizers take none
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -63,7 +62,7 @@ class DeferredSteps:
         if not self.may_step(self._name_of(optimizer), optimizer):
             return result
         with replacing(self, _is_stepping=True):
-            return run(lambda: result) if given else run()
+            return run() if closure is None else run(lambda: result)
 
     def _name_of(self, optimizer: Optimizer) -> str:
         name, optimizers = type(optimizer).__name__, self.trained.optimizers
