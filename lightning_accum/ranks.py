@@ -92,14 +92,15 @@ class Ranks:
 
 
 def of_all_ranks(
-    loader: Iterable[Any], longest: int | None, ranks: Ranks, is_to_end: Callable[[], bool] = lambda: False
+    loader: Iterable[Any], longest: int | None, ranks: Ranks, is_to_end: Callable[[], bool] = bool, may_end_early: bool = False
 ) -> Iterator[LoaderBatch]:
     """The batches of a loader, as many on every rank as the longest loader has. Used on all ranks.
 
     A rank without a batch gets its last one again, as a shadow batch, or the batch of another rank if it never had one. If lengths
     are known (``longest`` is the number of batches of the rank that has the most), no batch is drawn before it is needed, so that
     the state of the loader in a checkpoint matches the batches that were yielded, and the ranks speak to each other until each has
-    had a batch. Otherwise one batch is drawn ahead, and ranks exchange whether they have a batch, and whether one ``is_to_end``.
+    had a batch, or always if all ``may_end_early``. Otherwise one batch is drawn ahead, and ranks exchange whether they have a
+    batch, and whether one ``is_to_end``.
     """
     batches = chain.from_iterable((loader,))  # calls iter(loader) with the first batch
     last, drawn, may_lack = None, deque[Any](), True
@@ -119,7 +120,7 @@ def of_all_ranks(
             if is_lacked and of_any[4]:
                 shared = ranks.broadcast(own, int(of_any[4]) - 1)
                 last = shared if lacks_batch else last
-            may_lack = is_lacked and not of_any[4]
+            may_lack = may_end_early or (is_lacked and not of_any[4])
         elif number <= longest:
             is_there, has_more = is_there or ranks.world_size > 1, number < longest
         elif ranks.largest(is_there)[0]:

@@ -40,7 +40,7 @@ class DDPSync(WrappedSync):
         self._sparse = frozenset(p for layer in sparse_layers(ddp.module).values() for p in layer.parameters())
         self._used: list[nn.Parameter] = []
         self._last_node: Node | None = None
-        self._begin_window()
+        ddp.require_forward_param_sync = False  # its next forward with a reduction sets it
 
     @override
     def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
@@ -161,11 +161,8 @@ class DDPSync(WrappedSync):
         # which gradients came. Do this here, on all ranks together: a later forward may run on one rank only, since ranks have
         # different numbers of micro-batches.
         sync_buffers(self._ddp)
-        self._begin_window()
+        self._ddp.require_forward_param_sync = False
         self._ddp.reducer._rebuild_buckets()
-
-    def _begin_window(self) -> None:
-        self._ddp.require_forward_param_sync = False  # its next forward with a reduction sets it
 
     def _refuse_unreduced(self) -> None:
         if self._ddp.process_group.size() == 1:

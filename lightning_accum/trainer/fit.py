@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ from lightning_accum.trainer.from_lightning import (
     MisconfiguredError,
     _FitLoop,
     _PrefetchDataFetcher,
+    fabric,
     longest_window,
     pl,
     scheduler_of_windows,
@@ -64,8 +64,9 @@ class AccumulatingFitLoop(_FitLoop):
         longest, policy = self._longest(strategy.ranks), strategy.policy
         draws_ahead = policy.may_count_terms and policy.may_be_longer_than_one(longest_window(self.trainer))
         if type(fetcher) is _PrefetchDataFetcher and (strategy.ranks.world_size > 1 or draws_ahead):  # else training_step draws
-            is_done = not strategy.ranks.largest(not fetcher.done)[0]
-            vars(fetcher).update(longest=longest, strategy=strategy, states=deque(), done=is_done)
+            is_unsized = any(fabric.utilities.data.sized_len(one) is None for one in fetcher.combined_loader.flattened)
+            is_there, is_unknown = strategy.ranks.largest(not fetcher.done, is_unsized)
+            vars(fetcher).update(longest=longest, strategy=strategy, done=not is_there, may_end_early=is_unknown > 0)
             fetcher.__class__ = subclass_of(WindowFetcher, _PrefetchDataFetcher)  # it is dropped with the fit, or with its loaders
 
     def _refuse_other_lengths(self, ranks: Ranks) -> None:

@@ -26,7 +26,8 @@ class WindowFetcher(_PrefetchDataFetcher):
     """
 
     strategy: Engine
-    longest: int | None  # batches in an epoch of the longest loader; None if a length is unknown
+    longest: int | None  # batches in an epoch of the longest loader; None if a length is unknown, and the Trainer limits none
+    may_end_early: bool  # there is a limit, and a loader of unknown length
     states: deque[list[dict[str, Any]]]
     """States of the loaders that have one: after the last batch yielded, and after each batch drawn ahead."""
     _batches: LoaderBatches | None = None
@@ -57,7 +58,7 @@ class WindowFetcher(_PrefetchDataFetcher):
             if longest is not None and ranks.world_size == 1 and self.length is not None:
                 longest = min(longest, self.length)  # an epoch may be shorter than the first
             left = None if longest is None else longest - self.fetched  # Lightning adds the batches before a checkpoint
-            of_all = of_all_ranks(self._own_batches(), left, ranks, lambda: window.is_last)
+            of_all = of_all_ranks(self._own_batches(), left, ranks, lambda: window.is_last, self.may_end_early)
             self._batches, accumulation.rest_of_window = LoaderBatches(of_all), self.rest_of_window
         if self.is_ahead:
             self.states.popleft()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 import lightning.pytorch as pl
@@ -77,13 +78,15 @@ class AskingUneven(Asking, Uneven):
 
 @pytest.mark.some_cases(4, 6)
 @pytest.mark.parametrize("window", [1, 2, 3])
-@pytest.mark.parametrize(("kind", "has_length"), [(Uneven, True), (Uneven, False), (AskingUneven, True)])
+@pytest.mark.parametrize(
+    ("kind", "length", "limit"), [(Uneven, 5, 1.0), (Uneven, inf, 1.0), (AskingUneven, 5, 1.0), (Uneven, 9, 9)]
+)
 @ENGINES
-def test_two_ranks_equal_the_full_batch_and_count_alike(engine: str, kind: type[Uneven], has_length: bool, window: int) -> None:
+def test_two_ranks_equal_the_full_batch_and_count_alike(engine: str, kind: Any, length: float, limit: Any, window: int) -> None:
     by_rank = batches(5, 2) if window != 2 else batches(2, 5)
-    found, expected = total(engine, kind(by_rank, has_length), window), means(by_rank, window)
+    found, expected = total(engine, kind(by_rank, length == 5), window, limit_train_batches=limit), means(by_rank, window)
     assert found == pytest.approx(EPOCHS * sum(expected), rel=1e-12)
-    steps, length, asked = EPOCHS * len(expected), 5 if has_length else float("inf"), kind is AskingUneven
+    steps, asked = EPOCHS * len(expected), kind is AskingUneven
     assert facts_of(2) == [(steps, steps, EPOCHS, 5 * EPOCHS, 5, length, *[steps] * asked)] * 2
 
 
