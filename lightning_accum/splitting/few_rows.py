@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_accum.errors import ArgumentError, UnsplittableBatchError
 from lightning_accum.splitting.rows import IGNORE_INDEX, Layout, Part, entries_of, is_whole, made_of, parse, with_entries
-from lightning_accum.verdict import MOST_ROWS, CannotCheckError
+from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 
 
 class FewRows:
@@ -39,7 +39,7 @@ class FewRows:
                 "the rows of the batch cannot be identified (pass split=, a function that splits the batch)"
             ) from error
         if not layout.size:
-            raise CannotCheckError("the first batch has no rows")
+            raise UnsuitableRowsError("the first batch has no rows")
         if (doubt := _doubt_about(layout)) is not None:
             raise CannotCheckError(doubt)
         layout = _joined(batches, layout) if len(batches) > 1 else layout

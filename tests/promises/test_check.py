@@ -41,8 +41,14 @@ def _ignored(batches: list[list[Tensor]], number: int, rows: slice) -> list[list
 
 @pytest.mark.parametrize(
     "data",
-    [[None, *labelled(8, 8)], labelled(1, 8, 8), _ignored(labelled(8, 8), 1, slice(None)), _ignored(labelled(8, 8), 2, slice(4))],
-    ids=["a missing batch", "a single row", "a batch that weighs nothing", "rows that weigh nothing"],
+    [
+        [None, *labelled(8, 8)],
+        labelled(0, 8, 8),
+        labelled(1, 8, 8),
+        _ignored(labelled(8, 8), 1, slice(None)),
+        _ignored(labelled(8, 8), 2, slice(4)),
+    ],
+    ids=["a missing batch", "no rows", "a single row", "a batch that weighs nothing", "rows that weigh nothing"],
 )
 def test_other_rows_are_looked_at_where_the_first_show_nothing(data: list[Any]) -> None:
     refused(Toy(breaks), data, GradientAccumulation(3), error=DoesNotAddUpError)
