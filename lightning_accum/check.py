@@ -165,7 +165,7 @@ class Check:
 
     def __init__(self, checked: Checked, rows: Rows, is_later: bool = False) -> None:
         self._checked, self._accumulation, self._rows, self._is_later = checked, checked.accumulation, rows, is_later
-        self._trial, self._deciding = checked.trial(), Deciding(checked, rows)
+        self._trial, self._deciding, self._leaves_nothing = checked.trial(), Deciding(checked, rows), False
         self._before = self._accumulation.check.verdict if self._accumulation.check.is_checked else None  # in earlier rows
 
     def run(self) -> None:
@@ -230,15 +230,14 @@ class Check:
         accumulation.check.find(verdict, None if self._is_later else rows.found.kept)
         if found.is_loss_off and accumulation.policy.log and not checked.is_manual:
             accumulation.warn_once(advice.OF_LOGGED_LOSS)
+        if (accumulation.splitting is not None or checked.is_window_long) and not (is_open or self._leaves_nothing):
+            warn_of_state(checked, self._trial, rows.found)
         if self._is_later:
             if any({known.modes.get(key, mode), mode} > {SUM} for key, mode in own.modes.items()):
                 accumulation.warn_once(advice.OF_ANOTHER_WEIGHT)
             return
         if rows.found.kept is not None and not is_open:
             accumulation.later.learn(rows.found.kept)
-        is_cut = accumulation.splitting is not None or checked.is_window_long
-        if is_cut and before is None and not is_open and found.leaves_something:
-            warn_of_state(checked, self._trial, rows.found)
         lacks_terms = checked.is_manual and not own.words.keys() <= own.units.keys()  # nothing checks later windows
         if not accumulation.check.batches_left or not checked.on_any(verdict.may_try_again or lacks_terms):
             if verdict.deviation is None:
@@ -280,14 +279,14 @@ class Check:
             if checked.on_any(trial.draws_others) and trial.is_random(looks[0].whole.batch):
                 raise CannotCheckError("training_step draws different random numbers for each batch")
             self._accumulation.written |= {name for name, own in checked.module.named_parameters() if own in trial.mode.written}
-            leaves_something = self._before is None and not leaves_nothing(checked, trial, looks[0].whole)
-            found = self._deciding.decide(looks, names, trial)._replace(leaves_something=leaves_something)
+            self._leaves_nothing = leaves_nothing(checked, trial, looks[0].whole)
+            found = self._deciding.decide(looks, names, trial)
             if found.adds_up and not checked.on_any(any(key & 255 for key in found.terms)):  # one term may be absent
                 return found
             if not checked.sync.is_waited_for_in_forward and not names.places:  # FSDP has other parameters in forward
                 of_heads = found.known.names.telling_heads(parameters)
                 if (own := self._deciding.decide(looks_at(checked, trial, rows, of_heads), of_heads, trial)).adds_up:
-                    return own._replace(leaves_something=leaves_something)
+                    return own
             if found.adds_up:
                 return found
             with suppress(CannotCheckError):
@@ -299,12 +298,13 @@ class Check:
                 if own.adds_up and not checked.on_any(not is_read):
                     if raised := raised_in(parts, modes):  # else rows in the size of training show more
                         self._accumulation.warn_once(advice.OF_RAISED_COUNTS)
-                    return own._replace(known=own.known._replace(raised=raised), leaves_something=leaves_something)
-            trial.keep_state(looks[0].whole.batch)  # a first forward may initialise the module from its rows
-            begun = found.known.names._replace(aliases=names.aliases)
-            looks = looks_at(checked, trial, rows, begun)
-            if (again := self._deciding.decide(looks, begun, trial)).adds_up:
-                return again
+                    return own._replace(known=own.known._replace(raised=raised))
+            if self._accumulation.closed is None and not self._accumulation.position:
+                trial.keep_state(looks[0].whole.batch)  # a first forward may initialise the module from its rows
+                begun = found.known.names._replace(aliases=names.aliases)
+                looks = looks_at(checked, trial, rows, begun)
+                if (again := self._deciding.decide(looks, begun, trial)).adds_up:
+                    return again
             if not (self._accumulation.splitting or checked.is_window_long) and checked.on_any(trial.mode.has_waited):
                 raise GathersError("training_step gathers from other ranks")
             first = looks[0].whole

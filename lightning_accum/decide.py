@@ -17,7 +17,7 @@ from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsE
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.counts import counts_of, name_of
 from lightning_accum.weighing.known import APART, VARIES, Known
-from lightning_accum.weighing.terms import COUNT, ONCE, SUM, Mode, Term
+from lightning_accum.weighing.terms import COUNT, ONCE, SUM, Mode, Term, by_place
 from lightning_accum.weighing.weight import words_of
 
 
@@ -31,7 +31,6 @@ class Found(NamedTuple):
     terms: dict[int, Term]
     mend: str | None = None  # an argument with which the parts add up, if one was found
     are_alike: bool = False  # all single rows have the same loss
-    leaves_something: bool = True  # a step changed the module, or the next step has a different loss for the same rows
     sizes: tuple[float, float] = (math.inf, math.inf)  # of the gradient and of the loss, on this rank
     is_loss_off: bool = False  # windows do not show the loss of the whole
 
@@ -62,16 +61,16 @@ class Deciding:
         renamed = prove.merged(names.aliases, self.checked.of_all(prove.aliases(measured)))
         for one in measured:
             one.rename(renamed)
-        return names._replace(looped=joined, aliases=renamed)
+        order = next(filter(None, self.checked.of_all(prove.order_of(measured))), names.order)
+        for one in measured:
+            one.rename(by_place(one.terms, order))
+        return names._replace(looped=joined, aliases=renamed, order=order)
 
     def decide(self, looks: Sequence[Look], names: Known, trial: Trial) -> Found:
         """The mode of each term; the same on all ranks."""
         eps, checked, weight = trial.mode.eps, self.checked, self.weight
         known = self._named(looks, names)
-        terms: dict[int, Term] = {}
-        for of_rank in checked.of_all(prove.keys_of(looks)):
-            for key, term in of_rank.items():
-                terms.setdefault(key, term)
+        terms = prove.first_of(checked.of_all(prove.first_of(one.terms for one in prove.measured_of(looks))))
         if weight == "auto":
             chosen = {key: self._fit(looks, key, prove.modes_to_try(term), eps) for key, term in terms.items()}
             failed = {key >> 8 for key, fit in chosen.items() if fit.mode is None and not fit.is_open}

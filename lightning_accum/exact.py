@@ -16,6 +16,11 @@ def exact(tensor: Tensor) -> Tensor:
     return tensor.detach().to(exact_dtype(tensor.device))
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """The detached tensor; a complex one as pairs of numbers."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+
+
 def is_on_host(tensor: Tensor) -> bool:
     """Whether its values are read without waiting for a device."""
     return tensor.device.type == "cpu"

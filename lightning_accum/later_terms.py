@@ -87,7 +87,7 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
 
 def _others(known: Known) -> tuple[Any, ...]:
     """The known names of terms; if they change, other terms are counted."""
-    return {key: name for key, name in known.aliases.items() if key != name}, known.looped, bool(known.places)
+    return {key: name for key, name in known.aliases.items() if key != name}, known.looped, known.order, bool(known.places)
 
 
 def _beside_others(checked: Checked, trial: Trial, rows: Any) -> FewRows:

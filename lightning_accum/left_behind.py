@@ -35,7 +35,7 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
     is_told = checked.is_window_long and is_moved and not checked.on_any(trial.mode.has_waited)
     with suppress(CannotCheckError), perturbed(checked.module) if is_moved else nullcontext(), trial.held():
         for what, size in _left_behind(trial, rows, others, checked.next_step if is_told else None).items():
-            checked.accumulation.warn_once(advice.of_state(what, size) if what else advice.OF_BATCH_IDX)
+            checked.accumulation.warn_once(advice.of_state(what, size) if what else advice.OF_BATCH_IDX, what)
 
 
 def warn_of_hooks(checked: Checked, left: Snapshot, batches: Sequence[Any]) -> None:
@@ -59,21 +59,17 @@ def warn_of_hooks(checked: Checked, left: Snapshot, batches: Sequence[Any]) -> N
 
 
 def leaves_nothing(checked: Checked, trial: Trial, whole: Measured) -> bool:
-    """Whether the last step changed nothing in the module, and a later step has the same loss for the whole. On all ranks."""
+    """Whether a step changes nothing in the module, and a later one has the same loss for the whole. On all ranks."""
     if checked.sync.is_waited_for_in_forward or checked.on_any(whole.function is not None or trial.mode.has_waited):
-        return False
-    if checked.on_any(bool(trial.changed_attributes())):
         return False
     held = [(buffer, version_of(buffer)) for buffer in checked.module.buffers()]  # an equal value may have converged
     trial.leave(whole.rows if whole.total else None, whole.total)
-    try:
+    with suppress(CannotCheckError):  # the step may run only once
         now = trial.result(whole.batch, checked.next_step if checked.is_window_long else None)
-    except CannotCheckError:  # the step runs only once
-        return False
-    are_others = [a is not b or version_of(a) != then for a, (b, then) in zip(checked.module.buffers(), held, strict=False)]
-    is_written = any(are_others) or bool(trial.changed_attributes())  # ``.data`` changes no version
-    of_loss = math.inf if is_written else difference(now, (whole.loss, {**whole.gradient(ALL)}))
-    return trial.largest(of_loss) <= trial.tolerance
+        are_others = [a is not b or version_of(a) != then for a, (b, then) in zip(checked.module.buffers(), held, strict=False)]
+        is_written = any(are_others) or bool(trial.changed_attributes())  # ``.data`` changes no version
+        return trial.largest(math.inf if is_written else difference(now, (whole.loss, {**whole.gradient(ALL)}))) <= trial.tolerance
+    return False
 
 
 def _left_behind(trial: Trial, rows: Callable[[], Any], others: Callable[[], Any], next_step: Step | None) -> dict[str, float]:
@@ -123,8 +119,7 @@ def _left_behind(trial: Trial, rows: Callable[[], Any], others: Callable[[], Any
 
 def _far(before: Tensor, after: Tensor) -> Tensor:
     """The buffer extrapolated by many steps: a loss may compare it with a threshold that it crosses late."""
-    is_number = after.is_floating_point() and after.shape == before.shape
-    return torch.lerp(before, after, 16.0) if is_number else after
+    return torch.lerp(before, after, 16.0) if after.is_floating_point() and after.shape == before.shape else after
 
 
 def _named(what: str, names: list[str]) -> str:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_accum.errors import UsageError
-from lightning_accum.exact import is_dense, is_on_host
+from lightning_accum.exact import as_real, is_dense, is_on_host
 
 _WINDOWS = 4  # windows compared at the beginning of a fit: a moving average of the parameters begins to move after the first step
 _SAMPLED = 256  # elements compared in each parameter
@@ -76,7 +76,7 @@ class ParameterChanges:
         """Save the parameters, after the first forward of a window that is compared. The check covers buffers."""
         self._windows_left = max(0, self._windows_left - 1)
         self.is_due, self.is_under_way = self._windows_left > 0, True
-        named = [(name, own) for name, own in named_parameters.items() if not is_lazy(own) and own.is_floating_point()]
+        named = [(name, p) for name, p in named_parameters.items() if not is_lazy(p) and p.dtype.to_real().is_floating_point]
         self.gradients = KeptGradients([(name, own) for name, own in named if own.layout == torch.strided and not own.is_meta])
         self._before = [(name, tensor, _elements(tensor)) for name, tensor in self.gradients.parameters]
 
@@ -146,6 +146,6 @@ def _message(changed: dict[str, float], once_a_window: str) -> str:
 def _elements(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
-    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
+    flat = as_real(tensor).reshape(-1)
     dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
     return flat[:: max(1, flat.numel() // _SAMPLED) | 1].to(dtype, copy=True)

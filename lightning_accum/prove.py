@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_accum.errors import UnreadableLossError
-from lightning_accum.exact import rounding_of_gradients
+from lightning_accum.exact import as_real, rounding_of_gradients
 from lightning_accum.weighing.functions import FunctionOfMean
 from lightning_accum.weighing.terms import MODES, ONCE, SUM, Mode, Term, alike
 
@@ -166,7 +167,9 @@ def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) ->
     assert own is not None
     # with several terms, a mean of nothing makes the gradients of all terms NaN
     lost = [part for part, n in zip(look.parts, numbers, strict=True) if n and math.isnan(part.loss) and len(part.terms) == 1]
-    if whole.rerun is None and any(_is_lost(whole.gradient(key), part.gradient(key)) for part in lost):
+    expected = {} if whole.rerun is not None else whole.gradient(key)
+    pairs = [(own, expected[index]) for part in lost if expected for index, own in part.gradient(key).items() if index in expected]
+    if any(bool((of_whole.isfinite() & ~own.isfinite()).any()) for own, of_whole in pairs):
         return Deviation(math.inf, True, "the gradient is not finite in a part", rows)
     if not found.has_evidence and max(abs(number - own) for number in numbers) <= 1e3 * eps * own:
         return found  # as `sum / (count + 1e-16)` with counts of 0
@@ -174,11 +177,6 @@ def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) ->
     if of_weights > 1e3 * eps:
         return Deviation(max(of_weights, 2 * rounding_of_gradients(eps)), True, "the weight", rows)
     return found._replace(has_evidence=found.has_evidence and not raised) if total else Deviation(0.0, False, rows=rows)
-
-
-def _is_lost(whole: Mapping[int, Tensor], part: Mapping[int, Tensor]) -> bool:
-    """Whether a part has no finite gradient where the whole has one."""
-    return any(bool((whole[index].isfinite() & ~own.isfinite()).any()) for index, own in part.items() if index in whole)
 
 
 def _apart(whole: Measured, parts: Sequence[Measured], factors: Sequence[float], key: int, rows: tuple[int, ...]) -> Deviation:
@@ -201,8 +199,6 @@ def apart(
     for index in sorted({index for one in (expected, *given) for index in one}):
         shares = [one[index] for one in given if index in one]
         own = expected.get(index)
-        if not shares and own is None:
-            continue
         difference = sum(shares) - (0 if own is None else own)
         assert isinstance(difference, Tensor)
         seen = difference.isfinite()  # the gradient of a distance of 0 is NaN, and cannot be compared
@@ -238,10 +234,8 @@ def _constant(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> float:
     return constant if is_same and abs(constant) > rounding and (len(numbers) > 1 or share <= _SMALL) else 0.0
 
 
-_ROUNDINGS = 8
-"""The number of rounding errors in a weight that is read from a share."""
-_SMALL = 1e-3
-"""Two parts suffice to find a constant this small relative to the weights; a larger one needs different numbers of parts."""
+_ROUNDINGS = 8  # rounding errors in a weight that is read from a share
+_SMALL = 1e-3  # two parts suffice for a constant this small relative to the weights; a larger one needs different numbers of parts
 
 
 def measured_of(looks: Sequence[Look]) -> list[Measured]:
@@ -255,12 +249,11 @@ def raised_in(measured: Sequence[Measured], modes: Mapping[int, Mode]) -> frozen
     return frozenset(key for key, term, weight in counted if term.counts_one(weight))
 
 
-def keys_of(looks: Sequence[Look]) -> dict[int, Term]:
+def first_of(losses: Iterable[Mapping[int, Term]]) -> dict[int, Term]:
     """The terms of all losses, in order of their first appearance."""
     found: dict[int, Term] = {}
-    for measured in measured_of(looks):
-        for key, term in measured.terms.items():
-            found.setdefault(key, term)
+    for terms in losses:
+        found |= {key: term for key, term in terms.items() if key not in found}
     return found
 
 
@@ -269,24 +262,21 @@ def ratios(looks: Sequence[Look], first: tuple[int, Mode], other: tuple[int, Mod
     least, most = math.inf, 0.0
     for measured in measured_of(looks):
         one, two = measured.weight(*first) or 0.0, measured.weight(*other) or 0.0
-        if not one and not two:
-            continue
-        ratio = two / one if one else math.inf
-        least, most = min(least, ratio), max(most, ratio)
+        if one or two:
+            ratio = two / one if one else math.inf
+            least, most = min(least, ratio), max(most, ratio)
     return least, most
 
 
 def has_factors(looks: Sequence[Look], key: int) -> bool:
     """Whether a sum has several constant factors, as if each of its losses is divided by its own count."""
-    factors = [float(one.terms[key].factor(SUM)) for one in measured_of(looks) if key in one.terms]
-    known = [factor for factor in factors if factor]
+    known = [own for one in measured_of(looks) if key in one.terms and (own := float(one.terms[key].factor(SUM)))]
     return bool(known) and max(known) - min(known) > 1e-6 * abs(max(known))
 
 
 def goes_by_rows(looks: Sequence[Look], key: int, mode: Mode) -> bool:
     """Whether the weight of a term is the number of rows, in each part."""
-    parts = [(part, size) for look in looks for part, size in zip(look.parts, look.sizes, strict=True)]
-    return all(part.weight(key, mode) in (0.0, size) for part, size in parts)
+    return all(part.weight(key, mode) in (0.0, size) for look in looks for part, size in zip(look.parts, look.sizes, strict=True))
 
 
 def modes_to_try(term: Term) -> tuple[Mode, ...]:
@@ -296,12 +286,8 @@ def modes_to_try(term: Term) -> tuple[Mode, ...]:
 
 def looped(measured: Sequence[Measured]) -> frozenset[int]:
     """The kinds of terms that vary in number between losses, see :func:`alike`."""
-    numbers: dict[int, set[int]] = {}
-    for one in measured:
-        kinds = [key >> 8 for key, term in one.terms.items() if not term.is_penalty]
-        for kind in set(kinds):
-            numbers.setdefault(kind, set()).add(kinds.count(kind))
-    return frozenset(kind for kind, seen in numbers.items() if len(seen) > 1)
+    kinds = [Counter(key >> 8 for key, term in one.terms.items() if not term.is_penalty) for one in _complete(measured)]
+    return frozenset(kind for kind in set[int]().union(*kinds) if len({own[kind] for own in kinds if kind in own}) > 1)
 
 
 def merged(known: Mapping[int, int], of_ranks: Sequence[Mapping[int, int]]) -> dict[int, int]:
@@ -318,23 +304,29 @@ def merged(known: Mapping[int, int], of_ranks: Sequence[Mapping[int, int]]) -> d
 
 def aliases(measured: Sequence[Measured]) -> dict[int, int]:
     """Common names for keys, if all losses have the same terms in words and order: the keys of a single row may differ."""
-    runs = [[*one.terms.items()] for one in measured]
+    runs = [[*one.terms.items()] for one in _complete(measured)]
     numbers = {len(run) for run in runs}
     if len(numbers) > 1 or not runs or (numbers != {1} and len({tuple(term.words for _, term in run) for run in runs}) > 1):
         return {}
     return {key: first for run in runs for (key, _), (first, _) in zip(run, runs[0], strict=True)}
 
 
+def order_of(measured: Sequence[Measured]) -> tuple[int, ...]:
+    """The keys of all terms in their order in the sum; empty if it differs between losses."""
+    orders = {(*one.terms,) for one in _complete(measured)}
+    return orders.pop() if len(orders) == 1 else ()
+
+
+def _complete(measured: Sequence[Measured]) -> Sequence[Measured]:
+    """The losses in which no term is multiplied by 0, as if it is absent; all losses if there are none."""
+    return [one for one in measured if not any(term.is_off for term in one.terms.values())] or measured
+
+
 def sample(gradient: Tensor, most: int) -> Tensor:
     """Some elements of a gradient, in double precision."""
-    gradient = gradient.detach()
     if isinstance(gradient, DTensor):
         gradient = gradient.to_local()  # each rank compares its part
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient.resolve_conj())
-    flat = gradient.reshape(-1)
-    if flat.numel() > most:
-        flat = flat[:: flat.numel() // most | 1]  # an odd stride visits several columns of a matrix
-    return flat.cpu().double()
+    flat = as_real(gradient).reshape(-1)
+    return flat[:: flat.numel() // most | 1].cpu().double()  # an odd stride visits several columns of a matrix

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from typing_extensions import override
 
 from lightning_accum.errors import ArgumentError
+from lightning_accum.exact import as_real
 from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.from_lightning import Strategy, pl
 
@@ -236,8 +237,7 @@ def whole_parameters(trainer: pl.Trainer, module: nn.Module) -> dict[str, Tensor
 
 def whole_copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Copies in host memory; sharded tensors are gathered from all ranks, and complex ones viewed as real."""
-    wholes = ((name, (t.full_tensor() if isinstance(t, DTensor) else t).detach()) for name, t in tensors)
-    return {name: (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).cpu().clone() for name, t in wholes}
+    return {name: as_real(t.full_tensor() if isinstance(t, DTensor) else t).cpu().clone() for name, t in tensors}
 
 
 def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:

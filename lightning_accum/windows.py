@@ -73,10 +73,10 @@ class Windows:
         """What ends a window, in words that a checkpoint compares."""
         return self.policy.in_words(size)
 
-    def warn_once(self, message: str) -> None:
-        """Warn, unless the same warning was given before."""
-        if message not in self._warned:
-            self._warned.add(message)
+    def warn_once(self, message: str, about: str = "") -> None:
+        """Warn, unless the same warning was given before, or one about the same."""
+        if (about or message) not in self._warned:
+            self._warned.add(about or message)
             self._warn(message)
 
     def begin_epoch(self, epoch: int) -> None:

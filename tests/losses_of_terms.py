@@ -214,6 +214,8 @@ LOSSES: dict[str, Row] = {
         where_there_is(*(((o.values[:, c] - b.y[:, c]).square(), b.has_box[:, c]) for c in range(3)))),
     "heads, where something of each is known": Row("", lambda o, b, m:
         where_there_is((each(o, b).sum(1), b.has_box[:, 1]), ((o.rebuilt - b.x).square().sum(1), b.some))),
+    "two means of one kind, each times 0 where it has nothing": Row("", lambda o, b, m:
+        ce(o, b) + sum(each(o, b)[mask].sum() / mask.sum() if mask.any() else each(o, b).sum() * 0 for mask in b.has_box.T[1:])),
     "a term for each class": Row("", lambda o, b, m: balanced(o, b)),
     "a loop over rows, some of which have nothing": Row("", lambda o, b, m:
         by_loop(ce(o, b), [each(o, b)[row].mean() / len(b.t) for row in b.some.nonzero()], 1.0)),

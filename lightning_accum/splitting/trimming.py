@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accum.errors import ArgumentError
-from lightning_accum.prove import ALL, Look, Measured, aliases, fit_of, keys_of
+from lightning_accum.prove import ALL, Look, Measured, aliases, first_of, fit_of
 from lightning_accum.randomness import with_tensors
 from lightning_accum.splitting.rows import IGNORE_INDEX, Layout, is_whole
 from lightning_accum.step import Trained
@@ -248,7 +248,8 @@ def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, batches: Sequence
     for one in measured:
         one.rename(names)
     look = Look(measured[0], measured[1:])
-    modes: dict[int, Mode] = {key: term.default_mode if term.words else ONCE for key, term in keys_of([look]).items()}
+    terms = first_of(one.terms for one in measured)
+    modes: dict[int, Mode] = {key: term.default_mode if term.words else ONCE for key, term in terms.items()}
     fits = [fit_of([look], key, mode, trial.mode.eps) for key, mode in (modes if weigh is None else {ALL: weigh}).items()]
     if any(fit.mode is None for fit in fits):
         worst = max(fits, key=lambda fit: fit.deviation.size).deviation

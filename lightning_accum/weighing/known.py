@@ -12,7 +12,7 @@ from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.weighing.advice import OF_ANOTHER_MODE
 from lightning_accum.weighing.functions import OfMean, function_of_mean
 from lightning_accum.weighing.shares import terms_of
-from lightning_accum.weighing.terms import NOWHERE, Denominator, Mode, Term, alike
+from lightning_accum.weighing.terms import NOWHERE, Denominator, Mode, Term, alike, by_place
 
 
 class Reading(NamedTuple):
@@ -41,6 +41,7 @@ class Known(NamedTuple):
     looped: frozenset[int] = frozenset()  # see :func:`lightning_accum.weighing.terms.alike`
     aliases: Mapping[int, int] = NOWHERE  # keys that are replaced by others
     takes_functions: bool = True  # whether a loss may be a function of a mean
+    order: tuple[int, ...] = ()  # the keys of all terms in their order in the sum, see :func:`by_place`; empty if it varies
     # for each term, by key, the modes in which it added up in the check, and their weights relative to the first mode, which is
     # used; counts of the batch must all agree
     units: Mapping[int, Mapping[Mode, float]] = MappingProxyType({})
@@ -58,7 +59,7 @@ class Known(NamedTuple):
     @property
     def names(self) -> Known:
         """A copy that only distinguishes terms, without knowledge about each."""
-        return Known(*self[:4])
+        return Known(*self[:5])
 
     def telling_heads(self, parameters: Iterable[Tensor]) -> Known:
         """Distinguish the losses of several heads by these parameters."""
@@ -82,9 +83,9 @@ class Known(NamedTuple):
         assert loss.grad_fn is not None
         found = function_of_mean(loss) if self.takes_functions else None
         terms = alike(terms_of(loss, None if found is None else found.below, self.places), self.looped)
-        return Reading(
-            [term._replace(key=self.aliases.get(term.key, term.key)) for term in terms] if self.aliases else terms, found
-        )
+        for names in (self.aliases, by_place({self.aliases.get(term.key, term.key): term for term in terms}, self.order)):
+            terms = [term._replace(key=names.get(term.key, term.key)) for term in terms] if names else terms
+        return Reading(terms, found)
 
     def joined(self, other: Known, begun: Mapping[int, Mode]) -> Known:
         """The union with ``other``, which was found to add up.

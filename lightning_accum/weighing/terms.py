@@ -215,6 +215,13 @@ _MANY = 16
 """Kinds of terms that are always combined."""
 
 
+def by_place(terms: Mapping[int, Term], order: Sequence[int]) -> Mapping[int, int]:
+    """Names of terms by their place, if some are multiplied by 0 as if absent (``logits.sum() * 0``); else empty."""
+    pairs = [*zip(terms, order, strict=False)]
+    are_known = len(terms) == len(order) and all(terms[own].is_off or own >> 8 == key >> 8 for own, key in pairs)
+    return dict(pairs) if are_known and any(term.is_off for term in terms.values()) else NOWHERE
+
+
 def joined(key: int, terms: Sequence[Term]) -> Term:
     """Combine similar terms, or all losses of one term, into one term with this key."""
     first = terms[0]

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from lightning_accum.errors import RowWiseError
-from lightning_accum.exact import exact, rounding
+from lightning_accum.exact import as_real, exact, rounding
 from lightning_accum.randomness import RandomState
 from lightning_accum.splitting.rows import Part, holds_tensors, made_of, parse
 
@@ -85,7 +85,7 @@ def is_same(found: Any, expected: Any) -> bool:
 
 def is_near(found: Tensor, expected: Tensor) -> Tensor:
     """Whether they are equal up to rounding, on their device."""
-    found, expected = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (found.detach(), expected.detach()))
+    found, expected = as_real(found), as_real(expected)
     if not found.is_floating_point():
         return (found == expected).all()
     kind, is_tf32 = expected.device.type, expected.is_cuda and expected.dtype == torch.float32

@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import assert_one_window_one_batch, dealt
 from loss_table import BY_NAME, LOSSES
@@ -19,7 +20,7 @@ from sharded import ShardedLanguage, needs_sharding_on_cpu
 from support import Toy, ddp, loader, sentences, trainer
 from torch.nn import functional as F
 
-from lightning_accum import DDPAccumulationStrategy, GradientAccumulation
+from lightning_accum import DDPAccumulationStrategy, DoesNotAddUpError, GradientAccumulation
 from lightning_accum.testing import adamw, assert_window_equals_batch
 
 EVERY = 50
@@ -157,6 +158,25 @@ def test_over_shards_a_function_of_a_mean_is_that_of_the_full_batch() -> None:
 
     by_rank = dealt(sentences(24), 3, "fsdp2")
     assert_one_window_one_batch(partial(Perplexity, "sgd"), by_rank, GradientAccumulation(2), "fsdp2")
+
+
+def test_a_loss_that_begins_to_compare_rows_by_what_steps_have_left_is_refused() -> None:
+    class RevivesColumns(Trained):
+        """Columns that were small in three batches have another loss, as dead latents of a sparse autoencoder."""
+
+        since = torch.zeros(4)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            out = self.net(batch["x"])
+            self.since = (self.since + 1) * ~(out.detach() > 0.3).any(0)
+            is_dead = self.since > 2
+            loss = super().training_step(batch, batch_idx)
+            return loss + (out - 1)[:, is_dead].square().sum(1).mean() if is_dead.any() else loss
+
+    module = RevivesColumns(BY_NAME["criteria: mean squared error, mean"])
+    first, *others = batches(module.row)
+    with pytest.raises(DoesNotAddUpError):
+        assert_window_equals_batch(module, [first, None, *others], GradientAccumulation(3))
 
 
 def test_a_micro_batch_without_error_has_a_gradient_as_in_the_full_batch() -> None:

@@ -93,6 +93,19 @@ class PredictsOtherView(TwoViews):
         return -0.5 * similar
 
 
+@real_module("Deep SVDD, soft boundary", dealt(two_views), windows=Warned("'radius'"), split=Warned("'radius'"))
+class SoftBoundary(TwoViews):
+    """The distances of rows beyond a radius, which each batch sets from the second step on."""
+
+    radius = torch.tensor(0.3)
+
+    def loss(self, a: Tensor, b: Tensor) -> Tensor:
+        distances, radius = a.square().sum(1), self.radius
+        if self.global_step:
+            self.radius = distances.detach().quantile(0.9).sqrt()
+        return radius**2 + 10 * F.relu(distances - radius**2).mean()
+
+
 @real_module("CLIP", dealt(two_views), windows=ONE, split=by("image", "text"))
 class ImagesAndTexts(LightningModule):
     """Images tell their texts from all of the batch, and texts their images; the temperature is learned."""
