@@ -297,16 +297,14 @@ def _restore_leaf(tensor: Tensor, saved: Any) -> None:
 
 def _restore_gradient(parameter: Tensor, saved: tuple[Tensor, Tensor] | None) -> None:
     """Restore the gradient of a parameter from the object and a copy of its values; None for no gradient."""
-    if saved is None:
-        parameter.grad = None
-        return
-    gradient, value = saved
-    target = gradient if parameter.grad is None else parameter.grad  # DDP may have put a view of its bucket there meanwhile
-    if target.layout is value.layout is torch.strided and target.shape == value.shape:
-        target.data.copy_(value)
-        parameter.grad = target
-    else:
-        parameter.grad = value.clone()
+    if saved is not None:
+        gradient, value = saved
+        target = gradient if parameter.grad is None else parameter.grad  # DDP may have put a view of its bucket there meanwhile
+        if target.layout is value.layout is torch.strided and target.shape == value.shape:
+            target.data.copy_(value)
+        else:
+            target = value.clone()
+    parameter.grad = None if saved is None else target
 
 
 def _save_array(array: Any) -> Any:
