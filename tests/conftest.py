@@ -32,8 +32,8 @@ def pytest_report_header(config: Any) -> str:  # how long it will take, for thos
 
 SECONDS = {  # what a test of these files takes. Many start interpreters or ranks, or train several times; of others about 1.
     **{"test_demo": 60, "test_both_packages": 20, "test_ray": 20, "test_examples": 15, "test_wheel": 10, "test_resume": 4},
-    **dict.fromkeys(["test_ddp_options", "test_sharded", "test_verify_over_ranks", "test_window_equals_batch"], 3),
-    **dict.fromkeys(["test_compiled", "test_faults", "test_hugging_face", "test_meshes", "test_adversarial"], 2),
+    **dict.fromkeys(["test_sharded", "test_verify_over_ranks", "test_window_equals_batch"], 3),
+    **dict.fromkeys(["test_compiled", "test_faults", "test_hugging_face", "test_adversarial"], 2),
     **dict.fromkeys(["test_samplers", "test_splitting", "test_documentation", "test_watch", "test_weight"], 0.1),
 }
 

@@ -11,15 +11,15 @@ import second_package
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 OTHER = dict(zip(PACKAGES, reversed(PACKAGES), strict=True))
 CORE = """
-test_ddp test_resume test_schedulers test_check test_verify test_uneven test_manual_optimization
-test_noise_scale test_watch test_command_line test_sharded test_row_wise test_offload test_what_one_sees
-test_after_a_fit test_windows_over_time
+ddp resume schedulers check verify uneven manual_optimization noise_scale watch command_line sharded row_wise offload what_one_sees
+after_a_fit
 """
+SLOW = [pytest.param(f"test_{name}", marks=pytest.mark.slow) for name in CORE.split()]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ["test_window_equals_batch", *(pytest.param(name, marks=pytest.mark.slow) for name in CORE)])
+@pytest.mark.parametrize("name", ["test_window_equals_batch", *SLOW])
 def test_the_suite_passes_with_pytorch_lightning(name: str, tmp_path: Path) -> None:
     (file,) = Path(__file__).parents[1].glob(f"*/{name}.py")
     path = file.relative_to(Path(__file__).parents[2])
