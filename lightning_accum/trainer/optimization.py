@@ -53,6 +53,12 @@ class WindowOptimization(_AutomaticOptimization):
         """The enclosing loop, whose type imports this file. Not an attribute, since loops are restored from checkpoints."""
         return self.trainer.fit_loop.epoch_loop
 
+    @property
+    def _is_watched(self) -> bool:
+        """Whether gradients are compared with the expected ones; not if Lightning takes the step unchanged."""
+        accumulation = self.strategy.accumulation
+        return self.strategy.watch.is_close and accumulation is not None and not accumulation.is_passthrough()
+
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         outcome = self.run_loader_batch([*kwargs.values()])
@@ -170,8 +176,8 @@ class WindowOptimization(_AutomaticOptimization):
 
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""
-        optimizer, watch = self.strategy.optimizers[0], self.strategy.watch
-        with watch.zero_grad(optimizer) if watch.is_close else _NOTHING_AROUND:
+        optimizer = self.strategy.optimizers[0]
+        with self.strategy.watch.zero_grad(optimizer) if self._is_watched else _NOTHING_AROUND:
             self._on_before_zero_grad(optimizer)
             self._optimizer_zero_grad(self.epoch_loop.batch_idx, optimizer)
 
@@ -190,7 +196,7 @@ class WindowOptimization(_AutomaticOptimization):
         own, kwargs = loss, {} if is_users or grad_output is None else {"gradient": grad_output}
         if is_users and grad_output is not None:  # it may drop keyword arguments, so it gets the product instead
             loss = loss * grad_output
-        is_close = strategy.watch.is_close
+        is_close = self._is_watched
         scale = strategy.loss_scale() if is_close and strategy.has_lightnings_precision else None  # this waits for the device
         with strategy.watch.gradient_of_loss(own, grad_output, scale) if is_close else _NOTHING_AROUND:
             call._call_strategy_hook(self.trainer, "backward", loss, strategy.optimizers[0], **kwargs)

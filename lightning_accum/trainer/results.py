@@ -182,8 +182,8 @@ class WindowRows(_LoggerConnector):
 
     @override
     def on_batch_end(self) -> None:
-        results = self.trainer.fit_loop.epoch_loop._results
-        if results:
+        results = self.trainer._results  # of training or of validation
+        if results or results is None:
             super().on_batch_end()
         else:  # nothing was logged; skip Lightning's slow search
             results.batch = results.batch_size = None

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from types import CodeType
 from typing import Any
 
@@ -76,7 +76,8 @@ class Watch:
     def training_step(self, module: pl.LightningModule, optimizer: Optimizer, warn: Callable[[str], None]) -> Iterator[None]:
         """Lightning calls the module's ``training_step``: keep the loss that it returns, and compare the learning rates."""
         self._find_other_rates(optimizer, warn)
-        with replacing(module, training_step=partial(self._note_loss, module.training_step)):
+        step = module.training_step
+        with replacing(module, training_step=update_wrapper(partial(self._note_loss, step), step)):  # Lightning reads its signature
             yield
         self._find_other_rates(optimizer, warn, is_after_step=True)
 

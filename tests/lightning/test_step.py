@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import support
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loops.optimization.automatic import Closure
 from support import (
@@ -228,7 +229,21 @@ def test_dataloader_iter_steps_its_tail() -> None:
     class Draws(Scalar):
         def training_step(self, dataloader_iter: Any) -> Tensor:
             batch, *_ = next(dataloader_iter)
+            with pytest.raises(MisconfigurationException, match="dataloader_iter"):  # Lightning reads the signature
+                self.log("x", 1.0)
             return (self.w * batch).mean()
 
     fit(module := Draws(), [x(1), x(2), x(6)], GradientAccumulation(2))
     assert module.total == 1.5 + 6.0
+
+
+def test_a_module_that_clears_gradients_every_second_batch_trains_as_in_lightning_if_each_batch_steps() -> None:
+    class Clears(Scalar):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            if batch_idx % 2 == 0:
+                optimizer.zero_grad()
+
+    modules = Clears(ONE_TO_EIGHT), Clears(ONE_TO_EIGHT)
+    for module, strategy in zip(modules, ("auto", "accum"), strict=True):
+        trainer(strategy).fit(module)
+    assert torch.equal(modules[0].w, modules[1].w)

@@ -267,3 +267,14 @@ def test_a_warning_in_a_process_that_was_forked_points_at_the_call_of_fit() -> N
         train()
     shown = [line for line in Path("shown").read_text().splitlines() if line.startswith("AccumulationWarning")]
     assert shown == [f"AccumulationWarning {__file__} {line_of(train, '# the line')}"]
+
+
+def test_what_validation_shows_at_a_step_is_in_the_progress_bar_if_training_logs_nothing() -> None:
+    class Validates(Scalar):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("validated", 3.0, on_step=True, on_epoch=False, prog_bar=True)
+
+    module = Validates([x(1), x(2)])
+    module.val_dataloader = lambda: [x(1)]
+    trainer(callbacks=[GradientAccumulation(2, log=False)], limit_val_batches=1).fit(module)
+    assert module.trainer.progress_bar_metrics == {"validated": 3.0}
