@@ -305,7 +305,8 @@ class _InParts:
             few = sorted(sorted(base, key=lambda row: alone[row].loss)[: max(2, size // 2 - 1)])
             looks.append(self.look(whole, [few, [row for row in base if row not in few]], total))
         times = min(size, 4)  # detects losses that use frequencies in the batch
-        told = max(base, key=lambda row: sum(term.losses != 0 for term in alone[row].terms.values()))  # has all terms
+        # it has a loss, and all terms
+        told = max(base, key=lambda row: (math.isfinite(alone[row].loss), sum(t.losses != 0 for t in alone[row].terms.values())))
         looks.append(Look(self.run([told] * times, total), [alone[told]] * times))
         if found.of_others:
             kinds = [[row for row in base if (row in found.of_others) == is_other] for is_other in (False, True)]
