@@ -131,8 +131,7 @@ class Deciding:
         is_loss_off = checked.on_any(abs(of_loss) > max(eps, trial.tolerance * largest))
         size = math.sqrt(sum(float(own.square().nansum()) for own in looks[0].whole.gradient(ALL).values()))
         unclear = [place for place, fit in chosen.items() if fit.is_open and place in terms and not terms[place].words]
-        of_unclear = [own for place in unclear for own in looks[0].whole.gradient(place).values()]
-        if checked.on_any(not wrong and any(bool(own.nan_to_num().any()) for own in of_unclear)):
+        if checked.on_any(not wrong and any(g.nan_to_num().any() for n in unclear for g in looks[0].whole.gradient(n).values())):
             seen = "a term of the loss, which hides its sum, may be a mean or a sum"
             checked.accumulation.warn_once(advice.of_unchecked(Verdict(None, seen=seen), checked.is_manual))
         found = Found(verdict, not wrong, known, constants, terms, mend, are_alike, is_loss_off=is_loss_off)

@@ -128,12 +128,12 @@ class ManualMicroBatch:
 
 
 def check_batches(ranks: Ranks, has_batch: bool) -> None:
-    """Raise, on all ranks, if some have a batch that reduces gradients and others have None, for which they would wait."""
+    """Raise, on all ranks, if some have a batch that reduces gradients and others have none, for which they would wait."""
     some_have, some_lack = ranks.largest(has_batch, not has_batch)
     if some_have and some_lack:
-        has, others = ("", "another has None for it") if has_batch else ("None for ", "others have a batch")
+        has, others = ("has", "another lacks it") if has_batch else ("lacks", "others have it")
         raise UsageError(
-            f"Rank {ranks.rank} has {has}a loader batch that reduces gradients, and {others}. With "
+            f"Rank {ranks.rank} {has} a loader batch, and {others}: a loader has yielded None, or ends. With "
             "automatic_optimization=False training_step itself reduces gradients and steps, on all ranks or on none: have the "
-            "loaders yield no None, or use automatic optimization."
+            "loaders yield equally many batches and no None, or use automatic optimization."
         )

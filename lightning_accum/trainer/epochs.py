@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import TAILS, Boundary, ValidationClock
+from lightning_accum.manual_calls import check_batches
 from lightning_accum.policy import Tokens
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
@@ -106,6 +107,9 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if seen == self.begun or seen != self._advanced:
             raise seams.broken(f"{self._runs} was called twice for a loader batch, or outside of _TrainingEpochLoop.advance.")
         self.begun, self._is_running = seen, True
+        manual, fetcher = self.strategy.manual, self.trainer.fit_loop._data_fetcher
+        if manual is not None and manual.ranks.size > 1 and fetcher is not None and fetcher.length is None:
+            check_batches(manual.ranks, not self._num_ready_batches_reached())
         boundary.begin(self.window_size())
         if seen < boundary.ends_at and self._is_cut_by_the_end(boundary):
             boundary.cut_short(seen)

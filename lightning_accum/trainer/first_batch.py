@@ -50,8 +50,7 @@ def unlogged_step(trainer: pl.Trainer, ahead: int = 0, is_begun: bool = True) ->
     callbacks = strategy.changing_callbacks()
 
     def training_step(batch: Any) -> Any:
-        is_mixed = isinstance(precision, pl.plugins.MixedPrecision)
-        dtype = exact_dtype(strategy.root_device) if is_mixed else torch.float32
+        dtype = exact_dtype(strategy.root_device) if isinstance(precision, pl.plugins.MixedPrecision) else torch.float32
         is_narrower = any(is_narrow(parameter, dtype) for parameter in strategy.module.parameters())
         keeps_type = is_narrower or not isinstance(precision, (pl.plugins.MixedPrecision, pl.plugins.HalfPrecision))
         context = precision.train_step_context() if keeps_type else nullcontext()
@@ -219,8 +218,7 @@ def check_manual_batch(trainer: pl.Trainer, strategy: Engine, batches: Sequence[
             run(batch)
         if number < len(tried.losses):
             return tried.losses[number]
-        times = len(tried.losses)
-        raise UnsuitableRowsError(f"training_step calls self.manual_backward {times} times for some of the first rows")
+        raise UnsuitableRowsError(f"training_step calls self.manual_backward {len(tried.losses)} times for some of the first rows")
 
     # the start line reports each call
     how: dict[str, Any] = {"samples": strategy.samples_of_loader(), "is_window_long": is_long, "inform": lambda _: None}

@@ -147,7 +147,7 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
         check_outputs(layer, more, less, dims)
         return Form(are_rows, dims)
     note = f"row_wise={layer.name!r}: the call does not run on {few} of {rows} rows, which arguments need in dimension 0. {HINT}"
-    problem.__notes__ = [*getattr(problem, "__notes__", []), note]
+    getattr(problem, "add_note", id)(note)  # Python 3.10 has no notes
     raise problem
 
 

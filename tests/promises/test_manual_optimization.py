@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -10,13 +10,26 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import assert_one_window_one_batch, windows_of
+from harness import Unsized, assert_one_window_one_batch, windows_of
 from manual_modules import ALL, GAN, MAML, SIZES, Dependent, Manual, RawOptimizers, Toggled, TwoSchedulers, Unclipped, draw
 from sharded import fsdp2, needs_sharding_on_cpu
-from support import SaveAfter, StatefulLoader, ddp, error_of_updates, fit, fp16_on_cpu, loader, refused, warned
+from support import (
+    ManualToy,
+    SaveAfter,
+    StatefulLoader,
+    classified,
+    ddp,
+    error_of_updates,
+    fit,
+    fp16_on_cpu,
+    labelled,
+    loader,
+    refused,
+    warned,
+)
 from torch import Tensor, nn
 from torch.nn.functional import softplus
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_accum import AccumulationWarning, DoesNotAddUpError, GradientAccumulation
 from lightning_accum.testing import EXACT, assert_window_equals_batch, compare_window_with_batch
@@ -222,6 +235,17 @@ def test_a_rank_without_the_last_batch_of_a_window_ends_all(rank: int) -> None:
     with pytest.raises(Exception, match="Error"):
         fit(module, ranks=2, accumulate_grad_batches=2)
     assert time.monotonic() - begin < 15  # and not after the time-out of the group
+
+
+class OfRank(Unsized):  # so many batches on this rank
+    def __iter__(self) -> Iterator[Any]:
+        yield from labelled(*[4] * self.batches[torch.distributed.get_rank()])
+
+
+@pytest.mark.parametrize("numbers", [(3, 4), (4, 3)])
+def test_ranks_whose_loaders_end_at_different_batches_are_an_error_on_all(numbers: tuple[int, int]) -> None:
+    with pytest.raises(Exception, match="lacks a loader batch|another lacks it"):  # a time-out before
+        fit(ManualToy(classified), DataLoader(OfRank(numbers), batch_size=None), GradientAccumulation(2), ranks=2)
 
 
 @pytest.mark.some_cases(1)
