@@ -156,8 +156,8 @@ class Accumulation(Windows):
         is_other = self.later.is_new_graph(is_first_window=self.closed is None) and self.check.is_checked
         if not self.check.batches_left:
             doubt: Denominator = 0.0
-            counted = self.window.counted
-            if is_other or counted is None or not counted.is_agreed or counted.is_listed:  # else it was noted when it was counted
+            # else it was noted when it was counted
+            if is_other or (counted := self.window.counted) is None or not counted.is_agreed or counted.is_listed:
                 doubt = self.later.note(micro_batch.batch, contribution, is_other)
             if self.check.is_checked and self.splitting is None and self.later.note_lengths(micro_batch.batch):
                 doubt = 1.0

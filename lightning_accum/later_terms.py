@@ -10,7 +10,7 @@ from typing import Any
 from lightning_accum.check import Check, check_batch, check_first_batch
 from lightning_accum.errors import DoesNotAddUpError
 from lightning_accum.looks import Checked, Rows, agree_on_rows, split_rows
-from lightning_accum.splitting.few_rows import FewRows
+from lightning_accum.splitting.few_rows import FewRows, SplitRows, join
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
 from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LENGTHS, OF_NO_LOSS
@@ -41,10 +41,10 @@ def _check_doubted(checked: Checked) -> bool:
     Called on all ranks. Returns whether the terms of the loss are weighted differently than before.
     """
     later, weigher = checked.accumulation.later, checked.accumulation.weigher
-    before, has_lengths = weigher.known, checked.on_any(later.take_lengths())
-    if has_lengths and checked.of_dataset is not None:
-        _look_at(checked, checked.accumulation.check.rows, "other lengths")
-    looks = later.telling(checked.accumulation.check.rows) if not has_lengths or checked.on_any(later.is_doubtful()) else []
+    before, rows, longer = weigher.known, checked.accumulation.check.rows, later.take_lengths()
+    if has_lengths := checked.on_any(longer is not None):
+        _look_at(checked, rows, "other lengths", rows if longer is None else longer)
+    looks = later.telling(rows) if not has_lengths or checked.on_any(later.is_doubtful()) else []
     later.doubted.clear()
     for place in range(int(checked.largest(len(looks)))):
         _look_at(checked, *looks[min(place, len(looks) - 1)])
@@ -53,7 +53,7 @@ def _check_doubted(checked: Checked) -> bool:
     return is_other or (_others(now) != _others(before) if before.counts_first else now.counts_first)
 
 
-def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
+def _look_at(checked: Checked, rows: Any, reason: Reason, other: Any = None) -> None:
     accumulation, later = checked.accumulation, checked.accumulation.later
     is_count = not later.learn(rows) and reason == "other numbers"
     later.counts_left -= is_count
@@ -65,7 +65,10 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
     trial = checked.trial()
     try:
         if reason == "other lengths":  # the padding of a sample depends on its batch
-            looked_at = agree_on_rows(checked, [rows], of_dataset=True)
+            drawn: Rows | None = None
+            with suppress(CannotCheckError):  # of a stream
+                drawn = None if checked.of_dataset is None else agree_on_rows(checked, [rows], of_dataset=True)
+            looked_at = drawn or Rows(trial.together(lambda: _joined(checked, [rows, other])), 2, 2, 2, False)
         else:
             own = trial.together(lambda: split_rows(checked, rows)) or _beside_others(checked, trial, rows)
             numbers = accumulation.ranks.largest(-own.of_batch, own.number, -own.at_once)
@@ -83,6 +86,13 @@ def _look_at(checked: Checked, rows: Any, reason: Reason) -> None:
                 "The loss of a micro-batch has terms that the checked batches did not have, and the new terms could not be checked:"
                 f" {problem}."
             )
+
+
+def _joined(checked: Checked, batches: Sequence[Any]) -> SplitRows:
+    """A few rows of each batch, and all of them padded to one length."""
+    found = [FewRows([batch], checked.samples_of(batch)) for batch in batches]
+    take: Callable[[], list[Any]] = lambda: [own.take(range(min(4, own.number))) for own in found]  # noqa: E731
+    return SplitRows(None, lambda _, size: take() if size == 2 else [join(take())[0]], 4)
 
 
 def _others(known: Known) -> tuple[Any, ...]:

@@ -76,8 +76,8 @@ class Watch:
     def training_step(self, module: pl.LightningModule, optimizer: Optimizer, warn: Callable[[str], None]) -> Iterator[None]:
         """Lightning calls the module's ``training_step``: keep the loss that it returns, and compare the learning rates."""
         self._find_other_rates(optimizer, warn)
-        step = module.training_step
-        with replacing(module, training_step=update_wrapper(partial(self._note_loss, step), step)):  # Lightning reads its signature
+        # with its signature, which Lightning reads
+        with replacing(module, training_step=update_wrapper(partial(self._note_loss, step := module.training_step), step)):
             yield
         self._find_other_rates(optimizer, warn, is_after_step=True)
 

@@ -43,7 +43,7 @@ class LaterLooks:
         """The number of each such tensor, by path; NaN for labels without an ignored one. None before the first check."""
         self.doubted: list[tuple[Denominator, Any, Reason]] = []
         """How much a micro-batch differs from checked ones (0: it is not checked), its batch, and the reason."""
-        self._has_other_lengths = False
+        self._of_other_lengths: Any = None
         self._lengths: dict[tuple[Any, ...], torch.Size] = {}
         self._to_compare = _COMPARED
         self._begun = self._missing = 0
@@ -109,12 +109,12 @@ class LaterLooks:
         self._to_compare -= 1
         if self._to_compare < 0 or all(self._lengths.get(path, t.shape[1:]) == t.shape[1:] for path, t in tensors_of(batch)):
             return False
-        self._has_other_lengths, self._to_compare = True, 0
+        self._of_other_lengths, self._to_compare = batch, 0
         return True
 
-    def take_lengths(self) -> bool:
-        """Whether a loader batch of the window was noted: it may be padded to another length than the checked one."""
-        found, self._has_other_lengths = self._has_other_lengths, False
+    def take_lengths(self) -> Any:
+        """The noted loader batch of the window, which may be padded to another length than the checked one; or None."""
+        found, self._of_other_lengths = self._of_other_lengths, None
         return found
 
     def is_doubtful(self) -> bool:

@@ -252,18 +252,24 @@ def test_rows_of_one_count_beside_others_do_not_hide_what_a_mean_is_over() -> No
         assert_window_equals_batch(Toy(mean_of_means), rows, window, collate=lambda rows: tuple(zip(*rows, strict=True)))
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("is_masked", [False, True])
-def test_a_mean_over_padding_is_refused_where_loader_batches_are_padded_to_different_lengths(is_masked: bool) -> None:
+def test_a_mean_over_padding_is_refused_where_loader_batches_are_padded_to_different_lengths(
+    is_masked: bool, is_stream: bool
+) -> None:
     def loss(net: Any, batch: dict[str, Tensor]) -> Tensor:  # Tacotron 2's: 0.026 off, silently
-        is_frame = (torch.arange(batch["x"].size(1)) < batch["length"][:, None])[..., None]
+        is_frame = batch["mask"][..., None]
         errors = (net(batch["x"]) * is_frame - batch["x"]).square()
         return (errors * is_frame).sum() / (4 * is_frame.sum()) if is_masked else errors.mean()
 
     def padded(samples: Sequence[Tensor]) -> dict[str, Tensor]:
-        return {"x": pad_sequence([*samples], batch_first=True), "length": torch.tensor([*map(len, samples)])}
+        of_each = {"x": [*samples], "mask": [torch.ones(len(own)) for own in samples]}
+        return {key: pad_sequence(own, batch_first=True) for key, own in of_each.items()}
 
     samples = [torch.randn(3 + 5 * n % 13, 4, dtype=torch.float64) for n in range(32)]
-    module, data = Toy(loss), DataLoader(samples, 8, collate_fn=padded)  # type: ignore[arg-type]
+    batches = [padded(samples[i : i + 8]) for i in range(0, 32, 8)]
+    data: Any = DataLoader(batches, batch_size=None) if is_stream else DataLoader(samples, 8, collate_fn=padded)  # type: ignore
+    module = Toy(loss)
     with nullcontext() if is_masked else pytest.raises(DoesNotAddUpError, match="mask the padding"):
         fit(module, data, GradientAccumulation(2))
     assert module.trainer.global_step == 2 * is_masked
