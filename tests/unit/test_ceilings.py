@@ -22,14 +22,14 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 
 CEILINGS = {
     "lines of code": 13_710,
-    "lines of the package": 19_510,
+    "lines of the package": 19_500,
     "files of the package": 100,
     "width of the package": 132,
     "lines of its largest file": 350,
     "files outside trainer/ that import Lightning": 0,
-    "assignments to an attribute of another object": 117,
-    "lines of tests": 24_450,
-    "lines of tests in files that import private modules": 95,
+    "assignments to an attribute of another object": 116,
+    "lines of tests": 23_750,
+    "lines of tests in files that import private modules": 90,
 }
 
 
