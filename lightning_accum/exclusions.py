@@ -38,7 +38,6 @@ class Asked:
     has_comm_hook: bool = False  # the user has set a communication hook
     ranks: int = 1  # the number of ranks with their own batches
     tensor_parallel: int = 1  # the number of ranks that share a batch
-    same_rows: int = 1  # the number of ranks that have parts of the same rows
 
     @property
     def is_sharded(self) -> bool:
@@ -159,11 +158,3 @@ def _exclusions(a: Asked) -> Iterator[str]:
         yield f"{micro_batch} varies between ranks, but {one} needs as many micro-batches on each. Give a number of samples."
     if policy.micro_batch == "auto" and a.is_sharded:
         yield f"{micro_batch} runs a batch again on one rank, which {strategy} cannot. Pass a number of samples, or Tokens(...)."
-    if a.same_rows > 1:
-        parts = f"but {a.same_rows} ranks have parts of the same rows and run together."
-        if is_split:
-            yield f"{micro_batch} splits the batch of each rank, {parts} Use smaller loader batches."
-        if policy.weight not in ("auto", "equal"):
-            yield f'weight={weights} counts a batch, or a part of it, {parts} Use weight="auto".'
-        if policy.on_nonfinite == "skip":
-            yield f'{nonfinite} leaves out the micro-batch of one rank, {parts} Use on_nonfinite="raise".'
