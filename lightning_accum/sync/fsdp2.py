@@ -35,8 +35,8 @@ class FSDP2Sync(ShardedSync):
         ArgumentError: it does not average the gradients of all parameters over ``ranks``.
     """
 
-    def __init__(self, module: nn.Module, policy: SyncPolicy, engine: Trained, ranks: Ranks, may_lack_loss: bool = True) -> None:
-        super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine, may_lack_loss)
+    def __init__(self, module: nn.Module, policy: SyncPolicy, engine: Trained, ranks: Ranks) -> None:
+        super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine)
         self._groups = [group for unit in self.units for group in groups_of(unit)]
         self._trained, self._ranks = [sharded for group in self._groups for sharded in _trained_of(group)], ranks
         self._refuse_other_averages(module)

@@ -31,7 +31,7 @@ class ShardedSync(WrappedSync):
 
     If this rank has no loss, it still takes part in the forward and backward of the others: with the outputs of its sharded modules
     before training_step returned None, or by repeating the last micro-batch with a loss. Its gradients are zeros, its logs are
-    dropped, and its changes to the module are undone. It cannot do so without ``may_lack_loss``.
+    dropped, and its changes to the module are undone.
     """
 
     is_waited_for_in_forward = True
@@ -42,7 +42,6 @@ class ShardedSync(WrappedSync):
         units: list[Any],
         policy: SyncPolicy,
         engine: Trained,
-        may_lack_loss: bool = True,
     ) -> None:
         self.units, self.policy = units, policy
         self.batch_on_host: Any = None  # the last loader batch drawn, before its transfer to the device
@@ -53,7 +52,6 @@ class ShardedSync(WrappedSync):
         below = {child for unit in units for child in unit.modules() if child is not unit}
         self._roots = [unit for unit in units if unit not in below]
         self._unused_roots = set(self._roots)
-        self._may_lack_loss = may_lack_loss
         self._ran: set[nn.Module] = set()  # the units that this micro-batch has run
         self._ran_in = [1] * len(units)  # in which micro-batches each unit ran, as one number
         self._outputs: list[Tensor] = []
@@ -62,7 +60,7 @@ class ShardedSync(WrappedSync):
     def _note_output(self, unit: nn.Module, arguments: Any, output: Any) -> None:
         self._unused_roots.discard(unit)
         self._ran.update([unit] * torch.is_grad_enabled())
-        if self._may_lack_loss and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             leaves = torch.utils._pytree.tree_leaves(output)
             self._outputs += [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
@@ -86,11 +84,6 @@ class ShardedSync(WrappedSync):
     @override
     def _loss_without_batch(self) -> Tensor:
         """A loss that depends on the same modules as the losses of other ranks."""
-        if not self._may_lack_loss:
-            raise UsageError(
-                f"Rank {dist.get_rank()} has a loader batch without a loss, or fewer loader batches, but runs sharded row-wise "
-                'submodules. Have each loader batch of each rank give a loss, or use Trainer(strategy="accum_ddp").'
-            )
         outputs, self._outputs = self._outputs, []
         if outputs:
             return torch.stack([output.flatten()[:1].sum().float() for output in outputs]).sum()

@@ -135,10 +135,6 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
             instead = f"apply it to all layers with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})"
             raise MisconfiguredError(f"accumulate_dtype={dtype}: fully_shard sums gradients in {found}; {instead}")
 
-    @override
-    def _engine(self) -> dict[str, Any]:
-        return {**super()._engine(), "tensor_parallel": self.gradient_mesh["tensor_parallel"].size()}
-
     def _refuse_without_replicas(self, module: nn.Module) -> None:
         groups = [group for unit in module.modules() if isinstance(unit, FSDPModule) for group in groups_of(unit)]
         if not all(hasattr(group, "_partial_reduce_output") for group in groups):
@@ -155,7 +151,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         seams.check_nothing_is_missing(seams.FSDP2)
         if self._sync_policy == "shard":
             self._refuse_without_replicas(self.module)
-        sync = FSDP2Sync(self.module, self._sync_policy, self, self.ranks, self.row_wise is None)
+        sync = FSDP2Sync(self.module, self._sync_policy, self, self.ranks)
         if self.policy.accumulate_dtype is not None:
             self._check_accumulate_dtype(sync, self.policy.accumulate_dtype)
         return sync
