@@ -116,19 +116,23 @@ def test_gradients_of_any_operation_are_those_without_it(memory: OtherMemory, na
     assert memory.out > 0
 
 
-@pytest.mark.parametrize("layers_after", [0, 6])
-@pytest.mark.parametrize("smallest", [0, 10**6])
-def test_a_change_in_place_of_what_was_saved_is_an_error(smallest: int, layers_after: int) -> None:
-    def changed(x: Tensor) -> Tensor:
-        z = x.sin()
-        x.add_(1)
-        for _ in range(layers_after):  # it has left by now
-            z = z.exp().tanh()
-        return z
+def changed(x: Tensor, in_place: bool = True) -> Tensor:
+    z = x.sin()
+    return z.exp() * (x.add_(1) if in_place else x + 1)
 
-    with other_memory(smallest) as host, pytest.raises(RuntimeError, match="modified by an inplace operation"):
+
+def test_a_change_in_place_of_what_was_saved_and_stays_is_an_error() -> None:
+    with other_memory(10**6) as host, pytest.raises(RuntimeError, match="modified by an inplace operation"):
         fit(of(changed), [rows()], offloaded())
-    assert (host.out == 0) == (smallest > 0)
+    assert host.out == 0
+
+
+def test_a_change_in_place_of_what_was_moved_does_no_harm(memory: OtherMemory) -> None:
+    found, expected = of(changed), of(partial(changed, in_place=False))
+    fit(found, [rows()], offloaded())
+    fit(expected, [rows()], strategy="auto")
+    assert same_state(found, expected)
+    assert memory.out > 0
 
 
 def test_parameters_buffers_and_the_batch_stay_where_they_are(memory: OtherMemory) -> None:
@@ -227,8 +231,8 @@ ON_RANKS = [on("ddp", 3), *OPTIONS, on("fsdp2", 1), on("fsdp1", 1), on("fsdp2", 
 @pytest.mark.some_cases(1, 3)
 @pytest.mark.parametrize(("engine", "options", "window"), ON_RANKS)
 def test_windows_and_ranks(memory: OtherMemory, engine: str, options: dict[str, Any], window: int) -> None:
-    def look(trainer: pl.Trainer, pl_module: Any) -> None:  # something was moved on each of several ranks, and nothing lost
-        assert trainer.world_size == 1 or (memory.out > 0 and not memory.faults)
+    def look(trainer: pl.Trainer, pl_module: Any) -> None:  # something was moved on each of several ranks
+        assert trainer.world_size == 1 or memory.out > 0
 
     by_rank, moves = dealt(sentences(18), 3, engine), pl.callbacks.LambdaCallback(on_train_end=look)
     make = partial(ShardedLanguage, "adamw", reshard_after_forward=True)
@@ -258,7 +262,7 @@ def test_the_peak_is_a_few_layers_and_not_all_of_them(memory: OtherMemory) -> No
             fit(module := Deep(alive), data, *callbacks)
         peaks.append(module.peaks[-1] / one_layer)
     assert peaks[0] > 2 * LAYERS
-    assert peaks[1] < 7  # a layer, its gradients, two on their way and two ahead
+    assert peaks[1] < 5  # a layer and its gradients
     assert memory.most > 1.5 * LAYERS * one_layer
 
 
