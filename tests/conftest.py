@@ -34,7 +34,7 @@ SECONDS = {  # what a test of these files takes. Many start interpreters or rank
     **{"test_demo": 60, "test_both_packages": 20, "test_ray": 20, "test_examples": 15, "test_wheel": 10, "test_resume": 4},
     **dict.fromkeys(["test_sharded", "test_verify_over_ranks", "test_window_equals_batch"], 3),
     **dict.fromkeys(["test_compiled", "test_faults", "test_hugging_face", "test_adversarial"], 2),
-    **dict.fromkeys(["test_samplers", "test_splitting", "test_documentation", "test_watch", "test_weight"], 0.1),
+    **dict.fromkeys(["test_samplers", "test_splitting", "test_documentation", "test_seams", "test_weight"], 0.1),
 }
 
 

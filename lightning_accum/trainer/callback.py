@@ -14,7 +14,6 @@ from lightning_accum.checkpoint import check_format
 from lightning_accum.exact import exact_dtype, tensor_of
 from lightning_accum.exclusions import Asked, refuse
 from lightning_accum.policy import MicroBatchSize, OnNonfinite, Policy, Split, Tokens, WindowSize, checked_policy, row_wise_fields
-from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import MisconfiguredError, Strategy, callbacks_of, misconfigured, pl
 from lightning_accum.trainer.package import check_package
@@ -188,8 +187,6 @@ class GradientAccumulation(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if differing := seams.changed():  # the difference may be the cause; notes are printed from Python 3.11 on
-            exception.__notes__ = [*getattr(exception, "__notes__", []), seams.in_words(differing)]
         # other callbacks may take a checkpoint now, on this rank alone unless all got SIGTERM
         self._may_gather = trainer.world_size == 1 or isinstance(exception, pl.utilities.exceptions.SIGTERMException)
 

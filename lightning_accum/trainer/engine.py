@@ -52,7 +52,7 @@ class Engine(Strategy, Trained):
     """Whether, in manual optimization, the engine averages gradients over the ranks in every backward."""
     manual: ManualWindows | None = None
     """The windows of manual optimization; None for automatic optimization, and if a window is one micro-batch on one rank."""
-    watch: Watch  # checks that Lightning calls the replaced methods; set in a fit
+    watch: Watch  # what the user's code does in a window; set in a fit
     module: pl.LightningModule = Strategy.lightning_module  # type: ignore[assignment]  # a property
     row_wise: RowWise | None = None
     """Runs submodules in micro-batches, in steps that see the whole batch; None without ``row_wise=``."""
@@ -146,11 +146,6 @@ class Engine(Strategy, Trained):
             return self.manual.backward(super().backward, closure_loss, optimizer, *args, **kwargs)
         with self.gradient_reads or nullcontext():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @property
-    def has_lightnings_precision(self) -> bool:
-        """Whether the precision plugin is Lightning's own: how it treats losses and skipped steps is known."""
-        return type(self.precision_plugin).__module__.startswith(("lightning.", "pytorch_lightning."))
 
     def samples_of_loader(self) -> frozenset[int]:
         """The batch sizes of the loaders; empty if one of them is unknown."""

@@ -14,7 +14,6 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import TAILS, Boundary, ValidationClock
 from lightning_accum.manual_calls import check_batches
 from lightning_accum.policy import Tokens
-from lightning_accum.trainer import seams
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import check_manual_batch
 from lightning_accum.trainer.from_lightning import _DataFetcher, _TrainingEpochLoop, callbacks_of, pl, rank_zero_info
@@ -32,8 +31,6 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     _validated: Sequence[int] | None = None
     """The steps and loader batch of the clock in the checkpoint that training resumes from."""
     begun: int = 0  # the loader batch that began last, counted from 1 over all epochs
-    _advanced: int = 0  # the loader batch that :meth:`advance` was last called for
-    _is_running: bool = False  # a loader batch has begun, and not ended
     _carried: Set[str] = frozenset()  # the parameters trained at the end of the last epoch, if its window goes on in this one
     _inspected: Any = None
     _arguments: tuple[str, ...] = ()
@@ -42,7 +39,6 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         if self.begun > self.batch_progress.total.ready:  # the batch size finder sets the progress back
             self.begun = 0
-        self._is_running = False
         super().on_run_start(data_fetcher)
         trainer: Any = self.trainer
         every = self.strategy.policy.validate_every
@@ -52,9 +48,6 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
-        if self._is_running:
-            raise seams.broken("_TrainingEpochLoop.update_lr_schedulers was not called after a loader batch.")
-        self._advanced = self.batch_progress.total.ready + 1
         if self.strategy.manual is not None:
             self.strategy.manual.begin_loader_batch()
         super().advance(data_fetcher)
@@ -104,9 +97,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     def begin_loader_batch(self, boundary: Boundary) -> tuple[int, bool]:
         """Begin a loader batch, and a window with it, if none is open. Returns its number, and whether the window ends with it."""
         seen = self.batch_progress.total.ready
-        if seen == self.begun or seen != self._advanced:
-            raise seams.broken(f"{self._runs} was called twice for a loader batch, or outside of _TrainingEpochLoop.advance.")
-        self.begun, self._is_running = seen, True
+        self.begun = seen
         manual, fetcher = self.strategy.manual, self.trainer.fit_loop._data_fetcher
         if manual is not None and manual.ranks.size > 1 and fetcher is not None and fetcher.length is None:
             check_batches(manual.ranks, not self._num_ready_batches_reached())
@@ -114,11 +105,6 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if seen < boundary.ends_at and self._is_cut_by_the_end(boundary):
             boundary.cut_short(seen)
         return seen, seen >= boundary.ends_at
-
-    @property
-    def _runs(self) -> str:
-        """Lightning's method that runs a loader batch."""
-        return f"{'_AutomaticOptimization' if self.strategy.manual is None else '_ManualOptimization'}.run"
 
     def _is_cut_by_the_end(self, boundary: Boundary) -> bool:
         """End the window with this loader batch, the last of the data."""
@@ -132,7 +118,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     @override
     def run(self, data_fetcher: _DataFetcher) -> None:
         strategy, epoch, windows = self.strategy, self.trainer.current_epoch, self.strategy.windows
-        strategy.watch.begin_epoch(epoch)
+        strategy.watch.begin_epoch()
         if windows is not None and windows.epoch != epoch:
             windows.begin_epoch(epoch)
         if windows is not None and self._carried and (changed := self._carried ^ self._trained()):
@@ -215,9 +201,8 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         windows, seen = self.strategy.windows, self.batch_progress.total.ready
         if seen != self.begun:
             self._run_without_batch()
-        if windows is None or not self._is_running:
+        if windows is None or seen != self.begun:
             return
-        self._is_running = False
         windows.end_loader_batch(seen)
         if windows.boundary.size != math.inf or windows.boundary.position(seen) <= 0 or not isinstance(windows, Accumulation):
             return
@@ -237,8 +222,6 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             return
         if is_forgotten and not ends_epoch:
             progress.increment_started()  # Lightning skips this for None, and would resume one batch too early
-        elif not is_forgotten and windows is not None:
-            raise seams.broken(f"A loader batch was trained without a call of {self._runs}.")
         if self.strategy.accumulation is not None:
             self.optimization.run_loader_batch(())
         elif self.strategy.manual is not None:
@@ -263,7 +246,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         for config in strategy.lr_scheduler_configs:
             if config.interval == "step":
                 due += [replace(config, frequency=1)] * clock.times_due(config.frequency, update_plateau_schedulers)
-        with replacing(strategy, lr_scheduler_configs=due), strategy.watch.ticks([] if update_plateau_schedulers else due):
+        with replacing(strategy, lr_scheduler_configs=due):
             super()._update_learning_rates(interval, update_plateau_schedulers)
         clock.hold(update_plateau_schedulers)
 

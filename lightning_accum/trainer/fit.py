@@ -52,7 +52,6 @@ class AccumulatingFitLoop(_FitLoop):
     def setup_data(self) -> None:
         """Have all ranks end an epoch together, and draw the batches of a window before it runs if weights are counted ahead."""
         before, strategy = self._data_fetcher, cast("Engine", self.trainer.strategy)
-        strategy.watch.called.add("_FitLoop.setup_data")
         super().setup_data()
         if (fetcher := self._data_fetcher) is before:
             return

@@ -30,7 +30,7 @@ from lightning_accum.trainer.first_batch import check_manual_batch, loss_unlogge
 from lightning_accum.trainer.from_lightning import _AutomaticOptimization, _ManualOptimization, call, is_lightnings, pl
 from lightning_accum.trainer.results import collecting_logs, show_logs
 from lightning_accum.trainer.seams import ShippedHooks
-from lightning_accum.trainer.watch import AROUND_BACKWARD, WindowClosure
+from lightning_accum.trainer.watch import AROUND_BACKWARD, WindowClosure, parameters_of
 from lightning_accum.undo import Snapshot, replacing
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.window_totals import ClosedWindow
@@ -52,12 +52,6 @@ class WindowOptimization(_AutomaticOptimization):
     def epoch_loop(self) -> Any:
         """The enclosing loop, whose type imports this file. Not an attribute, since loops are restored from checkpoints."""
         return self.trainer.fit_loop.epoch_loop
-
-    @property
-    def _is_watched(self) -> bool:
-        """Whether gradients are compared with the expected ones; not if Lightning takes the step unchanged."""
-        accumulation = self.strategy.accumulation
-        return self.strategy.watch.is_close and accumulation is not None and not accumulation.is_passthrough()
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
@@ -138,7 +132,7 @@ class WindowOptimization(_AutomaticOptimization):
         closed, ranks = accumulation.closed, accumulation.ranks
         assert closed is not None
         is_empty = closed.is_empty
-        is_changed = watch.end_step(is_empty)
+        is_changed = watch.end_step()
         has_stepped = is_changed or is_empty
         if closed.is_last and ranks.size == ranks.world_size:
             trainer._signal_connector.received_sigterm = True  # a rank got SIGTERM: all end after the current loader batch
@@ -164,8 +158,11 @@ class WindowOptimization(_AutomaticOptimization):
             output = module.training_step(batch, *self._others)
         else:
             watch, warn = strategy.watch, strategy.session.accumulation.warn_once
-            with watch.training_step(module, strategy.optimizers[0], warn) if watch.is_close else _NOTHING_AROUND:
-                output = call._call_strategy_hook(self.trainer, "training_step", batch, *self._others)
+            if watch.is_close:
+                watch.find_other_rates(strategy.optimizers[0], warn)
+            output = call._call_strategy_hook(self.trainer, "training_step", batch, *self._others)
+            if watch.is_close:
+                watch.find_other_rates(strategy.optimizers[0], warn, is_after_step=True)
             strategy.post_training_step()
         if isinstance(output, Tensor):
             return output, _NOTHING
@@ -176,10 +173,17 @@ class WindowOptimization(_AutomaticOptimization):
 
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""
-        optimizer = self.strategy.optimizers[0]
-        with self.strategy.watch.zero_grad(optimizer) if self._is_watched else _NOTHING_AROUND:
-            self._on_before_zero_grad(optimizer)
-            self._optimizer_zero_grad(self.epoch_loop.batch_idx, optimizer)
+        strategy, optimizer, found = self.strategy, self.strategy.optimizers[0], None
+        if strategy.watch.is_close and not strategy.session.accumulation.is_passthrough():
+            gradients = ((own, own.grad) for own in parameters_of(optimizer))
+            found = next(((own, grad, grad._version) for own, grad in gradients if grad is not None), None)
+        self._on_before_zero_grad(optimizer)
+        self._optimizer_zero_grad(self.epoch_loop.batch_idx, optimizer)
+        if found is not None and found[0].grad is found[1] and found[1]._version == found[2]:  # the same, with the same values
+            raise UsageError(
+                "The module's optimizer_zero_grad does not clear the gradients of the last window, so the new window would add to "
+                "them. Have it call optimizer.zero_grad()."
+            )
 
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
         """Add the gradients of ``loss``, times ``grad_output`` (None for 1), to the gradients of the window."""
@@ -193,13 +197,10 @@ class WindowOptimization(_AutomaticOptimization):
         if self._is_silent:
             loss.backward(grad_output)  # type: ignore[no-untyped-call]
             return
-        own, kwargs = loss, {} if is_users or grad_output is None else {"gradient": grad_output}
+        kwargs = {} if is_users or grad_output is None else {"gradient": grad_output}
         if is_users and grad_output is not None:  # it may drop keyword arguments, so it gets the product instead
             loss = loss * grad_output
-        is_close = self._is_watched
-        scale = strategy.loss_scale() if is_close and strategy.has_lightnings_precision else None  # this waits for the device
-        with strategy.watch.gradient_of_loss(own, grad_output, scale) if is_close else _NOTHING_AROUND:
-            call._call_strategy_hook(self.trainer, "backward", loss, strategy.optimizers[0], **kwargs)
+        call._call_strategy_hook(self.trainer, "backward", loss, strategy.optimizers[0], **kwargs)
 
     def collecting_logs(self) -> AbstractContextManager[BatchLog]:
         """Inside, collect logged values without logging them."""

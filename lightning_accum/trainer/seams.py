@@ -1,7 +1,7 @@
-"""The seams with Lightning: the methods that are replaced, and whether they match the versions read.
+"""The seams with Lightning: the methods that are replaced or relied on, and whether they match the versions read.
 
-A missing method is an error when a strategy is constructed. A method that differs from the versions read is named before training;
-then no call of Lightning is skipped to save time, and ``trainer/watch.py`` checks every step.
+A missing method is an error when a strategy is constructed. A method that differs from the versions read is named in a warning
+before training, and then no call of Lightning is skipped to save time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from lightning_accum.errors import SeamError
 from lightning_accum.trainer.from_lightning import pl
 
-READ = "Lightning 2.6.0 to 2.6.6"  # the versions whose methods have the fingerprints below
+INSTEAD = "Lightning 2.6.0 to 2.6.6 were read: install one of these, and report it."  # they have the fingerprints below
 
 
 class Seam(NamedTuple):
@@ -64,17 +64,12 @@ def check_nothing_is_missing(table: Iterable[Seam] | None = None) -> None:
 
 
 def broken(seen: str) -> SeamError:
-    """The error, with the differing seams and where to report it."""
-    return SeamError(
-        f"{seen} Windows would not be exact, so training stops. {in_words(changed())} {READ} were read: install one of these, and "
-        "report it."
-    )
+    """The error, with where to report it."""
+    return SeamError(f"{seen} Windows would not be exact, so training stops. {INSTEAD}")
 
 
 def in_words(differing: list[Seam]) -> str:
     """The seams that differ from the versions read."""
-    if not differing:
-        return f"All methods of {_lightning()} match the versions read."
     number = f"{len(differing)} method{'s differ' if len(differing) > 1 else ' differs'}"
     return f"{_lightning()}: {number} from the versions read: {', '.join(map(str, differing))}."
 
@@ -205,6 +200,7 @@ LIGHTNING = tuple(
         f"{pl.__name__}.",
         """
 trainer.trainer.Trainer
+    _run | begins and ends a fit | 4156b686
     estimated_stepping_batches | is the number of windows | 781d79c6
 strategies.strategy.Strategy
     connect | begins the fit: specialises the loops | 1e0e2ace
@@ -227,6 +223,7 @@ strategies.model_parallel.ModelParallelStrategy
 strategies.launchers.multiprocessing._MultiProcessingLauncher
     launch | forks or spawns the ranks | 58936217
 loops.fit_loop._FitLoop
+    run advance on_run_start | call the hooks of a fit and of an epoch | e4c8eaeb 289c0111 993d7d3c
     setup_data | ends ranks of different lengths together | f0180ab3 f09c9a94
     reset | begins the next epoch after a checkpoint of an epoch's end | 75843e08
     on_save_checkpoint | saves the loaders' position in training, without batches drawn ahead | 3266f8a1
@@ -248,7 +245,9 @@ loops.training_epoch_loop._TrainingEpochLoop
     _num_ready_batches_reached | finds the last loader batch |
 loops.optimization.automatic._AutomaticOptimization
     run | runs a loader batch, and steps at a boundary | 4097f294
-    _on_before_zero_grad _optimizer_zero_grad | clear gradients, with their hooks |
+    _on_before_zero_grad _optimizer_zero_grad _optimizer_step | clear gradients, and step | 041f75f4 213c7f67 23e9067a
+loops.optimization.automatic.ClosureResult
+    from_training_step_output __post_init__ | keep the loss | c01d3519 7c5c55a5
 loops.optimization.closure.AbstractClosure
     __call__ | gives the loss of a window that has run | c8773f8b
 loops.optimization.manual._ManualOptimization
@@ -268,13 +267,19 @@ trainer.connectors.logger_connector.result._ResultCollection
 trainer.connectors.signal_connector._SignalConnector
     _sigterm_notifier_fn | defers SIGTERM until all ranks know | b1525db4
 trainer.call
-    _call_lightning_module_hook _call_strategy_hook | call hooks with Lightning's set-up |
+    _call_lightning_module_hook _call_strategy_hook | call hooks with Lightning's set-up | 71767112 967314ae
 core.module.LightningModule
-    _on_before_batch_transfer | transfers a batch that is drawn ahead |
+    _on_before_batch_transfer | transfers a batch that is drawn ahead | f863cd7b
+    backward optimizer_zero_grad optimizer_step lr_scheduler_step | do once what they say | a2e90fe7 38492e78 235652a3 0ae03eb1
+core.optimizer.LightningOptimizer
+    step | has the strategy step | 6047b6f4
 utilities.combined_loader.CombinedLoader
     _state_dicts | the position of loaders, for a checkpoint |
 plugins.precision.precision.Precision
     clip_grad_by_norm | records the norm | 67e0f6be
+    pre_backward backward optimizer_step _wrap_closure | run the backward and the step once | 1ca40e35 d82f461a a9aa8b03 776a039b
+plugins.precision.amp.MixedPrecision
+    pre_backward optimizer_step | scale the loss, and skip steps that are not finite | 672be8f5 fcca8f8e
 """,
     )
 )

@@ -84,8 +84,7 @@ class AccumulationMixin(Engine):
             name = classes[0].__name__
             raise MisconfiguredError(f"callbacks=[{name}] is a class: pass an instance of it, {name}(...)")
         self._fit, self._hiding = ExitStack(), ExitStack()
-        may_skip_steps = self.scaler is not None or not self.has_lightnings_precision
-        self.watch = Watch(model, trainer.fit_loop.epoch_loop.batch_progress, may_skip_steps)
+        self.watch = Watch()
         self._fit.callback(lambda: [vars(self).pop(name, None) for name in seams.own_attributes(type(self))])
         self._fit.callback(lambda: self.ranks.close())
         self._fit.enter_context(self._installed(trainer))
@@ -171,15 +170,11 @@ class AccumulationMixin(Engine):
         if trainer.state.fn != "fit":
             super().setup(trainer)
             return
-        for hook, made in {"connect": "_fit", "setup_environment": "ranks"}.items():
-            if made not in vars(self):
-                raise seams.broken(f"Strategy.{hook} was not called before Strategy.setup.")
-        self.watch.called.add("Strategy.setup")
         (self._callback,) = _policies(trainer)
         self.policy = self._callback.policy
         super().setup(trainer)
         if differing := seams.changed():
-            rank_zero_info(f"GradientAccumulation: {seams.in_words(differing)} Each step is watched.")
+            rank_zero_warn(f"{seams.in_words(differing)} Windows may not be exact. {seams.INSTEAD}")
         self._begin(trainer)
         if self.windows is not None:
             self._callback.connect(self)
@@ -264,7 +259,6 @@ class AccumulationMixin(Engine):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.watch.begin()
         if self.manual is not None:
             self.manual.steps.begin(config.scheduler for config in self.lr_scheduler_configs)
         trainer, windows = self.trainer(), self.windows
