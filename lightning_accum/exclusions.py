@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -36,6 +37,8 @@ class Asked:
     is_static_graph: bool = False  # DistributedDataParallel records the first backward
     has_comm_hook: bool = False  # the user has set a communication hook
     ranks: int = 1  # the number of ranks with their own batches
+    tensor_parallel: int = 1  # the number of ranks that share a batch
+    same_rows: int = 1  # the number of ranks that have parts of the same rows
 
     @property
     def is_sharded(self) -> bool:
@@ -52,6 +55,17 @@ class Asked:
             return f"{self.strategy}({one_backward})"
         modules = () if self.module is None else self.module.named_modules()
         return next((f"SyncBatchNorm ({name})" for name, layer in modules if isinstance(layer, nn.SyncBatchNorm)), "")
+
+    @property
+    def not_row_wise_sharded(self) -> str:
+        """The option with which ``fully_shard`` cannot run submodules again after a backward; empty if it can."""
+        if torch.__version__ < "2.9":
+            return f"torch {torch.__version__}, which reduces accumulated gradients only in another forward and backward"
+        if self.sync != "window":
+            return f'sync="{self.sync}"'
+        if self.tensor_parallel > 1:
+            return "tensor parallelism"
+        return f"on_nonfinite={self.policy.on_nonfinite!r}" if self.policy.on_nonfinite != "propagate" else ""
 
 
 def refuse(asked: Asked) -> None:
@@ -107,6 +121,8 @@ def _exclusions(a: Asked) -> Iterator[str]:
             yield f"accumulate_dtype={dtype} {alone} Leave it out."
         if looks_at_gradients:
             yield f'{nonfinite} {alone} Check for it in training_step, or leave it at "propagate".'
+        if a.is_sharded and row_wise:
+            yield f'row_wise={row_wise} {alone} Use Trainer(strategy="accum_ddp"), whose backwards do not gather parameters.'
 
     # --- and beside an engine
     if widens and not a.is_sharded and a.module is not None and (layers := sparse_layers(a.module)):
@@ -133,10 +149,21 @@ def _exclusions(a: Asked) -> Iterator[str]:
             yield f"row_wise={row_wise} {again}, but {strategy}(static_graph=True) records one backward. Leave static_graph out."
         if policy.ends_by_tokens:
             yield f"The end of {window} {recorded} Leave static_graph out, or give the window in loader batches."
-    if row_wise and a.is_sharded:
-        yield f'row_wise={row_wise} {again}, which {strategy} cannot. Use micro_batch="offload", or Trainer(strategy="accum_ddp").'
+    if row_wise and a.engine == "fsdp1":
+        yield f'row_wise={row_wise} {again}, which FSDP1 cannot. Use strategy="accum_model_parallel" (FSDP2) or "accum_ddp".'
+    if row_wise and a.engine == "fsdp2" and a.not_row_wise_sharded:
+        other = a.not_row_wise_sharded
+        yield f'row_wise={row_wise} {again}, which FSDP2 cannot with {other}. Leave that out, or use Trainer(strategy="accum_ddp").'
     if (isinstance(policy.micro_batch, Tokens) or policy.micro_batch == "auto") and a.needs_as_many_rounds:
         one = a.needs_as_many_rounds
         yield f"{micro_batch} varies between ranks, but {one} needs as many micro-batches on each. Give a number of samples."
     if policy.micro_batch == "auto" and a.is_sharded:
         yield f"{micro_batch} runs a batch again on one rank, which {strategy} cannot. Pass a number of samples, or Tokens(...)."
+    if a.same_rows > 1:
+        parts = f"but {a.same_rows} ranks have parts of the same rows and run together."
+        if is_split:
+            yield f"{micro_batch} splits the batch of each rank, {parts} Use smaller loader batches."
+        if policy.weight not in ("auto", "equal"):
+            yield f'weight={weights} counts a batch, or a part of it, {parts} Use weight="auto".'
+        if policy.on_nonfinite == "skip":
+            yield f'{nonfinite} leaves out the micro-batch of one rank, {parts} Use on_nonfinite="raise".'

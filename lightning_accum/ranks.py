@@ -42,6 +42,7 @@ class Ranks:
     world_size: int = 1  # all ranks, tensor parallelism included
     rank: int = 0  # this one
     timeout: timedelta | None = None  # of their communication; None for torch's default
+    same_rows: int = 1  # how many of these ranks have parts of the same rows
 
     def __post_init__(self) -> None:
         self._world: dist.ProcessGroup | None = None

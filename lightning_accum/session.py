@@ -243,7 +243,7 @@ class Session:
         if micro_batch.is_shadow_batch and not self.sync.is_waited_for_in_forward:
             return gradients_of_zero(loss, leaves_none=True)
         if weighed.is_weightless:
-            return gradients_of_zero(loss)
+            return self.sync.without_weight(loss, micro_batch)
         assert self.guard is not None
         return self.guard.watching(loss, weighed.weight)
 

@@ -76,7 +76,8 @@ def start_line(
                     'tail="carry".'
                 )
     else:
-        window = window_in_words(loader_batches, accumulation.world_size, samples_of(batch, samples))
+        ranks = accumulation.world_size // accumulation.ranks.same_rows
+        window = window_in_words(loader_batches, ranks, samples_of(batch, samples))
     if accumulation.splitting is not None:
         window += f" {accumulation.splitting.describe()}"
     parts = [window + _how_it_runs(accumulation)]

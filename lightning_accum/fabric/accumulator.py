@@ -125,7 +125,7 @@ class Accumulator(Loop):
             self._training = training = Training(fabric, model, optimizer, loss_of, self._refuse_step)
             refuse(training.asked(policy))
             splitting, sums = self._splitting(), training.make_sync(policy)
-            layers = row_wise_of(policy, training.module, training.ranks.device)
+            layers = row_wise_of(policy, training.module, training.ranks, training.is_sharded)
             accumulation = Accumulation(policy, training.ranks, messages.rank_zero_warn, splitting, sums, layers)
         if loss_of is None and accumulation.row_wise is not None and accumulation.row_wise.proofs_left:
             messages.rank_zero_warn(unproven(accumulation.row_wise, "pass loss_of="))

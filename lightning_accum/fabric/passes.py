@@ -92,7 +92,8 @@ class Passes:
             accumulation.splitting.begin(batch)
         row_wise, batches = accumulation.row_wise, [] if batch is None else [batch]
         if row_wise is not None and row_wise.proofs_left and loss_of is not None:
-            prove_row_wise(training, row_wise, loss_of, batches, self._samples, self._messages.rank_zero_warn)
+            warn, position = self._messages.rank_zero_warn, accumulation.position
+            prove_row_wise(training, row_wise, loss_of, batches, self._samples, warn, position)
         is_again = accumulation.take_look()
         if (is_again or accumulation.check.batches_left) and loss_of is not None:
             is_long = self.policy.may_be_longer_than_one(1)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.undo import replacing
+from lightning_accum.weighing.safeguards import gradients_of_zero
 
 SyncPolicy: TypeAlias = Literal["window", "micro_batch", "shard"]
 """When gradients are reduced over the ranks; ``"shard"`` only by FSDP2."""
@@ -54,6 +55,10 @@ class GradientSync:
 
     def reduce_accumulated(self) -> None:
         """Reduce the gradients accumulated without reduction. Called on all ranks."""
+
+    def without_weight(self, loss: Tensor, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """The context of the backward of a loss without weight."""
+        return gradients_of_zero(loss)
 
     def drop_accumulated(self) -> None:
         """Prepare to drop the accumulated gradients. Called on all ranks."""

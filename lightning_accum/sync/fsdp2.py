@@ -35,8 +35,8 @@ class FSDP2Sync(ShardedSync):
         ArgumentError: it does not average the gradients of all parameters over ``ranks``.
     """
 
-    def __init__(self, module: nn.Module, policy: SyncPolicy, engine: Trained, ranks: Ranks) -> None:
-        super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine)
+    def __init__(self, module: nn.Module, policy: SyncPolicy, engine: Trained, ranks: Ranks, *of_ranks: Any) -> None:
+        super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine, *of_ranks)
         self._groups = [group for unit in self.units for group in groups_of(unit)]
         self._trained, self._ranks = [sharded for group in self._groups for sharded in _trained_of(group)], ranks
         self._refuse_other_averages(module)
@@ -153,6 +153,7 @@ class FSDP2Sync(ShardedSync):
 
     @override
     def end_window(self) -> None:
+        super().end_window()
         if self._are_any_left():
             raise UsageError('A window has ended, and fully_shard has not reduced all of its gradients: use sync="micro_batch".')
         self._leave_out_others()

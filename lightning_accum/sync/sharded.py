@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.ranks import Ranks
 from lightning_accum.step import Trained
 from lightning_accum.sync.base import SyncPolicy, WrappedSync, gradients_in_place
 from lightning_accum.undo import Snapshot
@@ -31,7 +32,10 @@ class ShardedSync(WrappedSync):
 
     If this rank has no loss, it still takes part in the forward and backward of the others: with the outputs of its sharded modules
     before training_step returned None, or by repeating the last micro-batch with a loss. Its gradients are zeros, its logs are
-    dropped, and its changes to the module are undone.
+    dropped, and its changes to the module are undone. It cannot do so without ``may_lack_loss``.
+
+    If ranks have parts of the same rows, as in context parallelism, ``of_same_rows`` has the ranks, and a number for each group of
+    ranks that share rows.
     """
 
     is_waited_for_in_forward = True
@@ -42,6 +46,8 @@ class ShardedSync(WrappedSync):
         units: list[Any],
         policy: SyncPolicy,
         engine: Trained,
+        may_lack_loss: bool = True,
+        of_same_rows: tuple[Ranks, int] | None = None,
     ) -> None:
         self.units, self.policy = units, policy
         self.batch_on_host: Any = None  # the last loader batch drawn, before its transfer to the device
@@ -52,6 +58,8 @@ class ShardedSync(WrappedSync):
         below = {child for unit in units for child in unit.modules() if child is not unit}
         self._roots = [unit for unit in units if unit not in below]
         self._unused_roots = set(self._roots)
+        self._may_lack_loss, self._of_same_rows = may_lack_loss, of_same_rows
+        self._had_loss = 1  # which micro-batches of the window had a loss, as one number
         self._ran: set[nn.Module] = set()  # the units that this micro-batch has run
         self._ran_in = [1] * len(units)  # in which micro-batches each unit ran, as one number
         self._outputs: list[Tensor] = []
@@ -60,7 +68,7 @@ class ShardedSync(WrappedSync):
     def _note_output(self, unit: nn.Module, arguments: Any, output: Any) -> None:
         self._unused_roots.discard(unit)
         self._ran.update([unit] * torch.is_grad_enabled())
-        if torch.is_grad_enabled():
+        if self._may_lack_loss and torch.is_grad_enabled():
             leaves = torch.utils._pytree.tree_leaves(output)
             self._outputs += [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
@@ -84,6 +92,11 @@ class ShardedSync(WrappedSync):
     @override
     def _loss_without_batch(self) -> Tensor:
         """A loss that depends on the same modules as the losses of other ranks."""
+        if not self._may_lack_loss:
+            raise UsageError(
+                f"Rank {dist.get_rank()} has a loader batch without a loss, or fewer loader batches, but runs sharded row-wise "
+                'submodules. Have each loader batch of each rank give a loss, or use Trainer(strategy="accum_ddp").'
+            )
         outputs, self._outputs = self._outputs, []
         if outputs:
             return torch.stack([output.flatten()[:1].sum().float() for output in outputs]).sum()
@@ -99,7 +112,7 @@ class ShardedSync(WrappedSync):
         if loss is None:
             return
         self._outputs.clear()
-        self._note_units()
+        self._note(has_loss=False)
         with gradients_of_zero(loss):
             torch.autograd.backward(loss)
         if snapshot is not None:
@@ -108,7 +121,7 @@ class ShardedSync(WrappedSync):
     @override
     def begin_backward(self, micro_batch: MicroBatch, loss: Tensor) -> None:
         self._outputs.clear()  # outputs may be large, and a backward does not need them
-        self._note_units()
+        self._note(has_loss=not micro_batch.is_shadow_batch)
         if self._last is None or not micro_batch.is_shadow_batch:
             # a part of a batch is on the device; a whole batch is kept on the host, if available
             is_part = micro_batch.number > 1 or self.batch_on_host is None
@@ -120,20 +133,41 @@ class ShardedSync(WrappedSync):
             self.forward_without_batch()
             self.backward_without_loss()
 
-    def _note_units(self) -> None:
+    def _note(self, has_loss: bool) -> None:
+        self._had_loss = (3 * self._had_loss + has_loss) % _PRIME
         self._ran_in = [(3 * ran + (unit in self._ran)) % _PRIME for unit, ran in zip(self.units, self._ran_in, strict=True)]
         self._ran.clear()
 
     @override
+    def without_weight(self, loss: Tensor, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        if self._of_same_rows is None or micro_batch.is_shadow_batch:
+            return super().without_weight(loss, micro_batch)
+        return nullcontext()  # other parts of the rows attend to this one, and have their own losses
+
+    @override
     def drop_accumulated(self) -> None:
         self.reduce_accumulated()
+        self._had_loss = 1
+
+    @override
+    def end_window(self) -> None:
+        had_loss, self._had_loss = self._had_loss, 1
+        if self._of_same_rows is None:
+            return
+        ranks, number = self._of_same_rows
+        found = set(ranks.gather((number, had_loss)))
+        if len(found) > len({number for number, _ in found}):  # the others would attend to keys and values of another batch
+            raise UsageError(
+                "A rank returned no loss, while other ranks with parts of the same rows returned one. Return a loss for each part: "
+                "for a part without labels it may be NaN, and has weight 0."
+            )
 
     @override
     def gradients_of(
         self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
     ) -> Sequence[Tensor | None]:
         try:
-            with nullcontext() if share else gradients_of_zero(loss):
+            with nullcontext() if share or self._of_same_rows is not None else gradients_of_zero(loss):
                 return gradients_in_place(loss, share, parameters)
         finally:
             self._outputs.clear()

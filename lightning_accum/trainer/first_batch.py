@@ -107,7 +107,7 @@ def try_out(trainer: pl.Trainer, strategy: Engine, batches: Sequence[Any]) -> No
     are_several = is_long or accumulation.world_size > 1
     samples, step = strategy.samples_of_loader(), unlogged_step(trainer, is_begun=not are_several)
     if row_wise is not None and row_wise.proofs_left:
-        prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn)
+        prove_row_wise(strategy, row_wise, step, batches, samples, rank_zero_warn, accumulation.position)
     if not (is_again or accumulation.check.batches_left):
         return
     # batches that training_step draws cannot be put back

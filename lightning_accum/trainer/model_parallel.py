@@ -16,14 +16,17 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from typing_extensions import override
 
 from lightning_accum.main_gradients import is_narrower
+from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.ranks import Ranks
 from lightning_accum.sync.fsdp2 import FSDP2Sync, groups_of, has_replicas
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.engines import ShardedMixin
 from lightning_accum.trainer.from_lightning import MisconfiguredError, pl
 from lightning_accum.user_warnings import listed
+from lightning_accum.weighing.counts import count_samples
 
 OWN_ROWS = ("data_parallel", "replicate", "shard")
+SAME_ROWS = ("context_parallel", "sequence_parallel")
 SAME_LOSS = "tensor_parallel"
 
 
@@ -37,7 +40,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         args: see :class:`lightning.pytorch.strategies.ModelParallelStrategy`; so are the keyword arguments.
         mesh: in place of ``data_parallel_size`` and ``tensor_parallel_size``, the sizes of the dimensions of ``self.device_mesh``,
             by name. Ranks along ``"data_parallel"``, ``"replicate"`` and ``"shard"`` have their own rows; along
-            ``"tensor_parallel"``, the last, the same loss. ``fully_shard`` is applied over all but the last.
+            ``"context_parallel"`` and ``"sequence_parallel"`` a part of the same rows and its loss; along ``"tensor_parallel"``,
+            the last, the same loss. ``fully_shard`` is applied over all but the last.
         sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"``. Once a window sends less, but
             holds whole gradients on every rank until the window ends; the other holds shards. ``"shard"`` is for ``fully_shard``
             over a mesh of two dimensions, replicas of shards: it reduces within the shards at every micro-batch and over the
@@ -51,7 +55,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
 
     Example:
         >>> strategy = ModelParallelAccumulationStrategy(data_parallel_size=2, tensor_parallel_size=1)
-        >>> strategy = ModelParallelAccumulationStrategy(mesh={"replicate": 2, "shard": 4})
+        >>> strategy = ModelParallelAccumulationStrategy(mesh={"data_parallel": 2, "context_parallel": 4})
     """
 
     strategy_name, _engine_name = "accum_model_parallel", "fsdp2"
@@ -63,10 +67,10 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         self._lightnings_mesh: DeviceMesh | None = None
         if mesh is None:
             return
-        if unknown := [name for name in mesh if name not in (*OWN_ROWS, SAME_LOSS)]:
+        if unknown := [name for name in mesh if name not in (*OWN_ROWS, *SAME_ROWS, SAME_LOSS)]:
             raise MisconfiguredError(
                 f"mesh={dict(mesh)}: {unknown[0]!r} does not say which rows its ranks have. Name it {' or '.join(OWN_ROWS)} for "
-                f"their own rows, {SAME_LOSS} for the same loss. Ranks cannot have parts of the same rows."
+                f"their own rows, {' or '.join(SAME_ROWS)} for parts of the same rows, {SAME_LOSS} for the same loss."
             )
         if SAME_LOSS in self._sizes and list(self._sizes)[-1] != SAME_LOSS:
             raise MisconfiguredError(f"mesh={dict(mesh)}: {SAME_LOSS!r} must be its last dimension.")
@@ -77,6 +81,10 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
     def gradient_mesh(self) -> DeviceMesh:
         """Of two dimensions: ``"data_parallel"``, over which gradients are averaged, and ``"tensor_parallel"``."""
         return self.device_mesh if self._lightnings_mesh is None else self._lightnings_mesh
+
+    def same_rows(self) -> int:
+        """How many ranks have parts of the same rows."""
+        return prod(self._sizes.get(name, 1) for name in SAME_ROWS)
 
     @override
     def setup_environment(self) -> None:
@@ -97,15 +105,22 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The replicas, which are the ranks with their own rows."""
-        mesh = self.gradient_mesh["data_parallel"]
-        return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
+        """The replicas, which are the ranks with their own rows, in the order of the mesh."""
+        if not self._sizes:
+            return super().distributed_sampler_kwargs
+        coordinate = self.device_mesh.get_coordinate()
+        assert coordinate is not None
+        replicas, rank = 1, 0
+        for (name, size), position in zip(self._sizes.items(), coordinate, strict=True):
+            if name in OWN_ROWS:
+                replicas, rank = replicas * size, rank * size + position
+        return {"num_replicas": replicas, "rank": rank}
 
     @override
     def _ranks(self) -> Ranks:
         mesh = self.gradient_mesh["data_parallel"]
         size, group = mesh.size(), mesh.get_group()
-        return Ranks(self.root_device, size, group, self.world_size, self.global_rank, self._timeout)
+        return Ranks(self.root_device, size, group, self.world_size, self.global_rank, self._timeout, self.same_rows())
 
     @override
     def ranks_of_micro_batch(self) -> dist.ProcessGroup | None:
@@ -135,6 +150,19 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
             instead = f"apply it to all layers with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})"
             raise MisconfiguredError(f"accumulate_dtype={dtype}: fully_shard sums gradients in {found}; {instead}")
 
+    @override
+    def _engine(self) -> dict[str, Any]:
+        tensor = self.gradient_mesh["tensor_parallel"].size()
+        return {**super()._engine(), "tensor_parallel": tensor, "same_rows": self.same_rows()}
+
+    @override
+    def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
+        super().announce(micro_batch, weighed)
+        assert self.accumulation is not None
+        if self.same_rows() > 1 and weighed.weight is not None and float(weighed.weight) == count_samples(micro_batch.batch):
+            found = f"The loss is a mean over rows, of which {self.same_rows()} ranks have parts (mesh=)"
+            raise MisconfiguredError(f"{found}. Have training_step return the mean over the tokens or elements in its part.")
+
     def _refuse_without_replicas(self, module: nn.Module) -> None:
         groups = [group for unit in module.modules() if isinstance(unit, FSDPModule) for group in groups_of(unit)]
         if not all(hasattr(group, "_partial_reduce_output") for group in groups):
@@ -151,7 +179,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         seams.check_nothing_is_missing(seams.FSDP2)
         if self._sync_policy == "shard":
             self._refuse_without_replicas(self.module)
-        sync = FSDP2Sync(self.module, self._sync_policy, self, self.ranks)
+        same_rows = (self.ranks, self.distributed_sampler_kwargs["rank"]) if self.same_rows() > 1 else None
+        sync = FSDP2Sync(self.module, self._sync_policy, self, self.ranks, self.row_wise is None, same_rows)
         if self.policy.accumulate_dtype is not None:
             self._check_accumulate_dtype(sync, self.policy.accumulate_dtype)
         return sync

@@ -134,8 +134,8 @@ class GradientNoiseScale(pl.Callback):
             found += ' Trainer(strategy="accum"), "accum_ddp" or "accum_model_parallel", and automatic optimization'
         elif any(isinstance(module, FullyShardedDataParallel) for module in cast("nn.Module", strategy.model).modules()):
             found = 'FullyShardedDataParallel (FSDP1) has none: use Trainer(strategy="accum_model_parallel") with fully_shard'
-        elif accumulation.ranks.size != accumulation.ranks.world_size:
-            found = "tensor parallelism divides it over several ranks"
+        elif accumulation.ranks.size != accumulation.ranks.world_size or accumulation.ranks.same_rows > 1:
+            found = "tensor parallelism, or another dimension of mesh=, divides it over several ranks"
         if found:
             raise MisconfiguredError(f"GradientNoiseScale needs the gradient of each micro-batch, but {found}. Or leave it out.")
         assert accumulation is not None

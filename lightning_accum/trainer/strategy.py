@@ -186,7 +186,7 @@ class AccumulationMixin(Engine):
         asked = (policy, size, module, is_manual, self.optimizers, self.parameters(), type(self).__name__)
         with misconfigured():
             refuse(Asked(*asked, ranks=self.ranks.size, **self._engine()))
-            self.row_wise = row_wise_of(policy, module, self.root_device)
+            self.row_wise = row_wise_of(policy, module, self.ranks, self.reduces_every_backward_by_itself)
         if self.row_wise is not None and self.row_wise.proofs_left and is_manual:
             rank_zero_warn(unproven(self.row_wise, "the module uses manual optimization"))
         self.offload = Offload(self.root_device) if policy.offload else None

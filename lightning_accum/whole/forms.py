@@ -28,6 +28,7 @@ class Layer:
     name: str
     module: nn.Module
     run: Callable[..., Any]  # the original call, hooks included
+    is_sharded: bool = False  # whether ranks wait for each other in each of its forwards and backwards, to gather parameters
 
 
 class Tree(NamedTuple):
@@ -130,7 +131,7 @@ def form_of(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: int,
             found = f"{name} ({type(inner).__name__}) normalises by the statistics of its micro-batch"
             raise RowWiseError.of(layer.name, f"{found}. {HINT}")
     tries, places = [fitting], [place for place, fits in enumerate(fitting) if fits]
-    if len(places) > 1:
+    if len(places) > 1 and not layer.is_sharded:
         tries += [tuple(fits and at != place for at, fits in enumerate(fitting)) for place in places[1:] + places[:1]]
     problem: Any = None
     few, fewer = (3, 2) if rows > 2 else (2, 1)

@@ -45,14 +45,18 @@ def prove_row_wise(
     batches: Sequence[Any],
     samples: Any,
     warn: Callable[[str], None],
+    position: int = 0,
 ) -> None:
     """Raise, on all ranks, if the step in micro-batches differs. Called on all ranks at each loader batch, until it was proven.
 
     ``batches`` is the loader batch, or empty if this rank has none; ``samples`` are the loader's batch sizes, if known. ``step``
-    runs the module on a batch without logs.
+    runs the module on a batch without logs. ``position`` counts the loader batches of the window so far.
     """
+    if trained.sync.is_waited_for_in_forward and position:
+        return  # the engine holds its own gradients until the window ends
     row_wise.begin_proof()
-    trial = Trial(trained, step, GradientSync(), lambda value: trained.ranks.largest(value)[0])
+    engine = trained.sync if trained.sync.is_waited_for_in_forward else GradientSync()
+    trial = Trial(trained, step, engine, lambda value: trained.ranks.largest(value)[0])
     try:
         take, number = trial.together(lambda: _rows_of(trained, batches, samples))
         number = -int(trial.largest(-number))
@@ -127,7 +131,7 @@ class _Proof:
                 if wrong is not None and (is_wrong or trial.largest(float(self.kinds[number] == self.kinds[wrong[1]]))):
                     self._refuse(trial, *wrong)
                 break
-            of_training = min(self.number, size) if isinstance(size, int) else 0
+            of_training = min(self.number, size) if isinstance(size, int) and self.row_wise.largest is None else 0
             if of_training > number:  # few rows may hide a dependence on the batch size
                 with suppress(CannotCheckError):
                     large = self._compare(trial, self.row_wise.names, of_training, -(-of_training // 2))
@@ -178,7 +182,7 @@ class _Proof:
         if self._is_wrong(trial, self._deviation(trial, one, other)):
             raise CannotCheckError("training_step has a different gradient for the same rows each time")
         first = next((name for name in names if self._is_wrong(trial, self._compare(trial, [name], number))), names[0])
-        name = self._innermost(trial, first, number)
+        name = first if self.row_wise.largest is not None else self._innermost(trial, first, number)
         kind = type(self.row_wise.module.get_submodule(name)).__name__
         seen = found.seen if found.size == math.inf else f"relative error of {found.seen}: {found.size:.2g}"
         raise RowWiseError(

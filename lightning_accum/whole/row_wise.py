@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from lightning_accum.errors import ArgumentError, RowWiseError
 from lightning_accum.policy import Policy, Tokens
 from lightning_accum.randomness import RandomState
+from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.plan import columns_of
 from lightning_accum.undo import replacing, version_of
 from lightning_accum.whole.forms import HINT, Form, Layer, Tree, check_outputs, form_of, is_near, kind_of, number_of_rows, read
@@ -39,6 +40,7 @@ class RowWise:
     names: Sequence[str]  # of its submodules
     size: int | Tokens | None  # rows, or tokens, of a micro-batch; None to run calls unchanged, in a trial
     device: torch.device  # the device of the module
+    largest: Callable[..., Sequence[float]] | None = None  # maximum over the ranks, if they wait for each other in each forward
     draws: NoiseOfCall | None = None  # gives rows their random numbers in a trial
     proofs_left: int = 0  # loader batches left for the proof, until one shows a gradient
 
@@ -50,7 +52,7 @@ class RowWise:
         self._warn_of_kind: Callable[[str], None] | None = None
         self._forms: dict[Hashable, Form] = {}
         self._rows: int | None = None
-        self._number = 0  # of calls in this step
+        self._number = 0
         self._is_inside = self._is_over = False
 
     def end_proofs(self, kinds: set[Hashable], warn: Callable[[str], None] | None) -> None:
@@ -76,14 +78,15 @@ class RowWise:
         self._rows, self._number, self._is_over = rows, 0, False
         with ExitStack() as stack:
             for name, module in self._named.items():
-                layer = Layer(name, module, vars(module).get("_compiled_call_impl") or module._call_impl)
+                layer = Layer(name, module, vars(module).get("_compiled_call_impl") or module._call_impl, self.largest is not None)
                 # hooks are included, as by nn.Module.compile
                 stack.enter_context(replacing(module, _compiled_call_impl=partial(self._call, layer)))
             yield
 
     def end_backward(self) -> None:
-        """End the backward. Raises if a submodule was not called."""
+        """End the backward, on all ranks of sharded submodules. Raises if a submodule was not called."""
         self._is_over = True
+        self._check_is_next(0)
         if missing := [name for name in self.names if name not in self._called]:
             found = "training_step does not call it. Name a submodule that is called as self.encoder(x), not by another method."
             raise RowWiseError.of(missing[0], found)
@@ -101,7 +104,8 @@ class RowWise:
             with replacing(self, _is_inside=True), nullcontext() if self.draws is None else self.draws(number, piece, rows):
                 return layer.run(*args, **kwargs)
 
-        if self.size is None or rows < 2 or (isinstance(self.size, int) and rows <= self.size):  # as it is
+        is_one = rows < 2 or (isinstance(self.size, int) and rows <= self.size)
+        if self.size is None or (is_one and self.largest is None):  # as it is
             output = run(range(rows), arguments.make(arguments.values))
             with suppress(RowWiseError):  # its output may hide tensors
                 tree = read(output, layer)
@@ -109,12 +113,22 @@ class RowWise:
                 output = tree.make(as_one_node([x.clone() if isinstance(x, Tensor) else x for x in tree.values]))
             return output
         form = self._form(layer, arguments, rows, run)
-        return Call(layer, arguments, form, self._pieces(self.size, arguments, form, rows), run, self.device).run()
+        pieces, begin_backward, shadows = self._pieces(self.size, arguments, form, rows), None, 0
+        if self.largest is not None:
+            shadows = int(self.largest(float(len(pieces)))[0]) - len(pieces)
+            begin_backward = partial(self._check_is_next, self._number)
+        return Call(layer, arguments, form, pieces, shadows, run, begin_backward, self.device).run()
 
     def _form(self, layer: Layer, arguments: Tree, rows: int, run: Callable[[range, Any], Any]) -> Form:
         fitting = tuple(leaf.size == rows for leaf in arguments.leaves)
         kind = kind_of(layer, arguments)
-        if (form := self._forms.get((fitting, kind))) is None:
+        form = self._forms.get((fitting, kind))
+        if self.largest is not None:
+            is_needed, fewest = self.largest(float(form is None), float(-rows))
+            if fewest >= -1:
+                raise RowWiseError.of(layer.name, "it is called with one row on a rank: have the loader yield at least two.")
+            form = None if is_needed else form
+        if form is None:
             form = self._forms[fitting, kind] = form_of(layer, arguments, fitting, rows, run)
         if (kind, form) not in self.kinds and self._warn_of_kind is not None:
             self._warn_of_kind(layer.name)
@@ -128,12 +142,21 @@ class RowWise:
         step = max(1, size)
         return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
+    def _check_is_next(self, number: int) -> None:
+        """Raise on all ranks of sharded submodules unless all continue with the same call; 0 for none."""
+        if self.largest is None:
+            return
+        last, first = self.largest(float(number), float(-number))
+        if last != -first:
+            raise RowWiseError("row_wise= of sharded submodules: have the loss of each rank depend on the same calls of them.")
 
-def row_wise_of(policy: Policy, module: nn.Module, device: torch.device) -> RowWise | None:
-    """Constructs a :class:`RowWise`; None if no submodule was named."""
+
+def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: bool) -> RowWise | None:
+    """Constructs a :class:`RowWise`; None if no submodule was named. ``is_sharded``: ranks wait for each other in each forward."""
     if not policy.row_wise:
         return None
-    return RowWise(module, policy.row_wise, policy.row_wise_size, device, proofs_left=_MOST_PROOFS if policy.check else 0)
+    largest, proofs = ranks.largest if is_sharded else None, _MOST_PROOFS if policy.check else 0
+    return RowWise(module, policy.row_wise, policy.row_wise_size, ranks.device, largest, proofs_left=proofs)
 
 
 def _named(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
@@ -153,26 +176,35 @@ def _named(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 
 
 class RowWiseOutputs(torch.autograd.Function):
-    """Makes the outputs of a call the outputs of one graph node, for any number of micro-batches."""
+    """Makes the outputs of a call the outputs of one graph node, for any number of micro-batches.
+
+    The outputs of ``shadows`` come after them. They have weight 0, but still run a backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, begin_backward: Callable[[], None] | None, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The joined outputs."""
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.data for tensor in tensors)
+        ctx.begin_backward, ctx.shadows = begin_backward, [tensor.shape for tensor in tensors[number:]]
+        ctx.set_materialize_grads(begin_backward is not None)
+        return tuple(tensor.data for tensor in tensors[:number])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of all outputs."""
-        return gradients
+        if ctx.begin_backward is not None:
+            ctx.begin_backward()
+        # with shadows, ranks wait for each other, and no gradient is None
+        return None, None, *gradients, *(cast("Tensor", gradients[0]).new_zeros(shape) for shape in ctx.shadows)
 
 
-def as_one_node(outputs: Sequence[Any]) -> list[Any]:
+def as_one_node(
+    outputs: Sequence[Any], shadows: Sequence[Tensor] = (), begin_backward: Callable[[], None] | None = None
+) -> list[Any]:
     """Outputs of a call as one node, also without micro-batches, since nodes identify the terms of a loss."""
     trained = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
     if not trained:
         return [*outputs]
-    made = iter(RowWiseOutputs.apply(*trained))  # type: ignore[no-untyped-call]
+    made = iter(RowWiseOutputs.apply(begin_backward, len(trained), *trained, *shadows))  # type: ignore[no-untyped-call]
     return [next(made) if isinstance(value, Tensor) and value.requires_grad else value for value in outputs]
 
 
@@ -184,11 +216,14 @@ class Call:
     arguments: Tree
     form: Form
     pieces: list[range]  # the rows of its micro-batches
+    shadows: int  # further micro-batches of other ranks, for which this rank repeats its last with weight 0
     run_piece: Callable[[range, Any], Any]  # runs the submodule on the arguments of a micro-batch
+    begin_backward: Callable[[], None] | None  # called before its backward, if ranks wait for each other there
     device: torch.device  # its random state is saved, and the random state of the CPU
 
     def __post_init__(self) -> None:
-        watched = [*self.layer.module.parameters(), *(value for value in self.arguments.values if isinstance(value, Tensor))]
+        parameters = [] if self.layer.is_sharded else self.layer.module.parameters()
+        watched = [*parameters, *(value for value in self.arguments.values if isinstance(value, Tensor))]
         self._unchanged = [(tensor, tensor._version) for tensor in watched if not tensor.is_inference()]
         self._flags: list[tuple[Any, str, bool]] = [(inner, "training", inner.training) for inner in self.layer.module.modules()]
         self._flags += [(own, "requires_grad", own.requires_grad) for own in self.layer.module.parameters()]
@@ -199,23 +234,30 @@ class Call:
 
     def run(self) -> Any:
         """Run all rows. Returns the outputs, joined."""
-        parts = list[Tree]()
-        for index, piece in enumerate(self.pieces):
+        parts, after = list[Tree](), None
+        for index, piece in enumerate([*self.pieces, *self.pieces[-1:] * self.shadows]):
             if index < 2:  # the first may fill a cache
                 buffers = [(name, own, version_of(own)) for name, own in self.layer.module.named_buffers()]
+            if index == len(self.pieces):
+                after = RandomState(self.device)
             parts.append(self._run_checkpointed(index, piece))
             check_outputs(self.layer, parts[-1], parts[0], self.form.dims)
+        if after is not None:
+            after.restore()
         for (name, buffer, version), now in zip(buffers, self.layer.module.buffers(), strict=False):
             if now is not buffer or version_of(now) != version:
                 raise RowWiseError.of(self.layer.name, f"each micro-batch changes its buffer {name}. {HINT}")
+        number = len(self.pieces)
         of_parts = [*zip(*(part.values for part in parts), strict=True)]
-        joined = as_one_node([_joined(of_output, dim) for of_output, dim in zip(of_parts, self.form.dims, strict=True)])
+        shadows = [x for of_output in of_parts for x in of_output[number:] if isinstance(x, Tensor) and x.requires_grad]
+        joined = [_joined(of_output[:number], dim) for of_output, dim in zip(of_parts, self.form.dims, strict=True)]
+        joined = as_one_node(joined, shadows, self.begin_backward)
         for value, of_output, dim in zip(joined, of_parts, self.form.dims, strict=True):
             given = value.detach() if isinstance(value, Tensor) and value.requires_grad else None
             if given is None or dim is None:
-                self._given.append([given] * len(parts))
+                self._given.append([given] * number)
             else:
-                self._given.append(torch.split(given, [part.shape[dim] for part in of_output], dim))
+                self._given.append(torch.split(given, [part.shape[dim] for part in of_output[:number]], dim))
         return parts[0].make(joined)
 
     def _run_checkpointed(self, index: int, piece: range) -> Tree:
@@ -227,7 +269,7 @@ class Call:
             is_again = bool(self._given)
             with self._again(before) if is_again else nullcontext():
                 found = read(self.run_piece(piece, self.arguments.make(values)), self.layer)
-            if is_again:
+            if is_again and index < len(self.pieces):
                 self._compare(index, found)
             return found
 

@@ -23,10 +23,14 @@ from sharded import (
 )
 from support import Language, Profiled, SaveAfter, Toy, ddp, error_of_updates, language_loss, loader, pad, sentences, train_by_hand
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, default_collate
 
-from lightning_accum import AccumulationError, GradientAccumulation, ModelParallelAccumulationStrategy
+from lightning_accum import AccumulationError, GradientAccumulation, ModelParallelAccumulationStrategy, SameOrderSampler
 
 pytestmark = needs_sharding_on_cpu
 
@@ -345,16 +349,97 @@ def test_replicas_of_shards_beside_tensor_parallelism_equal_the_full_batch(sync:
     assert_one_window_one_batch(BesideTensor, dealt(sentences(20), 2, "fsdp2"), 2, "named mesh", options)
 
 
-def test_a_mesh_of_more_devices_than_there_are_is_an_error_on_all() -> None:
-    with pytest.raises(Exception, match=r"(?s)lightning_accum\S*Error: .*4 devices"):
-        trained(BesideTensor(), 2, "named mesh", {"mesh": {"replicate": 2, "shard": 2}}, dealt(sentences(8), 2, "fsdp2"), devices=2)
+VOCABULARY, LENGTH, NUMBER = 11, 8, 20
+
+
+class Attending(nn.Module):  # each token sees those before it, which other ranks may have
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.before, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, 6), nn.Linear(6, VOCABULARY)
+
+    def forward(self, tokens: Tensor, mesh: DeviceMesh | None) -> Tensor:
+        own = self.token(tokens)
+        every = own if mesh is None else DTensor.from_local(own, mesh, [Shard(1)]).full_tensor(grad_placements=[Partial()])
+        means = every.cumsum(1) / torch.arange(1, every.shape[1] + 1)[:, None]
+        if mesh is not None:
+            means = means.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+        return self.head((own + self.before(means)).tanh())
+
+
+class Parts(Toy):  # a rank has the part of each row that it has in the mesh; one process has all of it
+    def __init__(self) -> None:
+        super().__init__(self.loss_of_tokens, "adamw", Attending)
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        if mesh is not None:
+            fully_shard(self.net, mesh=mesh[tuple(n for n, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1)])
+
+    def part(self, net: Attending, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        mesh = None if self.device_mesh is None else self.device_mesh["context_parallel"]
+        tokens, labels = batch["input_ids"], batch["labels"]
+        if mesh is not None:
+            tokens, labels = (value.chunk(mesh.size(), 1)[mesh.get_local_rank()] for value in (tokens, labels))
+        return net(tokens, mesh), labels
+
+    def loss_of_tokens(self, net: Attending, batch: dict[str, Tensor]) -> Tensor:
+        logits, labels = self.part(net, batch)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def prompted() -> list[dict[str, Tensor]]:
+    """Sentences of which only what follows a prompt has labels: in some the prompt is the whole of the first part."""
+    generator = torch.Generator().manual_seed(7)
+    found = []
+    for index in range(NUMBER):
+        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
+        labels = tokens.roll(-1)
+        labels[: LENGTH // 2 + 1 if index % 8 in (0, 2) else index % 4] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def loaded() -> DataLoader:
+    return DataLoader(prompted(), batch_size=2, sampler=SameOrderSampler(prompted(), shuffle=False))
+
+
+@pytest.mark.some_cases(1, 1)
+@pytest.mark.parametrize("sync", ["window", "micro_batch", "shard"])
+def test_rows_whose_tokens_two_ranks_share_equal_the_full_batch(sync: str) -> None:
+    options = {"mesh": {"data_parallel": 2, "context_parallel": 2}, "sync": sync}
+    windows = [prompted()[i : i + 8] for i in range(0, NUMBER, 8)]  # 2 batches of 2 prompted on 2 ranks
+    assert_one_window_one_batch(Parts, loaded(), 2, "named mesh", options, windows=windows, collate=default_collate)
+
+
+class LacksLoss(Parts):  # of the second batch, the rank that has the first part returns none
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 and self.global_rank == 0 else loss
+
+
+class OfRows(Parts):  # a sum over the tokens of each row, and the mean of these
+    def loss_of_tokens(self, net: Attending, batch: dict[str, Tensor]) -> Tensor:
+        logits, labels = self.part(net, batch)
+        return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1).mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "mesh", "named"),
+    [
+        (LacksLoss, {"context_parallel": 2}, "loss"),
+        (OfRows, {"context_parallel": 2}, "mesh="),
+        (Parts, {"data_parallel": 2, "context_parallel": 2}, "4 devices"),
+    ],
+)
+def test_what_two_ranks_cannot_have_parts_of_is_an_error_on_all(module: type[Parts], mesh: dict[str, int], named: str) -> None:
+    with pytest.raises(Exception, match=rf"(?s)lightning_accum\S*Error: .*{named}"):
+        trained(module(), 2, "named mesh", {"mesh": mesh}, loaded(), devices=2)
 
 
 @pytest.mark.parametrize(
     ("mesh", "options", "named"),
     [
         ({"data_parallel": 2, "pipeline": 2}, {}, "pipeline"),
-        ({"data_parallel": 2, "context_parallel": 2}, {}, "parts of the same rows"),
         ({"tensor_parallel": 2, "data_parallel": 2}, {}, "tensor_parallel"),
         ({"data_parallel": 2}, {"data_parallel_size": 2}, "data_parallel_size"),
     ],

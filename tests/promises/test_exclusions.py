@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
+from sharded import ForkedFSDP2, ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
 from support import OnCPU, Scalar, ddp, trainer, x
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -34,6 +34,7 @@ class Layered(Scalar):  # with a layer that is never called
 
 
 Newton = type("Newton", (Scalar,), {"configure_optimizers": lambda self: torch.optim.LBFGS(self.parameters())})
+Unsharded = type("Unsharded", (Scalar,), {"configure_model": lambda self: None})
 
 
 class Synced(Scalar):
@@ -55,6 +56,7 @@ def fit(module: Any = None, strategy: Callable[[], Any] = lambda: "accum", devic
 
 
 static, reducing = partial(ddp, static_graph=True), partial(ddp, sync="micro_batch")
+in_parts = partial(ForkedFSDP2, mesh={"context_parallel": 2})
 narrow = {"accumulate_dtype": torch.float64, "module": Layered(nn.Linear(1, 1))}
 CASES: list[Callable[[], Any]] = [
     lambda: GradientAccumulation(trim_padding="lengths"),
@@ -69,6 +71,7 @@ CASES: list[Callable[[], Any]] = [
     fit(weight=EACH, **MANUAL),
     fit(accumulate_dtype=torch.float64, **MANUAL),
     fit(on_nonfinite="skip", **MANUAL),
+    fit(ShardedLanguage(), fsdp2, 2, row_wise="net", **{**MANUAL, "micro_batch": 2}),
     fit(Layered(nn.Embedding(3, 2, sparse=True)), accumulate_dtype=torch.float64),
     fit(strategy=reducing, **narrow),
     fit(strategy=partial(OnCPU, ddp_comm_hook=allreduce_hook), **narrow),
@@ -78,17 +81,20 @@ CASES: list[Callable[[], Any]] = [
     fit(strategy=static, on_nonfinite="raise"),
     fit(Layered(nn.Linear(1, 1)), static, row_wise="layer", micro_batch=2),
     fit(ShardedLanguage(), fsdp1, 2, row_wise="net", micro_batch=2),
-    fit(ShardedLanguage(), fsdp2, 2, row_wise="net", micro_batch=2),
+    fit(ShardedLanguage(), partial(fsdp2, sync="micro_batch"), 2, row_wise="net", micro_batch=2),
     lambda: GradientAccumulation(micro_batch="auto", row_wise="layer"),
     fit(strategy=static, window=Tokens(4)),
     fit(strategy=reducing, micro_batch="auto"),
     fit(strategy=static, micro_batch=Tokens(4)),
     fit(Synced([x(1.0)]), ddp, micro_batch="auto"),
     fit(ShardedLanguage(), fsdp1, 2, micro_batch="auto"),
+    fit(Unsharded([x(1.0)]), in_parts, 2, micro_batch=2),
+    fit(Unsharded([x(1.0)]), in_parts, 2, weight=SampleCount()),
+    fit(Unsharded([x(1.0)]), in_parts, 2, on_nonfinite="skip"),
 ]
 
 
-SHARDED = ("sharded modules", "`strategy=")
+SHARDED = ("sharded modules", "`strategy=", "`context_parallel`")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from loss_table import LOSSES as TABLE
 from loss_table.rows import Kind, Trained, rows
 from loss_table.rows import Loss as Row
 from manual_modules import GAN, draw
+from sharded import needs_sharding_on_cpu, shard
 from support import Toy, fit, refused, relative_error, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -494,20 +495,28 @@ WITH_RANKS: dict[str, Any] = {"collate": default_collate, "optimizers": (sgd, ad
 
 
 class Gathering(Toy):  # a loss of the rows of all ranks, as a CLIP over ranks has it: each gathers, and sees the whole
-    def __init__(self, loss: Loss, gathers: str = "lightning") -> None:
+    def __init__(self, loss: Loss, gathers: str = "lightning", is_sharded: bool = False) -> None:
         super().__init__(loss, net=encoder_and_scale)
         self.gathers, self.head = gathers, nn.Linear(6, 6, bias=False).double()
+        if is_sharded:  # a learned number cannot be sharded
+            self.net.scale = None
+
+    def configure_model(self) -> None:
+        shard(self, [self.net.encoder[0], self.net.encoder[-1], self.net.encoder, self.head])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, _ = batch
+        x, classes = batch
         hidden = self.net.encoder(x)
         views = [self.head(hidden), self.head(hidden + self.net.encoder(x.flip(1) + 0.1))]
+        if self.loss is F.cross_entropy:
+            return F.cross_entropy(views[0] + views[1], classes)
         if self.trainer.world_size > 1 and self.gathers == "lightning":
             views = [self.all_gather(view, sync_grads=True).flatten(0, 1) for view in views]
         elif self.trainer.world_size > 1 and self.gathers == "torch":
             views = [torch.cat(torch.distributed.nn.all_gather(view)) for view in views]
-        loss = self.loss(*views, torch.arange(len(views[0])) % 3, self.net.scale)
-        return loss + self.net.scale.square() if self.loss is barlow_twins else loss  # which has no other use for it
+        scale = torch.tensor(0.5).to(x) if self.net.scale is None else self.net.scale
+        loss = self.loss(*views, torch.arange(len(views[0])) % 3, scale)
+        return loss + scale.square() if self.loss is barlow_twins else loss  # which has no other use for it
 
 
 @pytest.mark.some_cases(2, 3)
@@ -534,3 +543,24 @@ def test_a_loss_of_one_ranks_rows_is_refused_and_a_gathered_sum_asks_for_its_wei
 def test_ranks_with_unequally_many_batches_take_the_step_of_all_rows(options: dict[str, Any]) -> None:
     make, by_rank = partial(Toy, of_classes, net=encoder_and_scale), [uneven()[:4], uneven()[4:]]
     assert_one_window_one_batch(make, by_rank, row_wise(2, micro_batch=3), "ddp", options, **WITH_RANKS)
+
+
+SHARDED: dict[str, tuple[Any, tuple[int, int], dict[str, Any]]] = {
+    "one of two": (clip, (8, 8), {"weight": "equal"}),
+    "both": (barlow_twins, (8, 8), {"weight": "equal", "names": ["net.encoder", "head"]}),
+    "ranks of unequally many rows": (F.cross_entropy, (11, 5), {"window": 2}),
+    "tokens": (F.cross_entropy, (11, 5), {"window": 2, "micro_batch": Tokens(20)}),
+    "a first batch that shows nothing": (F.cross_entropy, (8, 8), {"window": 2}),
+}
+
+
+@needs_sharding_on_cpu
+@pytest.mark.some_cases(1, 2)
+@pytest.mark.parametrize("case", SHARDED)
+def test_sharded_submodules_take_the_step_of_the_global_batch(case: str) -> None:
+    loss, sizes, policy = SHARDED[case]
+    by_rank = list(zip(*(batches(*sizes, seed=seed) for seed in range(4)), strict=True))
+    for first, *_ in by_rank if "nothing" in case else ():
+        first[:-1] = [(x, -100) for x, _ in first[:-1]]
+    make = partial(Gathering, loss, "torch", True)
+    assert_one_window_one_batch(make, by_rank, row_wise(**{"micro_batch": 3, **policy}), "fsdp2", **WITH_RANKS)
