@@ -124,6 +124,7 @@ class Loop(Passes):
         if micro_batch.ends_loader_batch:
             self._seen, self.loader_batches = self._seen + 1, self.loader_batches + 1
             self._accumulation.end_loader_batch(self._seen)
+            self._ends_window = self._ends_window or (self._accumulation.policy.ends_by_tokens and self._accumulation.is_full())
 
     def step(self, clip_norm: float | None = None, clip_value: float | None = None) -> bool:
         """At the end of a window normalise its gradients, clip them, step the optimizer and clear them; inside a window do nothing.
@@ -156,12 +157,10 @@ class Loop(Passes):
             raise UsageError("step is called twice in a micro-batch")
         self._is_step_done = True
         accumulation = self._accumulation
-        if not (self._ends_window or (accumulation.policy.ends_by_tokens and micro_batch.ends_loader_batch)):
+        if not self._ends_window:
             return False
         with self._messages:
             self._refuse_changes()
-            if not self._ends_window and not accumulation.is_full():
-                return False
             self._has_failed = True  # if an error ends the next line
             self._session.end_window(self._seen, micro_batch.is_boundary)
             self._has_failed = False

@@ -597,6 +597,7 @@ MISTAKES: dict[str, tuple[Body, str]] = {
     "skipped": (lambda a, m, o, x: None, "backward"),
     "loss.backward": (lambda a, m, o, x: m(x).mean().backward(), "backward"),
     "no step": (lambda a, m, o, x: a.backward(m(x).mean()), "step"),
+    "a state before the step": (lambda a, m, o, x: (a.backward(m(x).mean()), x[0] == 3 and a.state_dict(), a.step()), "step"),
     "step first": (lambda a, m, o, x: a.step(), "backward"),
     "step twice": (lambda a, m, o, x: (good(a, m, o, x), a.step()), "twice"),
     "two backwards": (lambda a, m, o, x: (a.backward(m(x).mean()), a.backward(m(x).mean())), "loss_a"),
@@ -610,11 +611,12 @@ MISTAKES: dict[str, tuple[Body, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_what_is_left_of_the_old_loop_is_an_error_that_names_it(name: str) -> None:
+@pytest.mark.parametrize(("name", "window"), [*((name, 2) for name in MISTAKES), ("a state before the step", Tokens(3))])
+def test_what_is_left_of_the_old_loop_is_an_error_that_names_it(name: str, window: Any) -> None:
     body, named = MISTAKES[name]
+    arguments: dict[str, Any] = {"window": window, "check": False}
     with pytest.raises(AccumulationError, match=named) as caught:
-        run(lambda a, m, o, x: (m[0].weight.data.fill_(1.0), m[1].weight.data.fill_(1.0), body(a, m, o, x)), check=False)
+        run(lambda a, m, *more: (m[0].weight.data.fill_(1.0), m[1].weight.data.fill_(1.0), body(a, m, *more)), **arguments)
     assert "training_step" not in str(caught.value)
 
 
