@@ -106,7 +106,7 @@ def widened(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _in_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    wide = tensor.detach().to(dtype)
+    wide = tensor.detach().to(dtype.to_complex() if tensor.is_complex() else dtype)
     if isinstance(tensor, nn.Parameter):
         wide = nn.Parameter(wide, tensor.requires_grad)
         for hook in (tensor._backward_hooks or {}).values():
@@ -116,9 +116,9 @@ def _in_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def widened_batch(batch: Any, dtype: torch.dtype) -> Any:
     """A batch whose tensors of narrower types are converted to this type."""
-    return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(dtype) if is_narrow(tensor, dtype) else tensor)
+    return apply_to_collection(batch, Tensor, lambda own: _in_type(own, dtype) if is_narrow(own, dtype) else own)
 
 
 def is_narrow(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a tensor has a floating-point type of fewer bytes than ``dtype``, float32 or float64; also one of eight bits."""
-    return tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize
+    """Whether the numbers of a tensor, which may be complex, have fewer bytes than ``dtype``, float32 or float64."""
+    return not is_whole(tensor) and tensor.dtype.to_real().itemsize < dtype.itemsize
