@@ -25,7 +25,7 @@ from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.functions import FunctionOfMean
 from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import Contribution, Weigher
-from lightning_accum.window_totals import ClosedWindow, Entry, Totals, summed, tensor_of
+from lightning_accum.window_totals import ClosedWindow, Entry, ReducedTotals, tensor_of
 
 
 class Window:
@@ -43,7 +43,7 @@ class Window:
 
     def __init__(self, ranks: Ranks, weigher: Weigher, sums: GradientSums | None, weight_scale: float | None) -> None:
         self.weigher, self.sums, self.device = weigher, sums, ranks.device
-        self._world_size, self._group = ranks.size, ranks.group
+        self._ranks, self._world_size, self._group = ranks, ranks.size, ranks.group
         self.dtype = exact_dtype(self.device)
         """The type of weights and totals. MPS has no float64; float32 counts are exact up to 2**24."""
         self._tensor_of = partial(tensor_of, device=self.device, dtype=self.dtype)
@@ -70,9 +70,7 @@ class Window:
         self.has_doubts: Denominator = False
         """Whether the weight of a micro-batch of this rank was read in a way that the check has not seen, or may not be a
         weight."""
-        self._totals: Tensor | list[float] | None = None
-        self._reduction: dist.Work | None = None
-        self._copy: torch.cuda.Event | None = None  # of the totals to the host
+        self._totals: ReducedTotals | None = None
         if self.counted is not None:
             self.counted.discard()
 
@@ -161,16 +159,17 @@ class Window:
 
         Called once the last weight is known, before its backward, so that it does not queue behind the gradients.
         """
-        has_function = self._world_size > 1 and self._function is not None
-        of_rank = [float(self.left_out), float(self.flag), float(self.is_last), self.has_doubts, float(has_function)]
         counted = [] if self.counted is None else self.counted.compared([entry.contribution for entry in self.entries])
-        self._totals = summed(self.entries, of_rank, counted, self._tensor_of)
-        if self._world_size > 1:
-            self._totals = self._totals if isinstance(self._totals, Tensor) else self._tensor_of(self._totals)
-            self._reduction = dist.all_reduce(self._totals, group=self._group, async_op=True)
-        elif isinstance(self._totals, Tensor) and self._totals.is_cuda:  # so its end does not wait for the backward
-            stream = torch.cuda.current_stream(self._totals.device)
-            self._totals, self._copy = self._totals.to("cpu", non_blocking=True), stream.record_event()
+        self._totals = ReducedTotals(
+            self.entries,
+            self._ranks,
+            counted,
+            left_out=self.left_out,
+            flagged=self.flag,
+            last=self.is_last,
+            doubtful=self.has_doubts,
+            functions=self._world_size > 1 and self._function is not None,
+        )
 
     def close(self, gradients: Callable[[], Sequence[Tensor]]) -> ClosedWindow:
         """End the window: scale its gradients in place to the gradients of the full batch.
@@ -185,14 +184,9 @@ class Window:
         if self._totals is None:
             self.reduce()
         assert self._totals is not None
-        if self._reduction is not None:
-            self._reduction.wait()
-        if self._copy is not None:
-            self._copy.synchronize()
-        numbers = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals  # one copy to the host
+        totals, counted = self._totals.read()
         function, entries, of_terms = self._function, self.entries, None if self.counted is None else self.counted.totals
         self.discard()
-        totals, counted = Totals(*numbers[: len(Totals._fields)]), numbers[len(Totals._fields) :]
         totals.check()
         missed, is_sum = counted[0] if counted else 0.0, bool(totals.sums)
         is_counted_empty = not any(of_terms or ()) and not any(None in (e.contribution.of_terms or {}).values() for e in entries)

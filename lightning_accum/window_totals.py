@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError
+from lightning_accum.exact import exact_dtype
 from lightning_accum.exact import tensor_of as as_tensor
+from lightning_accum.ranks import Ranks
 from lightning_accum.weighing.functions import FunctionOfMean, OfMean
 from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import Contribution
@@ -100,8 +104,8 @@ class Entry(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """The numbers of a window, summed over its micro-batches and ranks, in one all-reduce. For a new number, add a field here and
-    its sum in :func:`summed`; a maximum needs one entry for each rank.
+    """The numbers of a window, summed over its micro-batches and ranks. For a new number, add a field here and its value for a
+    micro-batch in :func:`_summands`. A maximum takes an entry for each rank in :class:`ReducedTotals`, which has the ranks.
     """
 
     weight: float  # of n
@@ -168,30 +172,54 @@ class Totals(NamedTuple):
         return disagree
 
 
-def summed(
-    entries: Sequence[Entry],
-    of_rank: Sequence[Denominator],
-    counted: Sequence[Denominator],
-    tensor_of: Callable[[Sequence[Denominator]], Tensor],
-) -> list[float] | Tensor:
-    """The :class:`Totals` of this rank: on the host if all numbers are there, else on their device, without a device sync.
+class ReducedTotals:
+    """The totals of a window, from their sum over the micro-batches of a rank to their sum over the ranks.
+
+    Numbers that are all on the host stay there; else they are summed on their device, and the host does not wait for it.
 
     Args:
         entries: the micro-batches.
-        of_rank: the last fields of :class:`Totals`, from ``left_out`` on.
+        ranks: the ranks of the window.
         counted: further numbers, of terms that are counted first.
-        tensor_of: converts numbers to a tensor on that device.
+        of_rank: the last fields of :class:`Totals`, by name.
     """
-    contributions, others = [entry.contribution for entry in entries], [float(len(entries)), *of_rank, *counted]
+
+    def __init__(self, entries: Sequence[Entry], ranks: Ranks, counted: Sequence[Denominator], **of_rank: Denominator) -> None:
+        self._numbers = _summed(entries, [*(of_rank[name] for name in Totals._fields[-len(of_rank) :]), *counted], ranks.device)
+        self._reduction: dist.Work | None = None
+        self._copy: torch.cuda.Event | None = None  # to the host
+        if ranks.size > 1:
+            if not isinstance(self._numbers, Tensor):
+                self._numbers = tensor_of(self._numbers, ranks.device, exact_dtype(ranks.device))
+            self._reduction = dist.all_reduce(self._numbers, group=ranks.group, async_op=True)
+        elif isinstance(self._numbers, Tensor) and self._numbers.is_cuda:  # so its end does not wait for the backward
+            stream = torch.cuda.current_stream(self._numbers.device)
+            self._numbers, self._copy = self._numbers.to("cpu", non_blocking=True), stream.record_event()
+
+    def read(self) -> tuple[Totals, list[float]]:
+        """The totals and the further numbers, in one copy to the host."""
+        if self._reduction is not None:
+            self._reduction.wait()
+        if self._copy is not None:
+            self._copy.synchronize()
+        numbers = self._numbers.tolist() if isinstance(self._numbers, Tensor) else self._numbers
+        number = len(Totals._fields)
+        return Totals(*numbers[:number]), numbers[number:]
+
+
+def _summed(entries: Sequence[Entry], others: Sequence[Denominator], device: torch.device) -> list[float] | Tensor:
+    """The sums over the micro-batches of this rank, and other numbers."""
+    contributions, others = [entry.contribution for entry in entries], [float(len(entries)), *others]
     is_read = bool(contributions) and contributions[0].is_read and all(c.weight is not None for c in contributions)
     rows: list[tuple[Any, ...]] = [
         (0.0 if c.weight is None else c.weight, float(c.weight is None), entry.added, c.factors, _of_other_terms(c), entry.loss)
         for entry, c in zip(entries, contributions, strict=True)
     ] or [(*(0.0,) * 5, math.nan)]
     if any(isinstance(number, Tensor) for numbers in (*rows, others) for number in numbers):
-        summands = _summands(*map(tensor_of, zip(*rows, strict=True)), is_read=is_read, where=torch.where)
+        exact = partial(tensor_of, device=device, dtype=exact_dtype(device))
+        summands = _summands(*map(exact, zip(*rows, strict=True)), is_read=is_read, where=torch.where)
         of_rows = torch.stack([own.to(summands[0].dtype) for own in summands]).sum(1)
-        return torch.cat((of_rows, tensor_of(others)))
+        return torch.cat((of_rows, exact(others)))
     of_each = [_summands(*row, is_read=is_read, where=lambda condition, one, other: one if condition else other) for row in rows]
     return [*(float(sum(column)) for column in zip(*of_each, strict=True)), *others]  # type: ignore[list-item]
 
