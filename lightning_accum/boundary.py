@@ -1,4 +1,4 @@
-"""When a window ends, how many windows there are, and when schedulers are due."""
+"""When a window ends, how many windows there are, and when schedulers and validation are due."""
 
 from __future__ import annotations
 
@@ -120,3 +120,20 @@ class StepClock:
     def times_due(self, frequency: int, is_plateau: bool) -> int:
         """How often a scheduler of this frequency is to step now."""
         return self.time // frequency - self._before.get(is_plateau, self.time) // frequency
+
+
+@dataclass
+class ValidationClock:
+    """Decides when validation every n optimizer steps is due."""
+
+    every: int  # optimizer steps between validations
+    steps: int  # optimizer steps at the last validation, or when counting began
+    after: int = 0  # the loader batch before that validation, counted from 1 over all epochs
+
+    def is_due(self, steps: int) -> bool:
+        """Whether a multiple of :attr:`every` was reached since the last validation."""
+        return steps // self.every > self.steps // self.every
+
+    def begin(self, steps: int, seen: int) -> None:
+        """Note that validation runs after ``steps`` optimizer steps and loader batch number ``seen``."""
+        self.steps, self.after = steps, seen

@@ -87,6 +87,7 @@ class Policy:
     """The size of the micro-batches of these submodules; then :attr:`micro_batch` is None."""
     offload: bool = False
     """``micro_batch="offload"``: nothing is split."""
+    validate_every: int | None = None
 
     @property
     def counts_ahead(self) -> bool:
@@ -173,6 +174,8 @@ def checked_policy(policy: Policy) -> Policy:
     dtype: Any = policy.accumulate_dtype
     if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         raise ArgumentError(f"accumulate_dtype={dtype!r}: expected a floating-point torch.dtype, such as torch.float32, or None")
+    if not (policy.validate_every is None or is_natural(policy.validate_every, 1)):
+        raise ArgumentError(f"validate_every={policy.validate_every!r}: expected a number of optimizer steps from 1, or None")
     check_is_one_of("on_nonfinite", policy.on_nonfinite, "propagate", "skip", "raise")
     for name, value in (("log", policy.log), ("check", policy.check)):
         if not isinstance(value, bool):

@@ -87,10 +87,12 @@ class GradientAccumulation(pl.Callback):
             there is an error before the first step.
         log: whether to log the metrics above, and to show the loss and the number of steps in the progress bar (``w_loss``,
             ``w_steps``).
+        validate_every: validate after every so many optimizer steps of ``trainer.global_step``, counted over all epochs, and at no
+            other time. None: the Trainer's ``val_check_interval`` and ``check_val_every_n_epoch`` decide.
 
     Raises:
         MisconfigurationException: an argument is out of its range; or, before training starts, the Trainer's strategy is not one of
-            this package, or its ``accumulate_grad_batches`` contradicts ``window``.
+            this package, its ``accumulate_grad_batches`` contradicts ``window``, or the Trainer, too, says when to validate.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -114,6 +116,7 @@ class GradientAccumulation(pl.Callback):
         split: Split | None = None,
         check: bool = True,
         log: bool = True,
+        validate_every: int | None = None,
     ) -> None:
         with misconfigured():
             self.policy = checked_policy(
@@ -130,6 +133,7 @@ class GradientAccumulation(pl.Callback):
                     on_nonfinite,
                     check,
                     offload=micro_batch == "offload",
+                    validate_every=validate_every,
                     **row_wise_fields(row_wise, micro_batch),
                 )
             )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any, cast
 
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.boundary import TAILS, Boundary
+from lightning_accum.boundary import TAILS, Boundary, ValidationClock
 from lightning_accum.manual_calls import check_batches
 from lightning_accum.policy import Tokens
 from lightning_accum.trainer.engine import Engine
@@ -24,9 +24,12 @@ from lightning_accum.user_warnings import listed, rank_zero_warn
 
 
 class AccumulatingEpochLoop(_TrainingEpochLoop):
-    """Ends windows at the boundary, and steps schedulers by their clock."""
+    """Ends windows at the boundary, steps schedulers by their clock, and validates by optimizer steps with ``validate_every``."""
 
     strategy: Engine
+    validation: ValidationClock | None = None  # None if Lightning decides, or there is no validation
+    _validated: Sequence[int] | None = None
+    """The steps and loader batch of the clock in the checkpoint that training resumes from."""
     begun: int = 0  # the loader batch that began last, counted from 1 over all epochs
     _carried: Set[str] = frozenset()  # the parameters trained at the end of the last epoch, if its window goes on in this one
     _inspected: Any = None
@@ -37,6 +40,11 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if self.begun > self.batch_progress.total.ready:  # the batch size finder sets the progress back
             self.begun = 0
         super().on_run_start(data_fetcher)
+        trainer: Any = self.trainer
+        every = self.strategy.policy.validate_every
+        if self.validation is None and every is not None and trainer.enable_validation and not trainer.fast_dev_run:
+            self.validation = ValidationClock(every, *(self._validated or (self.global_step,)))
+        self.validate_if_due()  # in a checkpoint that was taken between a step and the end of its validation
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -64,6 +72,8 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if self.strategy.manual is not None:
             self.strategy.manual.leave_loader_batch()
         self.strategy.rows.flush()
+        if self.validation is not None and self.validation.is_due(self.global_step):
+            self.validation.begin(self.global_step, self.batch_progress.total.ready)
         super().on_advance_end(data_fetcher)
 
     @override
@@ -121,6 +131,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         self._carried = self._trained() if windows is not None and windows.position else frozenset()
         if not TAILS[self.strategy.policy.tail].goes_on:
             self.finish_window()
+            self.validate_if_due()
 
     def _trained(self) -> Set[str]:
         return {name for name, parameter in self.strategy.parameters_by_name().items() if parameter.requires_grad}
@@ -238,3 +249,46 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         with replacing(strategy, lr_scheduler_configs=due):
             super()._update_learning_rates(interval, update_plateau_schedulers)
         clock.hold(update_plateau_schedulers)
+
+    # --- validation every n optimizer steps ---------------------------------------------------------------------------
+
+    @override
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        """Whether validation runs after the last loader batch. Lightning would skip it on a resume from the end of that batch."""
+        if self.validation is None:
+            return super()._should_check_val_fx(data_fetcher)
+        return self.validation.after == self.batch_progress.total.ready
+
+    def validate_if_due(self) -> None:
+        """Validate after an optimizer step, if no loader batch ends after it."""
+        validation, seen = self.validation, self.batch_progress.total.ready
+        if validation is None or not (validation.is_due(self.global_step) or self._is_validation_broken_off(validation)):
+            return
+        trainer, connector = self.trainer, self.trainer._logger_connector
+        validation.begin(self.global_step, seen)
+        is_first = connector._first_loop_iter
+        self.val_loop.restarting, trainer.validating = False, True
+        self.val_loop.reset_restart_stage()
+        self.val_loop.run()
+        trainer.training, connector._first_loop_iter = True, is_first
+        if not self.restarted_on_last:
+            validation.after = 0  # else Lightning would count its batches again
+
+    def _is_validation_broken_off(self, validation: ValidationClock) -> bool:
+        """Whether the checkpoint was taken in a validation, before all of its batches had run."""
+        if not self.restarting or not 0 < validation.after == self.batch_progress.total.ready:
+            return False
+        batches, current = self.val_loop.batch_progress, self.val_loop.batch_progress.current
+        return not (batches.is_last_batch and current.completed == current.ready)
+
+    @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        state = super().on_save_checkpoint()
+        if self.validation is not None:
+            state["validated"] = [self.validation.steps, self.validation.after]
+        return state
+
+    @override
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        self._validated = state_dict.get("validated")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from typing_extensions import override
@@ -23,6 +24,7 @@ from lightning_accum.trainer.from_lightning import (
 )
 from lightning_accum.trainer.seams import subclass_of
 from lightning_accum.trainer.uneven import WindowFetcher
+from lightning_accum.undo import replacing
 
 
 class AccumulatingFitLoop(_FitLoop):
@@ -99,8 +101,21 @@ class AccumulatingFitLoop(_FitLoop):
 
     @override
     def on_run_end(self) -> None:
-        cast("AccumulatingEpochLoop", self.epoch_loop).finish_window()
+        epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
+        epoch_loop.finish_window()
+        epoch_loop.validate_if_due()
         super().on_run_end()
+
+
+def validating_every(steps: int, trainer: pl.Trainer) -> AbstractContextManager[None]:
+    """Inside, EarlyStopping and ModelCheckpoint run after a validation, not after an epoch."""
+    own = {name: getattr(trainer, name) for name in ("val_check_interval", "check_val_every_n_epoch")}
+    if vars(trainer)["_val_check_time_interval"] is not None:
+        own["val_check_interval"] = "a time"
+    if own != {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}:
+        said = ", ".join(f"{name}={value}" for name, value in own.items())
+        raise MisconfiguredError(f"Trainer({said}) and validate_every={steps} both say when to validate. Use only one of them.")
+    return replacing(trainer, val_check_interval=steps, check_val_every_n_epoch=None)
 
 
 class AccumulatingTrainer(pl.Trainer):

@@ -231,15 +231,17 @@ loops.fit_loop._FitLoop
 loops.training_epoch_loop._TrainingEpochLoop
     done | does not stop inside a window that is counted first | 20215631
     run | ends an unfinished window with its epoch | ad885a6e
-    on_run_start | forgets the loader batches of a search for a batch size | 085e5587
+    on_run_start | starts the clock of validations by optimizer steps | 085e5587
     advance | trains on a loader batch | 9b9b8410
-    on_advance_end | steps plateau schedulers, stops at SIGTERM | e66f9489
+    on_advance_end | validates, steps plateau schedulers, stops at SIGTERM | e66f9489
     _broadcast_sigterm_tensor | sends SIGTERM to all ranks with the weights | f63f4808
     _build_kwargs | inspects the signature of training_step once | 909b6965
     _should_accumulate | ends a window at its boundary | 75952ac1
+    on_save_checkpoint on_load_checkpoint | keeps the counters of validation | 18155a51 af6d3a59
     _should_check_val_epoch | does not validate inside a window that is counted first | 91a9a650
     update_lr_schedulers | is called twice a loader batch, the second time at its end | 3d41394b
     _update_learning_rates | steps schedulers by their clock | 27370be6
+    _should_check_val_fx | validates by optimizer steps | 0ae30d22
     _num_ready_batches_reached | finds the last loader batch |
 loops.optimization.automatic._AutomaticOptimization
     run | runs a loader batch, and steps at a boundary | 4097f294

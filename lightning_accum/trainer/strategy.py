@@ -27,7 +27,7 @@ from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop
 from lightning_accum.trainer.first_batch import unlogged_step
-from lightning_accum.trainer.fit import AccumulatingFitLoop, AccumulatingTrainer
+from lightning_accum.trainer.fit import AccumulatingFitLoop, AccumulatingTrainer, validating_every
 from lightning_accum.trainer.from_lightning import (
     MisconfiguredError,
     callbacks_of,
@@ -156,9 +156,14 @@ class AccumulationMixin(Engine):
         # abort ("Invalid thread pool!", pytorch/pytorch#178535; read in torch 2.13 and 2.15); here there is only one
         torch.set_num_threads(torch.get_num_threads())
         super().setup_environment()
+        trainer: Any = self.trainer()
         self.ranks = self._ranks()
-        if "_fit" in vars(self):
-            self._hiding.close()
+        if "_fit" not in vars(self):
+            return
+        self._hiding.close()
+        every = _policies(trainer)[0].policy.validate_every  # several callbacks raise an error later
+        if every is not None and not trainer.fast_dev_run:
+            self._fit.enter_context(validating_every(every, trainer))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -148,6 +148,7 @@ def test_callback_with_another_engine_says_what_to_use(engine: type, instead: st
     ({"micro_batch": 4, "weight": [TokenCount(), SampleCount]}, "weight=SampleCount"), ({"micro_batch": Tokens}, "micro_batch"),
     ({"tail": "keep"}, "tail"), ({"scheduler_counts": "steps"}, "scheduler_counts"), ({"trim_padding": "yes"}, "trim_padding"),
     ({"log": "all"}, "log"), *[({"accumulate_dtype": value}, "accumulate_dtype") for value in ("float32", torch.int64, 32)],
+    *[({"validate_every": value}, "validate_every") for value in (0, -1, 1.5, True, "epoch")],
     *[({"micro_batch": 4, "weight": value}, "weight") for value in (["auto", SampleCount()], [])],
     ({"micro_batch": Tokens(lambda seen: 3)}, "Tokens"),
 ])  # fmt: skip
