@@ -15,7 +15,7 @@ from lightning_accum.exact import exact_dtype, tensor_of
 from lightning_accum.exclusions import Asked, refuse
 from lightning_accum.policy import MicroBatchSize, OnNonfinite, Policy, Split, Tokens, WindowSize, checked_policy, row_wise_fields
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import MisconfiguredError, Strategy, callbacks_of, misconfigured, pl
+from lightning_accum.trainer.from_lightning import MisconfiguredError, SIGTERMException, callbacks_of, misconfigured, pl
 from lightning_accum.trainer.package import check_package
 from lightning_accum.weighing.counts import Weight
 from lightning_accum.windows import Windows
@@ -149,9 +149,11 @@ class GradientAccumulation(pl.Callback):
         check_package(trainer)
         self._strategy, self._state = None, {}  # from an earlier fit, or a checkpoint that was validated
         if not isinstance(trainer.strategy, Engine):
-            name, instead = type(trainer.strategy).__name__, _what_to_use_instead_of(trainer.strategy)
-            found = f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {name}."
-            raise MisconfiguredError(f"{found} {instead}")
+            raise MisconfiguredError(
+                f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}. "
+                'Use Trainer(strategy="accum") on one device, "accum_ddp" on several, "accum_fsdp" or "accum_model_parallel" for '
+                "sharded modules; or leave this callback out: DeepSpeed and XLA are not supported."
+            )
         if (number := sum(isinstance(callback, GradientAccumulation) for callback in callbacks_of(trainer))) > 1:
             raise MisconfiguredError(f"There are {number} GradientAccumulation callbacks, also of configure_callbacks: pass one.")
         size = 1 if isinstance(self.policy.window, Tokens) else self.policy.size_at(trainer.current_epoch, trainer.global_step)
@@ -188,7 +190,7 @@ class GradientAccumulation(pl.Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # other callbacks may take a checkpoint now, on this rank alone unless all got SIGTERM
-        self._may_gather = trainer.world_size == 1 or isinstance(exception, pl.utilities.exceptions.SIGTERMException)
+        self._may_gather = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
 
     def disconnect(self) -> None:
         """End a fit, or a failed one: keep only its state for a checkpoint. Called by the strategy."""
@@ -220,17 +222,3 @@ class GradientAccumulation(pl.Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._state = state_dict
-
-
-def _what_to_use_instead_of(strategy: Strategy) -> str:
-    """The strategy of this package to use instead, in words."""
-    sharded = 'strategy="accum_fsdp" or "accum_model_parallel" (FSDP2, fully_shard)'
-    if isinstance(strategy, pl.strategies.DeepSpeedStrategy):
-        return f"Shard with {sharded}; or keep DeepSpeed with its gradient_accumulation_steps, without this callback."
-    if isinstance(strategy, (pl.strategies.XLAStrategy, pl.strategies.SingleDeviceXLAStrategy)):
-        return "The weight of a loss on an XLA device cannot be read. Remove this callback, or use another device."
-    if isinstance(strategy, pl.strategies.FSDPStrategy):
-        return 'Use Trainer(strategy="accum_fsdp"), or FSDPAccumulationStrategy(...) with the same arguments.'
-    if isinstance(strategy, pl.strategies.ModelParallelStrategy):
-        return 'Use Trainer(strategy="accum_model_parallel"), or ModelParallelAccumulationStrategy(...) with the same arguments.'
-    return f'Use Trainer(strategy="accum") on one device, "accum_ddp" on several, or for sharded modules {sharded}.'

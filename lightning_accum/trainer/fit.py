@@ -15,12 +15,14 @@ from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop
 from lightning_accum.trainer.from_lightning import (
     MisconfiguredError,
+    SIGTERMException,
     _FitLoop,
     _PrefetchDataFetcher,
     fabric,
     longest_window,
     pl,
     scheduler_of_windows,
+    with_status,
 )
 from lightning_accum.trainer.seams import subclass_of
 from lightning_accum.trainer.uneven import WindowFetcher
@@ -29,6 +31,13 @@ from lightning_accum.undo import replacing
 
 class AccumulatingFitLoop(_FitLoop):
     """Ends the last window with the training, and gives an epoch the length of the longest loader over the ranks."""
+
+    @override
+    def run(self) -> None:
+        try:
+            super().run()
+        except SIGTERMException as error:
+            raise with_status(error, self.trainer) from None
 
     @override
     def reset(self) -> None:

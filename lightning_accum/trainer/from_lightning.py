@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -38,6 +39,7 @@ ClosureResult = pl.loops.optimization.automatic.ClosureResult
 MisconfigurationException = fabric.utilities.exceptions.MisconfigurationException
 move_data_to_device = fabric.utilities.move_data_to_device
 rank_zero_info = pl.utilities.rank_zero.rank_zero_info
+SIGTERMException = pl.utilities.exceptions.SIGTERMException
 Strategy = pl.strategies.Strategy
 
 
@@ -68,6 +70,13 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 def forks_or_spawns(launcher: Any) -> bool:
     """Whether the process starts the other ranks as functions."""
     return isinstance(launcher, _MultiProcessingLauncher)
+
+
+def with_status(error: SystemExit, trainer: pl.Trainer) -> SystemExit:
+    """The SIGTERMException that ends a rank, with a status if a process that started it as a function waits for its result."""
+    if forks_or_spawns(trainer.strategy.launcher):
+        error.code = 128 + signal.SIGTERM
+    return error
 
 
 def scheduler_of_windows(trainer: pl.Trainer) -> pl.callbacks.GradientAccumulationScheduler | None:

@@ -204,7 +204,6 @@ trainer.trainer.Trainer
     estimated_stepping_batches | is the number of windows | 781d79c6
 strategies.strategy.Strategy
     connect | begins the fit: specialises the loops | 1e0e2ace
-    launcher | ends forked ranks at SIGTERM | af63ddd0
     setup_environment | creates the ranks | 6756a146
     setup | begins accumulation | 52a40677
     on_train_start | resumes inside the window of a checkpoint | 2f4bff3a
@@ -220,8 +219,6 @@ strategies.ddp.DDPStrategy
 strategies.model_parallel.ModelParallelStrategy
     setup_environment | creates the mesh of mesh= | da2b608a
     distributed_sampler_kwargs | gives ranks with parts of the same rows the same batches | d29a04ee
-strategies.launchers.multiprocessing._MultiProcessingLauncher
-    launch | forks or spawns the ranks | 58936217
 loops.fit_loop._FitLoop
     run advance on_run_start | call the hooks of a fit and of an epoch | e4c8eaeb 289c0111 993d7d3c
     setup_data | ends ranks of different lengths together | f0180ab3 f09c9a94

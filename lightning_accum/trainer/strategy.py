@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -30,13 +29,14 @@ from lightning_accum.trainer.first_batch import unlogged_step
 from lightning_accum.trainer.fit import AccumulatingFitLoop, AccumulatingTrainer, validating_every
 from lightning_accum.trainer.from_lightning import (
     MisconfiguredError,
+    SIGTERMException,
     callbacks_of,
-    forks_or_spawns,
     is_lightnings,
     longest_window,
     misconfigured,
     pl,
     rank_zero_info,
+    with_status,
 )
 from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.optimization import WindowManualOptimization, WindowOptimization
@@ -53,7 +53,6 @@ from lightning_accum.whole.offload import Offload, offload_in_words
 from lightning_accum.whole.row_proof import unproven
 from lightning_accum.whole.row_wise import row_wise_of
 
-SIGTERMException = pl.utilities.exceptions.SIGTERMException
 _log = logging.getLogger(f"{pl.__name__}.accumulation")
 
 
@@ -78,11 +77,6 @@ class AccumulationMixin(Engine):
         trainer = model._trainer
         if trainer is None or trainer.state.fn != "fit":
             return
-        callbacks = callbacks_of(trainer)
-        if classes := [callback for callback in callbacks if isinstance(callback, type)]:
-            callbacks[:] = [callback for callback in callbacks if callback not in classes]  # a class has no hooks for the error
-            name = classes[0].__name__
-            raise MisconfiguredError(f"callbacks=[{name}] is a class: pass an instance of it, {name}(...)")
         self._fit, self._hiding = ExitStack(), ExitStack()
         self.watch = Watch()
         self._fit.callback(lambda: [vars(self).pop(name, None) for name in seams.own_attributes(type(self))])
@@ -130,7 +124,7 @@ class AccumulationMixin(Engine):
             is_over = trainer.state.status == "running"
             is_unanswered = cast("DeferredSigterm", signals).is_waiting and not signals.received_sigterm
         if is_unanswered and is_over:
-            raise SIGTERMException
+            raise with_status(SIGTERMException(), trainer)
 
     def _clip_by_norm(self, lightnings: Callable[..., None], optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the engine, and keep the norm, which Lightning drops."""
@@ -139,16 +133,6 @@ class AccumulationMixin(Engine):
         else:
             norm, closed = self.clip_by_norm(self.precision_plugin.main_params(optimizer), clip_val), self.accumulation.closed
             self.accumulation.closed = closed and closed._replace(gradient_norm=norm)
-
-    @property
-    @override
-    def launcher(self) -> Any:
-        """Lightning's launcher, whose forked ranks end at SIGTERM."""
-        launcher: Any = self._launcher
-        if forks_or_spawns(launcher) and "launch" not in vars(launcher):
-            # an attribute and not a class, since a launcher is pickled to spawn processes
-            launcher.launch = partial(_launch, type(launcher).launch, launcher)
-        return launcher
 
     @override
     def setup_environment(self) -> None:
@@ -305,24 +289,3 @@ def _inserted(callback: GradientAccumulation, trainer: pl.Trainer) -> Iterator[N
 
 def _policies(trainer: pl.Trainer) -> list[GradientAccumulation]:
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
-
-
-# --- the processes of a fit over ranks, from their launch on ----------------------------------------------------------
-
-
-def _launch(launch: Callable[..., Any], launcher: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    trainer: pl.Trainer | None = kwargs.get("trainer")
-    if trainer is not None and trainer.state.fn == "fit":
-        function = partial(_fit_on_rank, function)
-    try:
-        return launch(launcher, function, *args, **kwargs)
-    finally:
-        vars(launcher).pop("launch", None)
-
-
-def _fit_on_rank(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return function(*args, **kwargs)
-    except SIGTERMException as error:
-        error.code = 128 + signal.SIGTERM  # else the parent process waits for its result
-        raise

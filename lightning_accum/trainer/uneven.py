@@ -15,7 +15,14 @@ from lightning_accum.errors import ArgumentError
 from lightning_accum.ranks import LoaderBatch, LoaderBatches, of_all_ranks
 from lightning_accum.samplers import BalancedBatchSampler, SameOrderSampler, leave_out_repeats
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.from_lightning import _DataConnector, _DataFetcher, _PrefetchDataFetcher, _SignalConnector, pl
+from lightning_accum.trainer.from_lightning import (
+    SIGTERMException,
+    _DataConnector,
+    _DataFetcher,
+    _PrefetchDataFetcher,
+    _SignalConnector,
+    pl,
+)
 
 
 class WindowFetcher(_PrefetchDataFetcher):
@@ -84,7 +91,7 @@ class WindowFetcher(_PrefetchDataFetcher):
     def _stop_at_sigterm(self, drawn: LoaderBatch) -> None:
         if drawn.is_stopped:
             self.strategy.trainer()._signal_connector.received_sigterm = True  # all ranks know
-            raise pl.utilities.exceptions.SIGTERMException
+            raise SIGTERMException
 
     def _states_of_loaders(self) -> list[dict[str, Any]]:
         return deepcopy(self.combined_loader._state_dicts())
