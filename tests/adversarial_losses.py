@@ -101,6 +101,9 @@ FUNCTIONS: dict[str, Function] = {
     "a factor of the batch's reward": lambda o, b, m: each(o, b).mean() * b.r.mean().exp(),
     "a covariance shrunk by the number": lambda o, b, m: each(o, b).mean() + max(0, 1 - 8 / len(o)) * covariance(o),
     "a running mean in a buffer": running,
+    "targets from 0 to 1": lambda o, b, m: F.mse_loss(o[:, 0], (b.r - b.r.min()) / (b.r.max() - b.r.min())),
+    "distances of means of columns": lambda o, b, m: F.l1_loss(o.softmax(-1).mean(0), torch.eye(4, dtype=D)[0]),
+    "the largest mean of a column": lambda o, b, m: (o - 9 * torch.arange(4)).square().mean(0).max(),
     # --- pairs, classes, chance ---
     "negatives of the batch beyond 16": lambda o, b, m: contrastive(o, 16),
     "random pairs": lambda o, b, m: (o - o[torch.randperm(len(o))]).square().mean() + each(o, b).mean(),

@@ -1,6 +1,5 @@
 """Losses of several terms, each with a denominator of its own: a row each, with what its terms count where a list can say so."""
 
-import math
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -29,7 +28,6 @@ class Net(nn.Module):
         self.tokens, self.classes, self.values, self.boxes = (nn.Linear(8, n) for n in (WORDS, CLASSES, 3, 12))
         self.sends, self.latent, self.rebuilt = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(4, 4)
         self.log_vars = nn.Parameter(torch.tensor([0.3, -0.2, 0.1]))
-        self.register_buffer("factor", torch.tensor(0.7))
         self.teacher = nn.Linear(8, CLASSES).requires_grad_(False)
 
     def forward(self, ids: Tensor, labels: Tensor, x: Tensor, edges: Tensor) -> Outputs:
@@ -82,7 +80,7 @@ def rows(number: int, seed: int, has_some: bool = True) -> list[dict[str, Tensor
         "boxes": torch.rand(number, 3, 4, generator=g, dtype=D), "has_box": first(1, 3), "is_edge": first(1, 5),
         "edges": torch.randint(0, LENGTH, (number, 5, 2), generator=g) % is_token.sum(1)[:, None, None],
         "linked": torch.randint(0, 2, (number, 5), generator=g).to(D), "length": torch.randint(1, 3, (number,), generator=g),
-        "chosen": is_token & (torch.arange(LENGTH) % 2 == 0), "words": ids[:, :2],
+        "words": ids[:, :2],
     }  # fmt: skip
     return [{name: column[row] for name, column in columns.items()} for row in range(number)]
 
@@ -100,9 +98,8 @@ def windows_of_tokens(batches: Sequence[list[Any]], tokens: int) -> list[list[An
 # fmt: off
 COUNTS: dict[str, Callable[[Any], Any]] = {
     "tokens": lambda b: (b["labels"] >= 0).sum(), "shifted": lambda b: (b["labels"][:, 1:] >= 0).sum(),
-    "places": lambda b: b["labels"].numel(), "chosen": lambda b: b["chosen"].sum(), "samples": lambda b: len(b["x"]),
-    "some": lambda b: b["some"].sum(), "boxes": lambda b: b["has_box"].sum(), "edges": lambda b: b["is_edge"].sum(),
-    "class weights": lambda b: WEIGHTS[b["t"]].sum(),
+    "samples": lambda b: len(b["x"]), "some": lambda b: b["some"].sum(), "boxes": lambda b: b["has_box"].sum(),
+    "edges": lambda b: b["is_edge"].sum(), "class weights": lambda b: WEIGHTS[b["t"]].sum(),
 }
 
 def ce(o: Any, b: Any, **kwargs: Any) -> Tensor:
@@ -156,11 +153,6 @@ def by_loop(start: Tensor, losses: Sequence[Tensor], factor: float = 0.5) -> Ten
         start = start + factor * loss
     return start
 
-def in_place(loss: Tensor, *others: Tensor) -> Tensor:
-    for other in others:
-        loss += other
-    return loss
-
 def balanced(o: Any, b: Any) -> Tensor:
     losses = classes(o, b, reduction="none")
     return sum(masked(losses, b.t == c) for c in range(CLASSES))
@@ -175,38 +167,27 @@ LOSSES: dict[str, Row] = {
     "tokens and samples": Row("tokens, samples", lambda o, b, m: ce(o, b) + value(o, b)),
     "samples and tokens": Row("samples, tokens", lambda o, b, m: value(o, b) + 0.5 * ce(o, b)),
     "shifted tokens and samples": Row("shifted, samples", lambda o, b, m: shifted(o, b) + 0.1 * classes(o, b)),
-    "masked words and next sentence": Row("chosen, samples", lambda o, b, m:
-        F.cross_entropy(o.tokens[b.chosen], b.ids[b.chosen]) + classes(o, b)),
     "cross entropy and masked regression": Row("samples, some", lambda o, b, m: classes(o, b) + masked(each(o, b)[:, 0], b.some)),
     "tokens and masked regression by eps": Row("", lambda o, b, m:
         ce(o, b) + (each(o, b)[:, 1] * b.some).sum() / (b.some.sum() + 1e-8)),
     "tokens and masked regression by where": Row("tokens, some", lambda o, b, m:
         ce(o, b) + torch.where(b.some.any(), masked(each(o, b)[:, 1], b.some), 0.0)),
     "boxes and samples": Row("boxes, samples", lambda o, b, m: boxes(o, b) + classes(o, b)),
-    "boxes, objects and classes": Row("boxes, samples, some", lambda o, b, m: 5 * boxes(o, b)
-        + F.binary_cross_entropy_with_logits(o.boxes[..., 0], b.has_box.to(D)) + masked(classes(o, b, reduction="none"), b.some)),
     "nodes and edges": Row("tokens, edges", lambda o, b, m: ce(o, b) + edges(o, b)),
     "nodes, edges and graphs": Row("tokens, edges, samples", lambda o, b, m: ce(o, b) + 0.3 * edges(o, b) + value(o, b)),
-    "class weights and samples": Row("class weights, samples", lambda o, b, m: classes(o, b, weight=WEIGHTS) + value(o, b)),
     "class weights, tokens, boxes, edges and samples": Row("class weights, tokens, boxes, edges, samples", lambda o, b, m:
         classes(o, b, weight=WEIGHTS) + 0.5 * ce(o, b) + boxes(o, b) + 0.1 * edges(o, b) + 2 * value(o, b)),
     "label smoothing and samples": Row("tokens, tokens, samples", lambda o, b, m: ce(o, b, label_smoothing=0.1) + value(o, b)),
     "tokens and KL over samples": Row("tokens, samples", lambda o, b, m: ce(o, b) + 0.1 * kl(o)),
     "learned uncertainty": Row("tokens, samples", lambda o, b, m: uncertain(m, ce(o, b), value(o, b))),
-    "learned uncertainty of three": Row("tokens, samples, boxes", lambda o, b, m: uncertain(m, ce(o, b), value(o, b), boxes(o, b))),
     "learned scales under the terms": Row("tokens, edges", lambda o, b, m:
         ce(o, b) / (2 * (s := m.net.log_vars)[0] ** 2) + s[0].abs().log()
         + edges(o, b) / (2 * s[1] ** 2) + s[1].abs().log()),
     "annealed KL": Row("tokens, samples", lambda o, b, m: ce(o, b) + min(1.0, 0.2 + 0.3 * m.global_step) * kl(o)),
-    "from one term to the other": Row("tokens, samples", lambda o, b, m:
-        (a := math.exp(-0.5 * m.global_step - 0.1)) * ce(o, b) + (1 - a) * value(o, b)),
-    "tokens and a penalty": Row("tokens", lambda o, b, m: ce(o, b) + penalty(m)),
     "tokens, samples and a penalty": Row("", lambda o, b, m: ce(o, b) + value(o, b) + penalty(m)),
     "a term only where there is something": Row("tokens, some", lambda o, b, m: if_any(ce(o, b), each(o, b)[:, 0], b.some)),
     "the first term only where there is something": Row("some, samples", lambda o, b, m:
         if_any(torch.zeros((), dtype=D), each(o, b)[:, 0], b.some) + value(o, b)),
-    "two terms only where there is something": Row("tokens, some, some", lambda o, b, m:
-        if_any(if_any(ce(o, b), each(o, b)[:, 1], b.some), o.mean.square().sum(1), b.some)),
     "a term or the number 0": Row("tokens, some", lambda o, b, m: ce(o, b) + (each(o, b)[b.some].mean() if b.some.any() else 0.0)),
     "a learned factor times a term or 0": Row("", lambda o, b, m:
         uncertain(m, ce(o, b), each(o, b)[b.some].mean() if b.some.any() else torch.zeros((), dtype=D))),
@@ -229,30 +210,18 @@ LOSSES: dict[str, Row] = {
         ((-(s := m.net.log_vars)).exp() * torch.stack([ce(o, b), value(o, b), boxes(o, b)]) + s).sum()),
     "the mean of a stack times factors": Row("tokens, edges", lambda o, b, m:
         (torch.stack([ce(o, b), edges(o, b)]) * WEIGHTS[:2] / 3).mean()),
-    "a stack times factors": Row("tokens, samples, boxes", lambda o, b, m:
-        torch.stack([ce(o, b), classes(o, b), boxes(o, b)]) @ WEIGHTS[:3]),
     "a stack times learned factors": Row("tokens, samples, boxes", lambda o, b, m:
         torch.stack([ce(o, b), classes(o, b), boxes(o, b)]) @ m.net.log_vars),
     "tasks of one kind times factors": Row("", lambda o, b, m:
         (torch.stack([masked(each(o, b)[:, c], b.has_box[:, c]) for c in range(3)]) * WEIGHTS[:3]).sum()),
-    "columns, each by its count": Row("", lambda o, b, m:
-        ((each(o, b) * b.has_box).sum(0) / b.has_box.sum(0).clamp(min=1)).mean()),
     "columns, each by its count, and means of rows": Row("", lambda o, b, m:
         ((each(o, b) * b.has_box).sum(0) / b.has_box.sum(0).clamp(min=1)).mean()
         + ((z(o) * (b.labels >= 0)).sum(1) / (b.labels >= 0).sum(1)).mean()),
     "one loss, then another": Row("", lambda o, b, m: torch.where(torch.tensor(m.global_step < 2), ce(o, b), value(o, b))),
-    "a dictionary, summed": Row("tokens, samples", lambda o, b, m: sum({"ce": ce(o, b), "value": value(o, b)}.values())),
-    "in place": Row("tokens, samples", lambda o, b, m: in_place(ce(o, b), value(o, b))),
-    "a buffer for a factor": Row("tokens, samples", lambda o, b, m: ce(o, b) + m.net.factor * value(o, b)),
     "half of the sum": Row("tokens, samples", lambda o, b, m: (ce(o, b) + value(o, b)) / 2),
-    "sums over clamped counts": Row("tokens, some", lambda o, b, m: masked(ce(o, b, reduction="none"), (b.labels >= 0).flatten())
-        + masked(each(o, b).sum(1), b.some)),
     "a sum beside a mean": Row("", lambda o, b, m: ce(o, b) + 0.01 * each(o, b).sum()),
-    "tokens and z-loss of all places": Row("tokens, places", lambda o, b, m: ce(o, b) + 0.01 * z(o).mean()),
     "distillation and rare classes": Row("samples, some", lambda o, b, m:
         taught(o) + masked(F.cross_entropy(o.classes, b.t, reduction="none"), b.some)),
-    "VAE of sums, and tokens": Row("samples, samples, tokens", lambda o, b, m:
-        (o.rebuilt - b.x).square().sum() / len(b.x) + kl(o) + ce(o, b)),
     "CTC and tokens": Row("samples, tokens", lambda o, b, m: ctc(o, b) + ce(o, b)),
     "actor and critic": Row("tokens, samples, samples", lambda o, b, m:
         masked(-o.tokens.log_softmax(-1)[..., 0] * b.y[:, :1], b.labels >= 0) + 0.5 * value(o, b) - 0.01 * entropy(o)),

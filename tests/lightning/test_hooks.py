@@ -90,15 +90,6 @@ def test_a_hook_that_is_put_into_an_object_or_its_class_is_called_from_then_on(o
     assert found == expected != []
 
 
-@pytest.mark.parametrize(("policy", "windows"), [({"micro_batch": 2}, 2), ({"window": 2}, 1)], ids=str)
-def test_hooks_of_backward_are_called_for_each_micro_batch_and_those_of_the_step_once(policy: Any, windows: int) -> None:
-    calls, hooks = list[str](), pl.Callback()
-    for what in ("backward", "zero_grad", "optimizer_step"):
-        setattr(hooks, f"on_before_{what}", lambda *_, what=what: calls.append(what))
-    fit(Toy(squares), [torch.randn(4, 4).double()] * 2, GradientAccumulation(**policy), hooks)
-    assert calls == ["zero_grad", "backward", "backward", "optimizer_step"] * windows
-
-
 def clip_to_a_tenth(optimizer: Any, **options: Any) -> None:
     for group in optimizer.param_groups:
         nn.utils.clip_grad_value_(group["params"], 0.1)

@@ -139,18 +139,6 @@ def test_lbfgs_runs_a_window_of_one_loader_batch_as_often_as_it_wants(data: Any,
     assert module.w.item() == pytest.approx(w, rel=1e-9)
 
 
-def test_a_closure_that_runs_again_logs_as_in_lightning() -> None:
-    class Logs(WithOptimizer):
-        def loss(self, x: Tensor) -> Tensor:
-            loss = super().loss(x)
-            self.log("loss", loss, on_epoch=True)
-            return loss
-
-    runs = [fit(Logs(lbfgs, ONE_TO_EIGHT), strategy=strategy) for strategy in ("accum", "auto")]
-    ours, lightnings = (run.callback_metrics["loss_epoch"] for run in runs)
-    assert ours == lightnings > 0
-
-
 class Twice(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         closure()
@@ -235,15 +223,3 @@ def test_dataloader_iter_steps_its_tail() -> None:
 
     fit(module := Draws(), [x(1), x(2), x(6)], GradientAccumulation(2))
     assert module.total == 1.5 + 6.0
-
-
-def test_a_module_that_clears_gradients_every_second_batch_trains_as_in_lightning_if_each_batch_steps() -> None:
-    class Clears(Scalar):
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-            if batch_idx % 2 == 0:
-                optimizer.zero_grad()
-
-    modules = Clears(ONE_TO_EIGHT), Clears(ONE_TO_EIGHT)
-    for module, strategy in zip(modules, ("auto", "accum"), strict=True):
-        trainer(strategy).fit(module)
-    assert torch.equal(modules[0].w, modules[1].w)

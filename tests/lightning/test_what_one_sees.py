@@ -15,7 +15,7 @@ from harness import Dealt
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from losses_of_terms import LOSSES, OfTerms, rows
 from manual_modules import GAN, draw
-from support import Language, Manually, Scalar, csv_logger, ddp, fit, language_loss, logged, pad, sentences, trainer, warned, x
+from support import Language, Manually, Scalar, csv_logger, fit, language_loss, logged, pad, sentences, trainer, warned, x
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 from torchmetrics.aggregation import RunningMean
@@ -249,32 +249,3 @@ def test_a_warning_has_the_category_of_the_package_and_points_at_the_users_line(
     assert len({str(warning.message) for warning in own}) == len(own)  # each comes once
     package = Path(lightning_accum.__file__).parent
     assert not [w for w in caught if w not in own and (w.filename == __file__ or package in Path(w.filename).parents)]
-
-
-def test_a_warning_in_a_process_that_was_forked_points_at_the_call_of_fit() -> None:
-    nothing = GradientAccumulation(1, weight=lambda _: 0.0, check=False)
-
-    def train() -> None:
-        trainer(ddp(), devices=2, callbacks=[nothing]).fit(Scalar([x(1), x(2)]))  # the line
-
-    def show(message: Any, category: type, filename: str, lineno: int, *_: Any) -> None:
-        with Path("shown").open("a") as shown:
-            print(category.__name__, filename, lineno, file=shown)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", category=AccumulationWarning)
-        warnings.showwarning = show
-        train()
-    shown = [line for line in Path("shown").read_text().splitlines() if line.startswith("AccumulationWarning")]
-    assert shown == [f"AccumulationWarning {__file__} {line_of(train, '# the line')}"]
-
-
-def test_what_validation_shows_at_a_step_is_in_the_progress_bar_if_training_logs_nothing() -> None:
-    class Validates(Scalar):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("validated", 3.0, on_step=True, on_epoch=False, prog_bar=True)
-
-    module = Validates([x(1), x(2)])
-    module.val_dataloader = lambda: [x(1)]
-    trainer(callbacks=[GradientAccumulation(2, log=False)], limit_val_batches=1).fit(module)
-    assert module.trainer.progress_bar_metrics == {"validated": 3.0}

@@ -25,8 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUpError, GradientAccumulation, SampleCount
-from lightning_accum.fabric import Accumulator
-from lightning_accum.testing import adamw, assert_window_equals_batch
+from lightning_accum.testing import assert_window_equals_batch
 
 
 def breaks(net: nn.Module, batch: Any) -> Tensor:  # only rows tell: its graph is that of a mean
@@ -129,7 +128,7 @@ def test_what_looks_like_rows_and_is_none_is_known_by_samples_of_the_dataset(nam
         fit(Toy(loss), data, GradientAccumulation(2, micro_batch=3))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_part_without_a_finite_loss_is_no_part_of_a_batch_with_one(seed: int) -> None:  # 0.5 off, silently
     def loss(net: nn.Module, b: Any) -> Tensor:
         return F.binary_cross_entropy_with_logits(net(b[0]), b[1], pos_weight=(1 - b[1]).sum() / b[1].sum())
@@ -354,13 +353,6 @@ def test_batches_of_few_rows_are_checked_before_the_first_step_until_there_were_
     refused(module, data, GradientAccumulation(4), error=DoesNotAddUpError)
 
 
-@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
-@pytest.mark.parametrize("name", ["criteria: cross entropy, mean", "criteria: cross entropy, sum", "forecasting: RMSE by hand"])
-def test_loader_batches_of_single_rows_are_checked(name: str) -> None:
-    own = [[row] for row in rows(BY_NAME[name], number=8)]
-    assert_window_equals_batch(Trained(BY_NAME[name]), own, GradientAccumulation(4), optimizers=[adamw])
-
-
 @pytest.mark.parametrize("name", ["forecasting: RMSE of each column", "forecasting: mean of squares of columns' means"])
 def test_loader_batches_of_single_rows_that_do_not_add_up_are_found(name: str) -> None:
     data = [default_collate([row]) for row in rows(BY_NAME[name], number=8)]
@@ -404,17 +396,6 @@ def test_everything_is_as_if_there_had_been_no_check() -> None:
         runs.append((module.state(), {name: value.tolist() for name, value in module.state_dict().items()}, shown))
     assert runs[0] == runs[1]
     assert [rows for rows, *_ in module.seen] == [8] * 8
-
-
-def test_rows_whose_loss_is_nothing_beside_that_of_others_do_not_end_a_fit() -> None:
-    def loss(net: nn.Module, b: Any) -> Tensor:
-        o, t = net(b[0]), b[1]
-        return (o.square().sum(1) * (t != 0)).mean().sqrt() if (t != 0).any() else 1e-9 * o.mean() * len(t)
-
-    (batch,) = labelled(4)
-    batch[1][:] = 1
-    fit(module := Toy(loss), [batch], GradientAccumulation(1, micro_batch=2))
-    assert module.trainer.global_step == 1
 
 
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
@@ -595,17 +576,6 @@ def test_a_term_that_is_always_0_costs_one_window_at_most() -> None:  # every se
     assert module.trainer.global_step == 5
 
 
-def test_a_hand_written_loop_is_told_of_a_later_break_too() -> None:
-    module = Toy(LATER["the mean of all where the mask is empty"])
-    step: Callable[..., Tensor] = lambda m, batch: m.training_step(batch, 0)  # noqa: E731
-    accumulator = Accumulator(None, module, module.configure_optimizers(), window=3, loss_of=step, log=False)
-    with warned() as messages:
-        for batch in accumulator(masks(4)):
-            accumulator.backward(step(module, batch))
-            accumulator.step()
-    assert messages
-
-
 def is_told_of_on_two_ranks(module: Toy, by_rank: Sequence[Sequence[Any]], **policy: Any) -> bool:
     """Whether rank 0 warns, or both end with an error. No rank waits for another for longer than a timeout."""
     module.train_dataloader = lambda: loader(by_rank[module.global_rank])
@@ -733,8 +703,8 @@ class Teaches(Centred):  # leaves something for each row, and a learning rate
 def test_a_loss_that_uses_what_on_train_batch_start_leaves_of_its_batch_is_found() -> None:
     for policy in ({"window": 2}, {"window": 2, "micro_batch": 2}):
         refused(Centred(classified), labelled(4, 4), GradientAccumulation(**policy), error=DoesNotAddUpError)
-    fit(Centred(classified), labelled(4, 4), GradientAccumulation(micro_batch=2))  # of the full batch
-    fit(Teaches(classified), labelled(4, 4), GradientAccumulation(2))  # another learning rate would be warned of
+    assert fit(Centred(classified), labelled(4, 4), GradientAccumulation(micro_batch=2)).global_step == 2  # of the full batch
+    assert fit(Teaches(classified), labelled(4, 4), GradientAccumulation(2)).global_step == 1  # another rate is warned of
 
 
 class Mixes(pl.Callback):
@@ -747,6 +717,6 @@ def test_rows_that_a_callback_mixes_are_found() -> None:  # 0.5, silently
     for dim in (0, 1):
         mixes, module = Mixes(), Toy(classified)
         mixes.others = partial(torch.flip, dims=[dim])
-        fit(module, labelled(4, 4), GradientAccumulation(micro_batch=2), mixes)  # of the full batch
+        assert fit(module, labelled(4, 4), GradientAccumulation(micro_batch=2), mixes).global_step == 2  # of the full batch
         with nullcontext() if dim else pytest.raises(DoesNotAddUpError):
             fit(Toy(classified), labelled(4, 4), GradientAccumulation(2), mixes)

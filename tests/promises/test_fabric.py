@@ -175,41 +175,21 @@ def test_two_ranks_take_the_steps_of_one_process_on_the_full_batch(strategy: str
     assert_steps_of(on_two(run, strategy), "adamw", [rows[i : i + 16] for i in range(0, 41, 16)] * 2)
 
 
-def switching(fabric: Fabric, window: Any = 2) -> Trained | str:  # a loop with what is left of Fabric's own recipe for accumulation
-    model, wrapped, _, accumulator = set_up(fabric, "adamw", window=window)
-    losses = []
-    try:
-        for index, batch in enumerate(accumulator(in_batches(sentences(24), 4)[fabric.global_rank :: 2])):
-            with fabric.no_backward_sync(wrapped, enabled=index % 2 == 0):
-                losses += steps(accumulator, wrapped, [batch])
-    except AccumulationError as error:
-        return f"{error} {accumulator.optimizer_steps} steps"
-    return whole_parameters(model), losses
-
-
 @pytest.mark.parametrize("window", [2, Tokens(60)], ids=["batches", "tokens"])
 def test_a_loop_that_still_switches_the_reduction_off_is_an_error_before_a_step(window: Any) -> None:
-    found = on_two(partial(switching, window=window))
-    assert "no_backward_sync" in found
-    assert found.endswith(" 0 steps")
+    def run(fabric: Fabric) -> int:  # with what is left of Fabric's own recipe for accumulation
+        _, wrapped, _, accumulator = set_up(fabric, "adamw", window=window)
 
+        def switched() -> Iterator[float]:
+            for index, batch in enumerate(accumulator(in_batches(sentences(24), 4)[fabric.global_rank :: 2])):
+                with fabric.no_backward_sync(wrapped, enabled=index % 2 == 0):
+                    yield from steps(accumulator, wrapped, [batch])
 
-@needs_sharding_on_cpu
-def test_shards_that_are_not_averaged_over_the_ranks_are_refused() -> None:
-    def dividing_by_another_number(fabric: Fabric) -> str:
-        model = fabric.setup(LANGUAGE.make())
-        model.module.set_gradient_divide_factor(3.0)
-        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
-        with pytest.raises(AccumulationError) as raised:
-            Accumulator(fabric, model, optimizer, log=False)
-        return str(raised.value)
+        with pytest.raises(AccumulationError, match="no_backward_sync"):
+            list(switched())
+        return accumulator.optimizer_steps
 
-    assert "set_gradient_divide_factor(3)" in on_two(dividing_by_another_number, "fsdp2")
-
-
-@needs_sharding_on_cpu
-def test_a_loop_that_still_switches_the_reduction_of_shards_off_takes_the_steps_of_full_batches() -> None:
-    assert_steps_of(on_two(switching, "fsdp2"), "adamw", [sentences(24)[:16], sentences(24)[16:]])
+    assert on_two(run) == 0
 
 
 def resumed(fabric: Fabric | None, loader: Sequence[Any], task: Task = LANGUAGE, passes: int = 2, **arguments: Any) -> Trained:
@@ -414,17 +394,6 @@ def train_scalar(batches: Any, window: int, fabric: Fabric | None = None, **argu
 
 
 MISSING = column(math.nan)
-
-
-def test_a_checkpoint_of_a_window_that_has_no_loss_so_far_goes_on() -> None:
-    batches, model = [None, column(3), column(5)], scalar()
-    before, after = accumulator_of(model, window=3), accumulator_of(model, window=3)
-    next(iter(before(batches)))
-    before.backward(None)
-    after.load_state_dict(before.state_dict())
-    for batch in after(batches, skip=after.loader_batches):
-        good(after, model, None, batch)
-    assert model.weight.item() == -4
 
 
 def test_what_is_not_finite_is_left_out_or_an_error() -> None:
@@ -675,17 +644,6 @@ def test_a_loader_of_more_or_fewer_batches_than_its_length_is_an_error_and_begin
     with pytest.raises(AccumulationError, match=why):
         [good(accumulator, model, None, batch) for batch in accumulator(batches)]
     assert model.weight.item() == -1.5
-
-
-def test_a_loader_that_is_longer_than_its_length_ends_all_ranks() -> None:
-    def train(fabric: Fabric) -> str:
-        batches = Counted([column(1), column(2), column(3)][: 3 - fabric.global_rank])
-        batches.length = 2
-        with pytest.raises(AccumulationError, match="more than the 2 batches of its length"):
-            train_scalar(batches, 2, fabric)
-        return "ended"
-
-    assert on_two(train) == "ended"
 
 
 def test_a_backward_that_failed_leaves_no_gradient_that_is_trained_on() -> None:

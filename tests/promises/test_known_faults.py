@@ -42,24 +42,6 @@ def test_a_sum_times_one_over_its_number_of_rows_is_a_mean_without_the_check_too
     assert outcome(module, rows_of(*[2] * 8), GradientAccumulation(4, check=False)) == "exact"
 
 
-def with_targets_from_0_to_1(net: nn.Module, batch: Any) -> Tensor:  # 0 by 0 in single rows: 0.1 before
-    least, most = batch[1].aminmax()
-    return F.mse_loss(net(batch[0])[:, 0], (batch[1] - least) / (most - least).double())
-
-
-OF_THE_BATCH: list[Callable[[nn.Module, Any], Tensor]] = [
-    # in the first rows each is on one side of its kink; up to 1.1, in later windows
-    lambda net, batch: F.l1_loss(net(batch[0]).softmax(-1).mean(0), torch.eye(4)[0]),
-    lambda net, batch: (net(batch[0]) - 9 * torch.arange(4)).square().mean(0).max(),
-    with_targets_from_0_to_1,
-]
-
-
-@pytest.mark.parametrize("loss", OF_THE_BATCH)
-def test_kinks_above_means_of_the_batch_and_its_statistics_are_refused(loss: Any) -> None:
-    refused(Toy(loss), labelled(6, 6, 6, 6), GradientAccumulation(2), match="do not add up|not a function of", steps=None)
-
-
 def ignored_by_half(net: nn.Module, batch: Any) -> Tensor:
     return classified(net, batch, "sum") / (batch[1] >= 0).sum().clamp(min=1)
 
@@ -97,13 +79,6 @@ def test_a_loss_that_was_weighed_wrongly_is_exact_or_refused(name: str) -> None:
     assert outcome(partial(Toy, loss), rows, policy) == expected
 
 
-def test_rows_that_are_centered_from_a_later_step_on_are_refused_before_it() -> None:  # 0.1 before, until window 8
-    def loss(net: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(net(batch[0]) - (net(batch[0]).mean(0) if module.global_step > 1 else 0), batch[1])
-
-    refused(module := Toy(loss), labelled(*[8] * 8), GradientAccumulation(2), steps=2)
-
-
 FADED: dict[str, tuple[Any, Any]] = {  # what fades in and out, and what does not; the first two never began to train
     "mean": (classified, lambda *_: 0.0),
     "two means": (lambda *nb: ignored_by_half(*nb) + nb[0](nb[1][0]).square().mean(), lambda *_: 0.0),
@@ -136,19 +111,6 @@ def test_a_window_without_labels_takes_the_step_of_its_full_batch() -> None:  # 
     for _, labels in batches[2:]:
         labels.fill_(-100)
     assert off(ignored_by_half, batches, optimizer="adamw") < EXACT
-
-
-@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 2}])
-def test_a_student_that_is_equal_to_its_teacher_at_first_is_trained(policy: dict[str, Any]) -> None:  # refused before
-    def distilled(net: nn.Module, batch: Any) -> Tensor:
-        own, others = net(batch[0]).log_softmax(-1), teacher(batch[0] + 0.0).softmax(-1)
-        return F.kl_div(own, others.detach(), reduction="batchmean")
-
-    teacher = Toy(distilled).net
-    module = Toy(distilled)
-    fit(module, labelled(*[4] * 6), GradientAccumulation(**policy))
-    assert module.global_step == (3 if "window" in policy else 6)
-    assert relative_error(module.net.parameters(), teacher.parameters()) < EXACT
 
 
 class LooksAheadInPlace(LooksAhead):
@@ -396,16 +358,6 @@ def test_a_frozen_bias_that_follows_the_sign_of_one_micro_batchs_load_is_refused
     module.bias = nn.Parameter(module._buffers.pop("bias"), requires_grad=False)
     refused(module, labelled(6, 6), GradientAccumulation(micro_batch=4), match=f"{hook} of the module changes")
     assert module.bias.count_nonzero() == 0
-
-
-def test_a_loss_of_rounding_errors_is_not_refused() -> None:  # it was: each error has a sign, another one in each batch
-    def fitted(net: Any, batch: Any) -> Tensor:
-        error = torch.randn(len(batch[0]), 4, generator=torch.Generator().manual_seed(len(batch[0])), dtype=torch.float64)
-        return (net(batch[0]) - net.bias.detach() + 1e-17 * error).abs().mean()
-
-    module = Toy(fitted)
-    module.net.weight.data.zero_()
-    fit(module, labelled(8, 8), GradientAccumulation(2))
 
 
 def test_a_hook_that_divides_by_the_tokens_of_all_micro_batches_is_exact() -> None:

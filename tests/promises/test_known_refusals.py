@@ -191,14 +191,6 @@ def test_a_class_among_the_callbacks_and_two_of_them_are_named(configured: list[
         fit(module, labelled(6, 4), *given)
 
 
-def test_a_fused_term_that_one_row_shows_is_exact() -> None:  # 0.7, silently
-    batches, found, expected = labelled(8, 8), Toy(z_loss), Toy(z_loss)
-    batches[0][1][:-1] = -100
-    fit(found, batches, GradientAccumulation(micro_batch=2))
-    fit(expected, batches, GradientAccumulation(1))
-    assert error_of_updates(found, expected, Toy(z_loss)) < EXACT
-
-
 @pytest.mark.parametrize(
     ("divisor", "named"),
     [
