@@ -80,17 +80,20 @@ class GradientSums:
             if kinds[parameter] == sparse:
                 sums[parameter] = as_sparse(sums[parameter]) / ranks.size
                 dist.all_reduce(sums[parameter], group=ranks.group)
-        reductions = []
-        for total in [sums[parameter] for parameter in used if kinds[parameter] == dense]:
-            flat = total.contiguous()  # ranks may have other strides
-            reductions.append((total, flat, dist.all_reduce(flat, group=ranks.group, async_op=True)))
-        for total, flat, reduction in reductions:
-            reduction.wait()
-            total.copy_(flat.div_(ranks.size))
+        ranks.average([sums[parameter] for parameter in used if kinds[parameter] == dense])
 
     def clear(self) -> None:
         """Forget the sums; a window has ended."""
         self.by_parameter = {}
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
+    """Average ``.grad`` over the ranks. Called on all ranks, with the same parameters."""
+    sums = GradientSums()
+    sums.by_parameter.update({own: own.grad for own in parameters if own.grad is not None})
+    sums.reduce(ranks, parameters)
+    for parameter, gradient in sums.by_parameter.items():
+        parameter.grad = gradient
 
 
 class MainGradients(GradientSums):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -89,6 +89,15 @@ class Ranks:
         if self.world_size > 1:
             dist.all_gather_object(values, value, group=self._world)
         return values
+
+    def average(self, gradients: Sequence[Tensor]) -> None:
+        """Average dense gradients over the ranks, in place. Called on all ranks, with the same shapes and types."""
+        for kind in dict.fromkeys((own.device, own.dtype) for own in gradients):
+            alike = [own for own in gradients if (own.device, own.dtype) == kind]
+            flat = torch.cat([own.reshape(-1) for own in alike]).div_(self.size)  # first, since a sum of float16 may overflow
+            dist.all_reduce(flat, group=self.group)
+            for own, mean in zip(alike, torch.split(flat, [own.numel() for own in alike]), strict=True):
+                own.copy_(mean.view_as(own))
 
 
 def of_all_ranks(

@@ -23,7 +23,7 @@ from lightning_accum.main_gradients import MainGradients, main_gradients
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.step import Trained
-from lightning_accum.sync.ddp import DDPSync, WideDDPSync
+from lightning_accum.sync.ddp import DDPSync, LateDDPSync
 from lightning_accum.sync.fsdp2 import FSDP2Sync
 from lightning_accum.trial_mode import is_narrow
 from lightning_accum.undo import Undo, replacing
@@ -125,11 +125,11 @@ class Training(Trained):
         self._undo.callback(setattr, self, "is_replaced", sums is not None or self.is_sharded)
         if sums is not None:
             self._undo.callback(sums.close)
-        if self.ddp is not None and sums is not None:
-            self.sync = WideDDPSync(self.ddp, sums, self.ranks)
+        if self.ddp is not None and (sums is not None or policy.finishes_after_backward):
+            self.sync = LateDDPSync(self.ddp, self.ranks, sums)
             self._undo.callback(setattr, self.ddp, "require_backward_grad_sync", True)
         elif self.ddp is not None:
-            self.sync = DDPSync(self.ddp, "window", policy.finishes_after_backward)
+            self.sync = DDPSync(self.ddp, "window", self.ranks)
         elif self.is_sharded and sums is not None:
             instead = f"fully_shard with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})"
             raise ArgumentError(f"accumulate_dtype={dtype} is not for a sharded model: use {instead}.")

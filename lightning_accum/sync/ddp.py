@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_accum.errors import UsageError
-from lightning_accum.main_gradients import MainGradients, sparse_layers
+from lightning_accum.main_gradients import MainGradients, average_gradients, sparse_layers
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
 from lightning_accum.sync.base import GradientSync, SyncPolicy, WrappedSync, forward_replaced
@@ -28,13 +27,11 @@ _OF_NO_SYNC = "Remove fabric.no_backward_sync() or no_sync(), by which each rank
 class DDPSync(WrappedSync):
     """Reduces once a window, or at every micro-batch (in split batches at the last of each loader batch).
 
-    Reducing more than once a window is exact, too, since averaging an average changes nothing. With ``finishes_after_backward``,
-    gradients are reduced after the last backward of a window. A micro-batch may then fail on this rank alone, so it runs outside of
-    the wrapper, whose forward other ranks would wait for.
+    Reducing more than once a window is exact, too, since averaging an average changes nothing.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, policy: SyncPolicy = "window", finishes_after_backward: bool = False) -> None:
-        self._ddp, self._policy, self._finishes_after_backward = ddp, policy, finishes_after_backward
+    def __init__(self, ddp: DistributedDataParallel, policy: SyncPolicy, ranks: Ranks) -> None:
+        self._ddp, self._policy, self._ranks = ddp, policy, ranks
         self.is_reduced_inside, self.notes_parameters = policy == "micro_batch", ddp.find_unused_parameters
         self._trainable = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         self._sparse = frozenset(p for layer in sparse_layers(ddp.module).values() for p in layer.parameters())
@@ -56,10 +53,6 @@ class DDPSync(WrappedSync):
     def is_recording_graph(self) -> bool:
         """Whether the next forward and backward record a static graph, and must be the module's own."""
         return bool(self._ddp.static_graph and not self._ddp._static_graph_delay_allreduce_enqueued)
-
-    @override
-    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs) if self._finishes_after_backward else super().forward(step, *args, **kwargs)
 
     @override
     def _run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -118,22 +111,8 @@ class DDPSync(WrappedSync):
 
     @override
     def reduce_accumulated(self) -> None:
-        """Reduce the gradients accumulated without reduction, in a separate backward.
-
-        If no rank has a gradient for a parameter, it leaves zeros; this restores None, since weight decay would move the parameter.
-        """
         self._forget_used()  # including those of a skipped micro-batch
-        super().forward(lambda: None)
-        if self._stand_in is None:
-            raise UsageError(_OF_NO_SYNC)
-        has_gradient = [parameter.grad is not None for parameter in self._trainable]
-        is_used = torch.tensor(has_gradient, dtype=torch.uint8, device=self._trainable[0].device)
-        told = dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self._ddp.process_group, async_op=True)
-        self.backward_without_loss()
-        told.wait()
-        for parameter, is_one in zip(self._trainable, is_used.tolist(), strict=True):
-            if not is_one:
-                parameter.grad = None
+        average_gradients(self._trainable, self._ranks)
 
     @override
     def drop_accumulated(self) -> None:
@@ -176,21 +155,25 @@ class DDPSync(WrappedSync):
             )
 
 
-class WideDDPSync(GradientSync):
-    """One reduction at the end of a window, of sums in a wider type: DistributedDataParallel would reduce in the parameters' type.
+class LateDDPSync(GradientSync):
+    """One reduction at the end of a window, by ``ranks``: of sums in a wider type, or of gradients.
 
-    It then reduces nothing, so its forward is skipped, and ``find_unused_parameters`` and ``static_graph`` have no effect.
+    DistributedDataParallel reduces nothing, so its forward is skipped, in which other ranks would wait for one that fails, and
+    ``find_unused_parameters`` and ``static_graph`` have no effect.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, sums: MainGradients, ranks: Ranks) -> None:
+    def __init__(self, ddp: DistributedDataParallel, ranks: Ranks, sums: MainGradients | None) -> None:
         ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
-        self._ddp, self._sums, self._ranks = ddp, sums, ranks
+        self._ddp, self._ranks, self._sums = ddp, ranks, sums
         named = ddp.module.named_parameters()
         self._parameters = [parameter for name, parameter in named if name not in ddp.parameters_to_ignore]
 
     @override
     def end_window(self) -> None:
-        self._sums.reduce(self._ranks, self._parameters)
+        if self._sums is None:
+            average_gradients(self._parameters, self._ranks)
+        else:
+            self._sums.reduce(self._ranks, self._parameters)
         # DistributedDataParallel does this in the forward after a reduction
         sync_buffers(self._ddp)
 

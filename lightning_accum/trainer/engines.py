@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_accum.errors import UsageError
 from lightning_accum.policy import check_is_one_of
 from lightning_accum.sync.base import GradientSync, SyncPolicy, forward_replaced
-from lightning_accum.sync.ddp import DDPSync, WideDDPSync, sync_buffers
+from lightning_accum.sync.ddp import DDPSync, LateDDPSync, sync_buffers
 from lightning_accum.sync.sharded import FSDP1Sync, ShardedSync
 from lightning_accum.trainer.first_batch import loss_unlogged
 from lightning_accum.trainer.from_lightning import MisconfiguredError, misconfigured, pl
@@ -126,9 +126,10 @@ class DDPAccumulationStrategy(ReducingMixin, pl.strategies.DDPStrategy):
     def _make_sync(self) -> GradientSync:
         assert self.accumulation is not None
         assert isinstance(self.model, DistributedDataParallel)
-        if (sums := self.accumulation.sums) is not None:
-            return WideDDPSync(self.model, sums, self.accumulation.ranks)
-        return DDPSync(self.model, self._sync_policy, self.policy.finishes_after_backward)
+        sums, ranks = self.accumulation.sums, self.accumulation.ranks
+        if sums is not None or self.policy.finishes_after_backward:
+            return LateDDPSync(self.model, ranks, sums)
+        return DDPSync(self.model, self._sync_policy, ranks)
 
     @override
     def _engine(self) -> dict[str, Any]:

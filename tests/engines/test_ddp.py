@@ -42,7 +42,7 @@ MANY = [[torch.arange(24.0).double().reshape(8, 3)[:rows] + batch for batch in r
         ("micro_batch", {"window": 4, "check": False}, SINGLE, 12, [14]),
         ("window", {"micro_batch": 2, "check": False}, MANY, 3, [14]),
         ("window", {"micro_batch": Tokens(6), "check": False}, MANY, 3, [14]),
-        # if all is reduced after the last micro-batch, a byte for each of two parameters: is it used on any rank?
+        # if all is reduced after the last micro-batch, a number for each of two parameters: is it used on any rank?
         ("window", {"micro_batch": "auto", "check": False}, MANY, 3, [14, 2]),
     ],
 )
