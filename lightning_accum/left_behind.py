@@ -28,8 +28,9 @@ from lightning_accum.whole.row_proof import perturbed
 def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) -> None:
     """Warn of buffers, attributes and a ``batch_idx`` that the loss depends on. Called on all ranks."""
     number = min(found.number, MOST_ROWS)
-    rows = found.whole if isinstance(found, SplitRows) else partial(found.take, range(number))
-    others = found.parts[0] if isinstance(found, SplitRows) else partial(found.take, [0] * number)
+    half = max(1, number // 2)  # what a step notes of a row, as its last output, changes no other row
+    rows = found.whole if isinstance(found, SplitRows) else partial(found.take, range(half))
+    others = found.parts[0] if isinstance(found, SplitRows) else partial(found.take, range(number - half, number))
     is_moved = not checked.sync.is_waited_for_in_forward  # a converged buffer (spectral norm) changes with its parameters
     # on another rank the next step may have no loss
     is_told = checked.is_window_long and is_moved and not checked.on_any(trial.mode.has_waited)

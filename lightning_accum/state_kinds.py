@@ -203,7 +203,8 @@ def _restore_module(module: nn.Module, saved: Any) -> None:
 def changed_names(module: nn.Module, saved: Any) -> list[str]:
     """The names of a module's attributes and buffers that are other objects than the saved ones."""
     pairs = ((vars(module), saved[1]), (module._buffers, saved[0][2]))
-    return [name for now, before in pairs for name, value in now.items() if value is not before.get(name, _NOTHING)]
+    changed = [name for now, before in pairs for name, value in now.items() if value is not before.get(name, _NOTHING)]
+    return [name for name in changed if name != "_param_requires_grad_state"]  # Lightning's, of toggle_optimizer
 
 
 def _is_other_object(value: Any, saved: Any) -> bool:

@@ -77,6 +77,16 @@ class Queue(Net):  # MoCo: the keys of earlier batches are the negatives of this
         return F.cross_entropy(logits / 0.2, torch.zeros(len(k), dtype=torch.long))
 
 
+class OfSamples(Net):  # early-learning regularisation: the target of a sample is an average of its own outputs
+    def made(self) -> None:
+        self.register_buffer("targets", torch.zeros(36, 4, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        samples = (batch[:, None] == torch.cat(BATCHES)).all(2).int().argmax(1)
+        self.targets[samples] = torch.lerp(self.targets[samples], self.online(batch).detach(), 0.3)
+        return F.mse_loss(self.online(batch), self.targets[samples])
+
+
 class Memory(Net):  # no loss depends on what it keeps
     def made(self) -> None:
         self.register_buffer("queue", torch.zeros(4, 4, dtype=torch.float64))
@@ -99,6 +109,13 @@ class OfStatistic(Net):
         loss = super().training_step(batch, batch_idx)
         self.average = loss.item() if self.average is None else 0.9 * self.average + 0.1 * loss.item()
         return loss / self.average
+
+
+def _toggles(self: OfStatistic, batch: Any, batch_idx: int) -> Tensor:
+    self.toggle_optimizer(optimizer := self.optimizers())
+    loss = OfStatistic.training_step(self, batch, batch_idx)
+    self.untoggle_optimizer(optimizer)
+    return loss
 
 
 def _reverses_more(self: Net, batch: Any, batch_idx: int) -> Tensor:  # as domain-adversarial training
@@ -157,8 +174,10 @@ CASES: dict[str, tuple[type[Net], type[pl.Callback] | None, str | None, str | No
     "a teacher at optimizer steps": (FollowsOnce, None, None, None),
     "a queue": (Queue, None, "queue", "queue"),
     "a teacher by global_step": (ByGlobalStep, None, None, None),
+    "a target of each sample": (OfSamples, None, None, None),
     "what no loss depends on": (Memory, None, None, None),
     "an average in an attribute": (OfStatistic, None, "attribute", "attribute"),
+    "an average beside Lightning's own": (with_(OfStatistic, training_step=_toggles), None, *["attribute 'average'"] * 2),
     "a gradient by batch_idx": (with_(training_step=_reverses_more), None, "batch_idx", None),
     "a buffer that a hook moves": (with_(OfMean, on_train_batch_end=lambda self, *_: self.mean.add_(1)), None, "'mean'", None),
     "a layer frozen by batch_idx": (with_(training_step=_freezes), None, "batch_idx", None),
