@@ -237,6 +237,3 @@ OF_NOTHING: dict[str, Function] = {  # means of nothing are NaN, as losses; the 
     "learned factors of a stack, and half of a gate": lambda o, b, m: 0.5 * ((1 - (s := m.net.log_vars[:2])[1].sigmoid())
         * each(o, b)[b.some][:, 0].mean()) + ((-s).exp() * torch.stack([value(o, b), o.mean[b.some].square().mean()]) + s).mean(),
 }
-
-def that_only_shows(o: Any, b: Any, m: Any) -> Tensor:
-    return ce(o, b) + value(o, b) + edges(o, b).detach()

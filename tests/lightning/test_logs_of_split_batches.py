@@ -272,7 +272,6 @@ def test_logs_over_two_ranks_are_reduced_once_a_batch_in_one_order() -> None:
 # A graph can outlive its backward where something branches off that the loss does not need: so the module here has branches.
 
 SIZE, MANY, LENGTH, FEATURES = 4, 16, 6, 32
-KEPT: list[Tensor] = []
 
 
 def entropy(logits: Tensor) -> Tensor:  # saves tensors of its own, which the backward of the loss does not free
@@ -327,17 +326,5 @@ def peak(module: Tagger, rows: int, *callbacks: pl.Callback) -> int:
 def test_the_peak_of_many_micro_batches_is_that_of_one(tell: str, callbacks: list[pl.Callback], size: Any) -> None:
     # equal to the byte: micro-batches of one size save the same tensors
     one, module = peak(Tagger(TOLD[tell]), SIZE), Tagger(TOLD[tell], capacity=SIZE)
-    assert peak(module, MANY * SIZE, GradientAccumulation(micro_batch=size, check=False), *callbacks) == one
+    assert peak(module, MANY * SIZE, GradientAccumulation(micro_batch=size, check=False), *callbacks) == one > 0
     assert module.rows == [SIZE] * MANY * 3
-
-
-def test_the_whole_batch_holds_many_times_as_much_and_a_graph_that_is_kept_is_seen() -> None:
-    def keeps(module: pl.LightningModule, logits: Tensor, loss: Tensor) -> Any:
-        KEPT.append(entropy(logits))
-        return loss
-
-    one, whole = (peak(Tagger(TOLD["nothing"]), rows) for rows in (SIZE, MANY * SIZE))
-    assert whole > MANY / 2 * one  # not all of it, for the weights are saved once in each
-    one = peak(Tagger(keeps), SIZE)
-    assert peak(Tagger(keeps), MANY * SIZE, GradientAccumulation(micro_batch=SIZE, check=False)) > 2 * one
-    KEPT.clear()

@@ -85,20 +85,6 @@ def test_of_256_micro_batches_in_bfloat16_the_error_is_at_least_8_times_smaller(
     assert all(narrow > 8 * wide for narrow, wide in zip(errors[None], errors[torch.float32], strict=True))
 
 
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize(
-    ("window", "dtype", "precision"),
-    [(1, torch.float32, "bf16-true"), (3, torch.float32, "32-true"), (3, torch.bfloat16, "32-true")],
-    ids=["one micro-batch", "as wide", "narrower"],
-)
-def test_where_nothing_is_added_up_in_a_wider_type_nothing_changes(window: int, dtype: torch.dtype, precision: Any) -> None:
-    modules = [Language("adamw").float() for _ in range(2)]
-    for module, kind in zip(modules, (dtype, None), strict=True):
-        policy = GradientAccumulation(window, accumulate_dtype=kind)
-        fit(module, [pad(rows) for rows in FOURS], policy, precision=precision)
-    assert all(torch.equal(a, b) for a, b in zip(*(module.parameters() for module in modules), strict=True))
-
-
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str)
 def test_parameters_that_some_ranks_or_none_use(options: dict[str, Any]) -> None:
     class SomeUsed(Whole):  # ``w`` is used on both ranks, ``of_rank_1`` on one of them, ``none`` on no rank

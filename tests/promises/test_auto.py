@@ -113,37 +113,21 @@ OTHERS: list[Callable[[], Exception]] = [
 ]
 
 
-def run_with_room(rows: Callable[[], int], error: Callable[[], Exception], epochs: int = 1) -> pl.Trainer:
-    def loss(net: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(limited(net(batch[0]), rows(), "forward", error), batch[1])
-
-    return fit(Toy(loss), labelled(8, 8), GradientAccumulation(micro_batch="auto", check=False), max_epochs=epochs)
+def run_with_room_for_4(error: Callable[[], Exception]) -> pl.Trainer:
+    module = Toy(lambda net, batch: F.cross_entropy(limited(net(batch[0]), 4, "forward", error), batch[1]))
+    return fit(module, labelled(8, 8), GradientAccumulation(micro_batch="auto", check=False))
 
 
 @pytest.mark.parametrize("error", LACKS)
 def test_a_lack_of_memory_of_any_device_or_library_halves_the_micro_batch(error: Callable[[], Exception]) -> None:
-    run = run_with_room(lambda: 4, error)
+    run = run_with_room_for_4(error)
     assert (run.global_step, run.callback_metrics["window/micro_batch_size"]) == (2, 4)
 
 
 @pytest.mark.parametrize("error", OTHERS)
 def test_other_errors_are_raised(error: Callable[[], Exception]) -> None:
     with pytest.raises(type(error())):
-        run_with_room(lambda: 4, error)
-
-
-ROOM: list[int] = []  # what a function has captured is taken back with an attempt that fails
-
-
-def test_twice_the_size_is_tried_once_an_epoch() -> None:
-    def room() -> int:
-        ROOM.append(4 if len(ROOM) < 6 else 8)  # 8 rows fail twice: the first of 5 calls in the first epoch and in the second
-        return ROOM[-1]
-
-    ROOM.clear()
-    run = run_with_room(room, exhausted, epochs=3)
-    assert run.callback_metrics["window/micro_batch_size"] == 8
-    assert len(ROOM) == 5 + 5 + 2
+        run_with_room_for_4(error)
 
 
 def test_the_size_is_kept_and_shown_and_saved() -> None:

@@ -1,6 +1,5 @@
 """What the check finds before a step, what it never takes for a break, and that nothing else is changed by it."""
 
-import gc
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -8,13 +7,12 @@ from dataclasses import make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import proxy, ref
+from weakref import proxy
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from changing import Changes
-from known import rows_of
 from lightning.pytorch.callbacks import LambdaCallback
 from loss_table import BY_NAME
 from loss_table.rows import Trained, rows
@@ -138,19 +136,6 @@ def test_a_part_without_a_finite_loss_is_no_part_of_a_batch_with_one(seed: int) 
     with pytest.raises(DoesNotAddUpError):
         fit(module, [(x, (torch.rand(8, 4) < 0.3).to(x)) for x, _ in labelled(*[8] * 4)], GradientAccumulation(micro_batch=4))
     assert module.trainer.global_step == 0
-
-
-@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 4}])
-def test_a_term_that_begins_takes_the_steps_of_full_batches_from_the_first_on(policy: Any, steps: int) -> None:
-    class Begins(Toy):  # another term, after a step or an epoch: its window was left out
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            outputs, share = self.net(batch[0]), self.trainer.global_step // steps
-            return F.cross_entropy(outputs, batch[1]) + share * outputs.square().mean()
-
-    rows = rows_of(*([8] * 8 if "window" in policy else [16] * 4), ignored=0.4)
-    assert_window_equals_batch(Begins(classified), rows, GradientAccumulation(**policy), epochs=2, optimizers=[None])
 
 
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 8}])
@@ -334,16 +319,6 @@ def test_what_a_module_holds_is_no_fault(name: str) -> None:
     assert relative_error(module.net.parameters(), expected.net.parameters()) < 1e-6
 
 
-def test_a_complex_parameter_in_single_precision_is_held_to_it() -> None:
-    def net() -> nn.Linear:
-        made = nn.Linear(4, 4)
-        made.turn = nn.Parameter(torch.full((4,), 0.7 + 0.3j, dtype=torch.complex64))  # all else is in double precision
-        return made
-
-    module = Toy(lambda net, batch: F.cross_entropy((net(batch[0]) * net.turn).real, batch[1]), net=net)
-    assert fit(module, labelled(8, 8), GradientAccumulation(2)).global_step == 1
-
-
 @pytest.mark.parametrize("bad_batch", [0, 1, 2, 3])
 def test_batches_of_few_rows_are_checked_before_the_first_step_until_there_were_eight(bad_batch: int) -> None:
     data = labelled(*[2] * 8)
@@ -396,28 +371,6 @@ def test_everything_is_as_if_there_had_been_no_check() -> None:
         runs.append((module.state(), {name: value.tolist() for name, value in module.state_dict().items()}, shown))
     assert runs[0] == runs[1]
     assert [rows for rows, *_ in module.seen] == [8] * 8
-
-
-@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
-@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}, {"micro_batch": 1, "row_wise": "net"}])
-def test_slopes_of_relu_that_rounding_changes_are_no_break(policy: dict[str, Any]) -> None:
-    class Kernels(nn.Module):
-        """As a device that takes another kernel for a single row: what it computes is the same but for rounding."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.bias = nn.Parameter(torch.randn(8, 2**14)), nn.Parameter(torch.randn(8, 2**14))
-            self.register_buffer("out", torch.randn(8, 2**14) / 2**8)
-
-        def forward(self, values: Tensor) -> Tensor:
-            values = values[:, None, None]
-            hidden = values * self.weight - 100 * self.weight if len(values) == 1 else (values - 100) * self.weight
-            return ((hidden + self.bias).relu() * self.out).sum((1, 2))
-
-    module = Toy(lambda net, batch: (net(batch) - 1).square().mean(), net=Kernels).float()
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.01)
-    fit(module, list(100 + torch.randn(8, 8, generator=torch.Generator().manual_seed(1))), GradientAccumulation(**policy))
-    assert module.trainer.global_step == (4 if "window" in policy else 8)
 
 
 def _each(net: nn.Module, b: Any) -> Tensor:
@@ -492,12 +445,6 @@ EXACT: dict[str, Callable[..., Tensor]] = {
 def test_other_ways_that_add_up_are_exact_and_nothing_is_said(name: str, empty: int) -> None:
     batches = [list(zip(*batch, strict=True)) for batch in masks(empty, share=0.6)]
     assert_window_equals_batch(Toy(EXACT[name]), batches, GradientAccumulation(3))
-
-
-def test_tasks_by_turns_that_are_all_means_over_samples_are_no_false_alarm() -> None:
-    """No order of the rows of both makes a batch of them: there is no full batch that the window could be compared with."""
-    module = Toy(lambda n, b: _each(n, b).mean() if b[2][0] else _squares(n, b).mean())
-    assert window_that_is_told_of(module, masks(4), window=3) is None
 
 
 ALIKE: dict[str, Callable[..., Tensor]] = {  # a loss that compares its rows where they are not alike in their last column
@@ -629,18 +576,6 @@ def test_what_one_of_two_ranks_finds_is_told_of_and_nobody_waits(name: str) -> N
     assert is_told_of_on_two_ranks(Toy(loss), data, **policy) == told
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_a_loss_that_gathers_all_rows_of_its_window_is_trained_and_one_that_cannot_is_refused(window: int) -> None:
-    class Gathers(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            own = F.normalize(self.net(batch[0]))
-            of_all = self.all_gather(F.normalize(self.net(batch[0].flip(1))), sync_grads=True).flatten(0, 1)
-            return F.cross_entropy(own @ of_all.T, torch.arange(len(own)) + self.global_rank * len(own))
-
-    by_rank = [labelled(8, 8, seed=seed) for seed in (1, 2)]
-    assert is_told_of_on_two_ranks(Gathers(classified), by_rank, window=window) == (window == 2)
-
-
 def test_a_fault_of_the_package_in_the_check_is_an_error_and_not_an_unchecked_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_accum.trial.guard_against_zero", lambda terms: terms["a fault"])
     with pytest.raises(TypeError, match="list indices"):
@@ -660,28 +595,6 @@ def test_the_step_is_tried_at_most_20_times_before_the_first_window(ignored: flo
     data, note = [[x.to(dtype), labels] for x, labels in labelled(16, 16, ignored=ignored)], lambda *_: steps.append(len(HIDDEN))
     fit(module, data, GradientAccumulation(**policy), LambdaCallback(on_before_optimizer_step=note))
     assert most - 3 <= steps[0] - 2 <= most
-
-
-def test_what_failed_for_lack_of_memory_leaves_none_of_it_behind() -> None:
-    """A frame and its error held each other, and what the attempts had allocated was missing in the first real step."""
-    left = list[int]()
-
-    def loss(net: nn.Module, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32 and len(x) == 16:
-            left.append(sum(own() is not None for own in HIDDEN))
-        HIDDEN.append(ref(outputs := net(x)))
-        if x.dtype == torch.float64 and len(x) > 4:
-            raise torch.OutOfMemoryError
-        return outputs.square().mean()
-
-    HIDDEN.clear()
-    gc.disable()
-    try:
-        fit(Toy(loss).float(), [*torch.randn(64, 4).split(16)], GradientAccumulation(2))
-    finally:
-        gc.enable()
-    assert len(HIDDEN) > 10
-    assert left == [0, 0, 0, 0]
 
 
 class Centred(Toy):

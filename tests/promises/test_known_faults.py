@@ -216,23 +216,6 @@ def test_a_step_that_is_scaled_by_the_loss_of_a_micro_batch_is_seen(kind: Any, e
     assert outcome_split(partial(kind, classified), labelled(4, 4), optimizer=None) == expected
 
 
-def test_a_factor_of_0_in_a_later_micro_batch_is_looked_at() -> None:
-    def with_factor(net: nn.Module, batch: Any) -> Tensor:  # 0.1 before
-        return classified(net, batch) + float((batch[1] < 3).any()) * net(batch[0]).square().mean()
-
-    def with_dummy(net: nn.Module, batch: Any) -> Tensor:  # as LoFTR: 0.4 before
-        weights, found = torch.ones(len(batch[1])), batch[1] < 3
-        if not found.any():
-            weights[0], found[0] = 0.0, True
-        return (net(batch[0]).square().mean(1)[found] * weights[found]).mean()
-
-    batches = labelled(8, 8, 8, 8)
-    torch._foreach_clamp_max_([labels for _, labels in batches[:2]], 2)
-    batches[3][1].fill_(3)
-    refused(Toy(with_factor), batches, GradientAccumulation(2), match="do not add up", steps=1)
-    assert off(with_dummy, batches) < EXACT
-
-
 def of_node(own: Tensor) -> Any:  # the node that adds up the gradient, which lives as long as this
     node = own.expand_as(own).grad_fn.next_functions[0][0]
     node.register_prehook(lambda gradients: (gradients[0] / gradients[0].norm(),))
@@ -273,16 +256,6 @@ def test_a_statistic_of_the_batch_that_is_0_before_the_first_step_is_refused(pol
 
     module = Toy(from_reference, net=lambda: nn.ModuleList([new := nn.Linear(4, 4), copy.deepcopy(new).requires_grad_(False)]))
     refused(module, labelled(8, 8, 8, 8), GradientAccumulation(**policy), match="do not add up")
-
-
-def test_a_spectral_norm_that_has_converged_is_warned_of() -> None:  # 5e-5
-    def converged() -> nn.Module:
-        net = nn.Linear(4, 4).double()
-        net.weight.data = torch.outer(net.bias.data, net.bias.data) + 1e-9 * net.weight.data
-        return nn.utils.parametrizations.spectral_norm(net)
-
-    told = said(Toy(classified, net=converged), labelled(8, 8), GradientAccumulation(micro_batch=4))
-    assert "training_step changes the buffer" in told
 
 
 @pytest.mark.parametrize("write", ["in place", "another tensor"])
@@ -362,12 +335,6 @@ def test_a_frozen_bias_that_follows_the_sign_of_one_micro_batchs_load_is_refused
 
 def test_a_hook_that_divides_by_the_tokens_of_all_micro_batches_is_exact() -> None:
     assert off(classified, labelled(8, 8, 8, 8), kind=Normalised, optimizer="adamw") < EXACT
-
-
-def test_a_loss_that_changes_at_a_later_batch_idx_is_warned_of() -> None:  # 0.5 before
-    module = Toy(classified)
-    module.training_step = lambda batch, batch_idx: F.cross_entropy(module.net(batch[0]) * (1 + (batch_idx > 4)), batch[1])
-    assert "depends on the batch_idx" in said(module, labelled(*[8] * 8), GradientAccumulation(4))
 
 
 def test_a_window_that_lightnings_scheduler_makes_longer_in_a_later_epoch_is_checked_before_the_first() -> None:  # 0.1 before
@@ -455,17 +422,6 @@ def test_the_least_of_two_means_over_a_batch_is_seen_where_it_changes_inside_a_w
     with warned() as messages, suppress(AccumulationError):
         fit(module, batches, GradientAccumulation(2))
     assert messages or module.trainer.global_step < 2
-
-
-def test_a_teacher_that_follows_at_each_micro_batch_is_warned_of_early_in_training_too() -> None:
-    def distilled(net: nn.Module, batch: Any) -> Tensor:
-        for old, new in zip(net[1].parameters(), net[0].parameters(), strict=True):
-            old.data.lerp_(new.data, 4e-3)
-        return 1e-4 * (classified(net[0], batch) + F.mse_loss(net[0](batch[0]), net[1](batch[0])))
-
-    batches = [[inputs.float(), labels] for inputs, labels in labelled(*[4] * 40)]
-    module = Toy(distilled, net=lambda: nn.ModuleList([new := nn.Linear(4, 4), copy.deepcopy(new).requires_grad_(False)]))
-    assert said(module.float(), batches, accumulate_grad_batches=4)
 
 
 @pytest.mark.parametrize(("size", "policy"), [(8, {"micro_batch": 2}), (16, {"window": 2})])

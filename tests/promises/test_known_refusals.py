@@ -7,9 +7,8 @@ import gc
 import importlib
 import runpy
 import sys
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,10 @@ import torch
 from known import case, classified, open_until, rows_of, scheduled
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
-from sharded import ShardedScalar, fsdp2, needs_sharding_on_cpu
-from support import SaveAfter, Toy, ddp, error_of_updates, fit, labelled, loader, noted, warned, x
+from support import SaveAfter, Toy, ddp, error_of_updates, fit, labelled, loader, noted, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accum import AccumulationError, GradientAccumulation, GradientNoiseScale, SampleCount, TokenCount, Tokens, verify
 from lightning_accum.testing import EXACT, compare_window_with_batch
@@ -261,25 +258,6 @@ def test_on_train_batch_start_that_ends_an_epoch_between_windows_leaves_the_grad
     assert [module.has_gradients for module in trained(EndsItsEpoch, accumulate_grad_batches=2)] == [True, True]
 
 
-@needs_sharding_on_cpu
-def test_a_rank_may_need_longer_than_others_in_a_step_without_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    class WarmsUp(ShardedScalar):  # its first step has no backward, and takes rank 1 two seconds longer
-        automatic_optimization = False
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            if not batch_idx:
-                time.sleep(2.0 * self.global_rank)
-                return
-            self.manual_backward(self.loss(batch))
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-
-    monotonic = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: 10 * monotonic())  # two seconds are twenty
-    run = fit(WarmsUp([x(1.0), x(2.0), x(3.0), x(4.0)]), strategy=fsdp2(), devices=2, accumulate_grad_batches=2)
-    assert run.whole["layer.weight"].item() == -5.5
-
-
 @pytest.mark.parametrize(
     ("devices", "strategy", "weight"), [(1, lambda: "accum", [SampleCount(1), SampleCount(1)]), (2, ddp, "auto")]
 )
@@ -296,22 +274,6 @@ def test_loaders_that_are_made_anew_in_each_epoch_are_let_go(devices: int, strat
 def test_a_fit_over_ranks_leaves_the_launcher_as_it_was() -> None:
     run = fit(Toy(classified), labelled(4, 4), ranks=2)
     assert "launch" not in vars(run.strategy._launcher)
-
-
-def test_after_a_resume_no_batch_is_held() -> None:
-    class Fresh(IterableDataset):  # makes each batch when it is drawn, and keeps none
-        def __iter__(self) -> Iterator[Any]:
-            for seed in range(8):
-                (batch,) = labelled(8, seed=seed)
-                self.first = weakref.ref(batch[0]) if seed == 0 else self.first
-                yield batch
-
-    batches = Fresh()
-    data = DataLoader(batches, batch_size=None)
-    looks, are_held = noted("on_train_epoch_end", lambda trainer: (gc.collect(), batches.first() is not None)[1])
-    fit(Toy(classified), data, SaveAfter(4), accumulate_grad_batches=2)
-    fit(Toy(classified), data, looks, ckpt_path="inside.ckpt", accumulate_grad_batches=2)
-    assert are_held == [False]
 
 
 def test_the_random_state_of_other_devices_is_not_saved_for_each_draw(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from real_modules.table import Exact, Refused, happens
-from support import Toy, error_of_updates, fit, joined, labelled, loader, refused, warned
+from support import Toy, fit, labelled, loader, refused, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -90,25 +90,6 @@ def test_ranks_look_in_another_precision_together(has_break: bool) -> None:
     with pytest.raises(Exception, match="DoesNotAddUpError|add up") if has_break else nullcontext():
         fit(module, None, GradientAccumulation(2), ranks=2)
     assert torch.equal(module.net.weight, before) == has_break
-
-
-@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
-@pytest.mark.parametrize("are_ignored", [False, True], ids=["the same count", "counts of their own"])
-def test_counts_that_half_precision_rounds_and_those_of_ignored_labels_make_the_step_of_the_full_batch(are_ignored: bool) -> None:
-    """Of cross entropy and of a mean over the same tokens: bfloat16 has 5 * 301 as 1504."""
-
-    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-        words = (torch.arange(outputs.shape[1]) % 4).repeat(len(outputs), 1).masked_fill(labels[:, None] < 0, -100)
-        each = outputs[..., None].expand(-1, -1, 4) * torch.tensor([1.0, 0.5, -0.5, 0.25]).to(outputs)
-        return F.cross_entropy(each.flatten(0, 1), words.flatten()) + 0.1 * each.logsumexp(-1).square().mean()
-
-    data = batches(2, 5, 1, 4)
-    for batch in data:
-        batch[1][:1] -= 8 * are_ignored
-    module, whole = (made(loss, lambda: nn.Linear(4, 301)) for _ in range(2))
-    fit(module, data, GradientAccumulation(4), precision="bf16-true")
-    fit(whole, [joined(data)], strategy="auto", precision="bf16-true")
-    assert error_of_updates(module, whole, made(loss, lambda: nn.Linear(4, 301))) <= 0.01  # 0.06 if means of means
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])

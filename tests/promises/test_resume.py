@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from resumed import assert_goes_on
 from sharded import fsdp2, needs_sharding_on_cpu
-from support import Interrupted, Manually, SaveAfter, Scalar, StatefulLoader, ddp, fit, trainer, warned, x
+from support import Interrupted, Manually, SaveAfter, Scalar, StatefulLoader, ddp, fit, warned, x
 
 from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, Tokens
 
@@ -129,42 +129,12 @@ def test_a_checkpoint_holds_gradients_inside_a_window_only_and_loads_as_weights_
     assert sizes[0] - sizes[1] == pytest.approx(8 * 256 * 1024, rel=0.02)
 
 
-def test_a_checkpoint_that_is_only_validated_does_not_go_on_in_a_later_fit() -> None:
-    class Validated(Scalar):
-        val_dataloader = Scalar.train_dataloader
-
-        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None: ...
-
-    interrupted(numbers(Validated), 3, after=5)
-    run, module = trainer(callbacks=[GradientAccumulation(3)]), numbers(Validated)
-    run.validate(module, ckpt_path="inside.ckpt")
-    run.fit(module)
-    assert module.gradients == [2.0, 5.0]
-
-
 def test_a_callback_that_has_been_through_a_fit_goes_on_from_a_checkpoint() -> None:
     interrupted(numbers(), 3, after=5)
     callback, module = GradientAccumulation(3), numbers()
     fit(Scalar([x(1)] * 6), None, callback)
     fit(module, None, callback, ckpt_path="inside.ckpt")
     assert module.gradients == pytest.approx([(4 + 5 + 1) / 3], rel=1e-15)  # this loader begins anew, and one batch is left
-
-
-def test_parameters_frozen_since_the_checkpoint_stay_where_they_are() -> None:
-    class Two(Scalar):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-        def loss(self, batch: torch.Tensor) -> torch.Tensor:
-            return ((self.w + self.v) * batch).mean()
-
-    interrupted(numbers(Two), 3, after=5)
-    module = numbers(Two)
-    module.v.requires_grad_(False)
-    fit(module, None, GradientAccumulation(3), ckpt_path="inside.ckpt")
-    assert module.v.item() == -2.0  # where the first window, before the checkpoint, had put it
-    assert module.w.item() != -2.0
 
 
 class Placed(Scalar):  # its loader knows its place. Notes which epochs begin, and the loss of each that ends.

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from changing import Changes
-from support import SaveAfter, Scalar, Toy, ddp, error_of_updates, fit, labelled, loader, relative_error, warned, x
+from support import SaveAfter, Scalar, Toy, error_of_updates, fit, labelled, loader, relative_error, warned, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
@@ -332,18 +332,6 @@ def test_a_key_that_tells_no_lengths_is_named(lengths: dict[str, Tensor]) -> Non
         pieces({"x": torch.rand(2, 3), **lengths}, 1, trim_padding="n")
 
 
-@pytest.mark.parametrize("size", [1, 3, Tokens(30), "auto"], ids=str)
-def test_an_encoder_and_a_decoder_are_trimmed_each_to_its_own_longest(size: Any) -> None:
-    source, target = lay_out("both", 3, length=12), lay_out("right", 103, length=7)
-    batch = {"input_ids": fill(source, 0, 12), "attention_mask": mask_of(source, 12), "labels": fill(target, -100, 7)}
-    found = pieces(batch, size)
-    for piece in found[-1 if size == "auto" else -6 // (size if isinstance(size, int) else 6) :]:
-        own = [row for row in range(6) if batch["labels"][row, 0] in piece["labels"][:, 0]]
-        stop = max(source[row][1] for row in own)
-        assert piece["input_ids"].shape == piece["attention_mask"].shape == (len(own), stop)
-        assert piece["labels"].shape == (len(own), max(target[row][1] for row in own))
-
-
 @pytest.mark.parametrize(("key", "sides"), [("lengths", "encoder decoder"), ("decoder_lengths", "decoder")])
 def test_lengths_trim_every_tensor_that_they_are_of(key: str, sides: str) -> None:
     """As those of a temporal fusion transformer, which takes the longest of its rows for the number of columns."""
@@ -506,7 +494,6 @@ def in_training_only(module: Reader, batch: Row) -> Tensor:
     return loss + module.token(batch["input_ids"]).mean(1).square().mean() if module.training else loss
 
 
-
 def of_targets_over_padding(module: Reader, batch: Row) -> Tensor:
     pooled = module.target(batch["decoder_input_ids"]).mean(1)
     return F.cross_entropy(module.head(source_of(module, batch) + pooled), batch["y"])
@@ -549,25 +536,6 @@ def test_a_resumed_training_trims_only_what_its_own_module_shows_to_be_harmless(
     assert error_of_updates(found, expected, start) < 1e-12
 
 
-@pytest.mark.parametrize("is_counted", [True, False], ids=["no_grad", "data"])
-def test_what_a_step_writes_into_parameters_is_not_written_by_the_trial(is_counted: bool) -> None:
-    """torch counts the changes of a parameter, and not those through its ``.data``."""
-
-    def with_momentum(module: Reader, batch: Row) -> Tensor:
-        with torch.no_grad():
-            target = module.target.weight if is_counted else module.target.weight.data
-            target.mul_(0.5).add_(module.token.weight, alpha=0.5)
-        return mean_of_tokens(module, batch)
-
-    module = Reader(with_momentum)
-    module.target.requires_grad_(False)
-    first, momentum = module.token.weight.detach().clone(), module.target.weight.detach().clone()
-    data = [default_collate(padded([1, 2, 2, 6, 5, 1, 2, 3], 9))]
-    fit(module, data, GradientAccumulation(micro_batch=2, check=False))
-    assert module.widths[-4:] == [6, 3, 2, 1]
-    assert relative_error([module.target.weight], [first + (momentum - first) / 2**4]) < 1e-12  # of four micro-batches
-
-
 def test_what_cannot_be_found_out_in_one_batch_is_tried_again() -> None:
     batches = [default_collate([{**row, "scale": torch.ones(()).double()} for row in padded(LENGTHS, 8, s)]) for s in range(3)]
     batches[0]["scale"][3] = torch.nan  # the shortest row
@@ -575,22 +543,6 @@ def test_what_cannot_be_found_out_in_one_batch_is_tried_again() -> None:
     with warned():
         fit(module, batches, GradientAccumulation(micro_batch=2, check=False, on_nonfinite="skip"))
     assert module.widths[-3:] == [8, 4, 2]
-
-
-def test_ranks_reduce_the_gradients_of_a_module_that_was_tried_in_single_precision_and_wait_for_nobody() -> None:
-    """One of them has no padding, and so nothing to try."""
-
-    def gathers(module: Reader, batch: Row) -> Tensor:
-        module.all_gather(torch.ones(()))
-        return mean_of_tokens(module, batch)
-
-    rows = [padded([8, 3, 5, 1]), padded([8] * 4)]
-    module, alone = Reader(gathers), Reader(mean_of_tokens)
-    module.train_dataloader = lambda: loader([default_collate(rows[module.trainer.global_rank])])
-    policy = GradientAccumulation(micro_batch=2, accumulate_dtype=torch.float32)
-    fit(module, None, policy, strategy=ddp(find_unused_parameters=True), devices=2, precision="bf16-true")
-    fit(alone, [default_collate(rows[0] + rows[1])], strategy="auto")
-    assert error_of_updates(module, alone, Reader(mean_of_tokens).bfloat16()) < 0.2  # with the gradients of one rank it is 0.7
 
 
 @pytest.mark.parametrize("size", [2, "auto"])

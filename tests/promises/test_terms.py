@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import Dealt, assert_one_window_one_batch, on, windows_of
 from lightning.pytorch.callbacks import LambdaCallback
-from losses_of_terms import COUNTS, LOSSES, OF_NOTHING, Function, OfTerms, rows, that_only_shows, where_there_is, windows_of_tokens
+from losses_of_terms import COUNTS, LOSSES, OF_NOTHING, Function, OfTerms, rows, windows_of_tokens
 from support import SaveAfter, StatefulLoader, ddp, error_of_updates, fit, warned
 from torch import Tensor
 from torch.multiprocessing import ProcessRaisedException
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from lightning_accum import AccumulationWarning, DoesNotAddUpError, GradientAccumulation, SampleCount, Tokens, UnreadableLossError
-from lightning_accum.testing import EXACT, Comparison, adamw, compare_window_with_batch, sgd
+from lightning_accum.testing import EXACT, adamw, compare_window_with_batch, sgd
 
 SIZES = (3, 1, 5, 2, 2, 4, 1, 3, 1, 2, 6, 3)
 BATCHES = [rows(size, seed, has_some=seed not in (1, 4, 5, 6, 7, 10)) for seed, size in enumerate(SIZES)]
@@ -55,17 +55,6 @@ def test_with_no_argument_a_loss_of_several_terms_takes_the_steps_of_the_full_ba
 def test_one_weight_for_each_term_in_their_order_takes_the_same_steps(name: str, policy: str) -> None:
     weight, batches = [COUNTS[count] for count in LOSSES[name].counts.split(", ")], ALL_SOME if name in ABSENT else BATCHES
     assert_exact(LOSSES[name].of, {**POLICIES[policy], "weight": weight, "log": False}, batches, [adamw])
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_term_without_a_gradient_is_shown_with_the_weight_of_another_and_changes_no_step(policy: str) -> None:
-    windows = windows_of([BATCHES], 4)
-    own = windows if "micro_batch" in POLICIES[policy] else BATCHES
-    make, policy_of = partial(OfTerms, that_only_shows, "adamw"), GradientAccumulation(**POLICIES[policy])
-    found = compare_window_with_batch(make, own, policy_of, optimizer=None, windows=windows)
-    assert found.steps == (3, 3)
-    assert found.parameters <= EXACT
 
 
 def test_a_part_of_the_loss_that_only_shows_and_is_no_mean_is_told_of() -> None:
@@ -175,21 +164,15 @@ def test_over_ranks_with_uneven_ends_a_window_is_its_full_batch(
     assert_one_window_one_batch(make, by_rank, GradientAccumulation(**policy), engine, options, collate=default_collate)
 
 
-def of_single_batches() -> Comparison:
-    """Plain distributed training; the second rank has no term of what is chosen in its first batch, and no loss in its second."""
-
-    def loss(o: Any, b: Any, m: Any) -> Any:
+def test_windows_of_one_batch_on_each_rank_are_exact_and_a_rank_without_a_term_or_a_loss_holds_nobody_up() -> None:
+    def loss(o: Any, b: Any, m: Any) -> Any:  # the second rank has no term of what is chosen in its first batch, none in its second
         return None if len(b.x) == 1 else LOSSES[ABSENT[0]].of(o, b, m)
 
     by_rank = [[rows(3, 1), rows(2, 2), rows(4, 3)], [rows(2, 4, has_some=False), rows(1, 5), rows(5, 6)]]
     windows = [by_rank[0][0] + by_rank[1][0], by_rank[0][1], by_rank[0][2] + by_rank[1][2]]
-    arguments = {"by_rank": True, "collate": default_collate, "strategy": partial(ddp, **UNUSED), "devices": 2}
+    arguments = {"by_rank": True, "collate": default_collate, "strategy": partial(ddp, **UNUSED), "devices": 2, "windows": windows}
     make = partial(OfTerms, loss, "adamw")
-    return compare_window_with_batch(make, by_rank, GradientAccumulation(1), optimizer=None, windows=windows, **arguments)
-
-
-def test_windows_of_one_batch_on_each_rank_are_exact_and_a_rank_without_a_term_or_a_loss_holds_nobody_up() -> None:
-    found = of_single_batches()
+    found = compare_window_with_batch(make, by_rank, GradientAccumulation(1), optimizer=None, **arguments)
     assert found.steps == (3, 3)
     assert max(found.parameters, found.losses) <= EXACT
 
@@ -244,16 +227,6 @@ def test_terms_that_are_compiled_away_are_an_error_that_says_so() -> None:
     module = OfTerms(lambda o, b, m: compiled_away(o.classes, b.t, o.values[b.some], b.y[b.some]))
     with pytest.raises(UnreadableLossError, match="Compile only the network"):
         fit(module, [default_collate(batch) for batch in ALL_SOME], GradientAccumulation(4))
-
-
-@pytest.mark.parametrize("policy", ["windows", "split in 3"])
-def test_the_first_of_two_heads_may_be_absent_from_later_windows_only(policy: str) -> None:  # an error in that window before
-    def loss(o: Any, b: Any, m: Any) -> Tensor:
-        values, rebuilt = (o.values - b.y).square(), (o.rebuilt - b.x).square()
-        return where_there_is((values, b.has_box & b.some[:, None]), (rebuilt, torch.ones_like(rebuilt, dtype=torch.bool)))
-
-    begun = [[{**row, "some": torch.tensor(True)} for row in batch] for batch in BATCHES[:4]]
-    assert_exact(loss, POLICIES[policy], [*begun, *BATCHES[4:]], [sgd])
 
 
 def test_a_term_divided_by_a_number_of_the_loader_batch_is_told_of_and_takes_a_weight() -> None:
@@ -343,12 +316,6 @@ def test_a_count_that_is_raised_to_1_is_refused_before_its_step(loss: Function, 
     assert module.trainer.global_step <= 2
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_a_sum_over_samples_is_looked_at_no_further(size: int) -> None:
-    batches = [rows(size, seed) for seed in range(12)]
-    assert_exact(lambda o, b, m: (o.values - b.y).square().sum() / len(b.t), {"window": 4}, batches)
-
-
 @pytest.mark.parametrize("policy", ["windows", "split in 2"])
 def test_each_term_has_a_small_constant_of_its_own(policy: str) -> None:  # 3e-6 before
     def small_constants(o: Any, b: Any, m: Any) -> Tensor:
@@ -359,15 +326,6 @@ def test_each_term_has_a_small_constant_of_its_own(policy: str) -> None:  # 3e-6
     assert_exact(
         small_constants, POLICIES[policy], [rows(size, seed, has_some=seed not in (5, 6)) for seed, size in enumerate(SIZES)]
     )
-
-
-FEW = [0, 0, 0, 0], [0, 0, 1], [0, 1], [0, 1, 1, 1, 1]
-
-
-def test_the_unit_of_weights_does_not_change_inside_of_the_first_window() -> None:  # refused before
-    flags = [torch.tensor(some) > 0 for some in FEW]
-    batches = [[{**row, "some": is_some} for row, is_some in zip(rows(len(f), n), f, strict=True)] for n, f in enumerate(flags)]
-    assert_exact(lambda o, b, m: ((o.values - b.y).square().mean(1) * b.some).sum() / (b.some.sum() + 1e-8), {"window": 4}, batches)
 
 
 @pytest.mark.some_cases(6)
@@ -384,31 +342,11 @@ WEIGHT = [COUNTS[count] for count in LOSSES[THREE].counts.split(", ")]
 DRAWN = [rows(size, seed) for seed, size in enumerate((3, 2, 5, 2, 4, 2, 3, 2, 5, 2))]
 
 
-def assert_drawn(by_rank: Any, windows: Any = None, engine: str = "accum", epochs: int = 1, **policy: Any) -> None:
-    make, accumulation = partial(OfTerms, LOSSES[THREE].of, "adamw"), GradientAccumulation(**policy, weight=WEIGHT, log=False)
-    with warned() as messages:
-        arguments = {"windows": windows, "collate": default_collate, "epochs": epochs}
-        assert_one_window_one_batch(make, by_rank, accumulation, engine, UNUSED if engine == "ddp" else {}, **arguments)
-    assert [message for message in messages if not message.startswith("Padding")] == []
-
-
 def test_each_term_takes_no_second_backward() -> None:
     module, backwards = OfTerms(LOSSES[THREE].of), []
     module.on_after_backward = lambda: backwards.append(1)
     fit(module, [default_collate(rows(8, seed)) for seed in (1, 2)], GradientAccumulation(micro_batch=2, weight=WEIGHT))
     assert len(backwards) == 2 * 8 / 2
-
-
-@pytest.mark.parametrize("micro_batch", [None, 2])
-def test_a_window_of_tokens_is_drawn_until_it_has_them(micro_batch: int | None) -> None:
-    assert len(windows_of_tokens(DRAWN, 25)) > 3
-    assert_drawn([DRAWN], windows_of_tokens(DRAWN, 25), window=Tokens(25), micro_batch=micro_batch)
-
-
-def test_tokens_of_all_ranks_end_a_window() -> None:
-    by_rank = [DRAWN[:6], DRAWN[6:]]
-    both = [[*by_rank[0][i], *(by_rank[1][i] if i < 4 else [])] for i in range(6)]
-    assert_drawn(by_rank, windows_of_tokens(both, 30), "ddp", window=Tokens(30))
 
 
 @pytest.mark.parametrize(("weight", "ahead"), [(WEIGHT, [1, 3, 2, 1]), (SampleCount(), [1, 1, 1, 1])], ids=["a list", "one weight"])

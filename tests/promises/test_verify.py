@@ -270,27 +270,6 @@ def test_what_breaks_equality_is_found_and_named(name: str, make: Any, how: dict
         assert report.breaks[0].without < EXACT < 1e-3 < report.breaks[0].difference
 
 
-def test_several_breaks_are_told_apart_and_each_is_measured() -> None:
-    module = Classifier(lambda *given: reads_batch_idx(*given) + 1e-3 * contrastive(*given), nn.BatchNorm1d(8))
-    report = verify(module, points(), window=3)
-    assert names(report) == ["BatchNorm", "batch_idx", "losses that do not add up"]
-    assert [found.without for found in report.breaks[:2]] == [found.difference for found in report.breaks[1:]]
-
-
-@pytest.mark.parametrize("of_rows", [0.0, 0.1])
-def test_imaginary_parts_of_gradients_are_compared(of_rows: float) -> None:
-    def loss(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> Tensor:
-        of_all = self.extra.imag.pow(3).sum() + self.extra.imag.sum()
-        rotated = logits * self.extra
-        return F.cross_entropy(rotated.real + rotated.imag, batch[1]) + of_all * (len(logits) - 12) * of_rows
-
-    module = Classifier(loss)
-    module.extra = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    report = verify(module, points(), micro_batch=4)
-    assert bool(report) is (of_rows == 0)
-    assert report or next(iter(report.parameters)) == "extra"
-
-
 @pytest.mark.parametrize("how", [SPLIT, WINDOW], ids=str)
 def test_a_batch_whose_labels_all_lie_in_one_micro_batch_is_verified(how: dict[str, Any]) -> None:
     batch = points()
