@@ -15,13 +15,17 @@ class TailRule(NamedTuple):
     """The effect of the end of an epoch on a window that is not full: by default it takes its step."""
 
     outcome: str  # what happens to windows that are longer than an epoch, in words
-    is_dropped: bool = False
+    least: float = 0.0  # the share of its loader batches with which it takes its step; with fewer it is dropped
     goes_on: bool = False  # the window continues in the next epoch; at the end of training it takes its step
+
+    def drops(self, position: float, size: float) -> bool:
+        """Whether a window is dropped that ends after ``position`` of its ``size`` loader batches (inf if tokens end it)."""
+        return self.least > 0 and position < self.least * size
 
 
 TAILS: dict[Tail, TailRule] = {
     "step": TailRule("there is one optimizer step an epoch, on all of its data"),
-    "drop": TailRule("nothing is trained", is_dropped=True),
+    "drop": TailRule("nothing is trained", least=1.0),
     "carry": TailRule("it continues in the next epoch", goes_on=True),
 }
 """All values of ``tail=``."""
@@ -53,14 +57,15 @@ class Boundary:
         is_known = self.is_under_way or seen == self.ends_at
         return seen >= (self.ends_at if is_known else self.closed_at + size())
 
-    def is_cut_by_the_end(self, is_end_of_training: bool) -> bool:
-        """Whether the window takes its step with the last loader batch of the data."""
-        rule = TAILS[self.tail]
-        return not rule.is_dropped and (is_end_of_training or not rule.goes_on)
+    def is_cut_by_the_end(self, seen: int, is_end_of_training: bool, size: float) -> bool:
+        """Whether the window takes its step with ``seen``, the last loader batch of the data. ``size`` is its size if none has
+        begun."""
+        rule, size = TAILS[self.tail], self.size if self.is_under_way else size
+        return not rule.drops(self.position(seen), size) and (is_end_of_training or not rule.goes_on)
 
     def is_dropped_by_the_end(self, seen: int) -> bool:
         """Whether the end of an epoch drops the window, which has begun."""
-        return self.position(seen) > 0 and TAILS[self.tail].is_dropped
+        return self.position(seen) > 0 and TAILS[self.tail].drops(self.position(seen), self.size)
 
     def position(self, seen: int) -> int:
         """Loader batches in the window so far."""
@@ -89,12 +94,10 @@ def count_windows(batches: int, epochs: int, size: Callable[[int, int], int], ta
     """Number of optimizer steps in ``epochs`` epochs of ``batches`` each; a window has ``size(epoch, step)`` loader batches."""
     begun = windows = 0
     while begun < batches * epochs:
-        epoch = begun // batches
-        end = begun + size(epoch, windows)
-        if not TAILS[tail].goes_on and (left := (epoch + 1) * batches - begun) < end - begun:
-            windows -= TAILS[tail].is_dropped
-            end = begun + left
-        begun, windows = end, windows + 1
+        whole, left = size(begun // batches, windows), batches - begun % batches
+        taken = whole if TAILS[tail].goes_on else min(whole, left)
+        windows += not TAILS[tail].drops(taken, whole)
+        begun += taken
     return windows
 
 

@@ -170,7 +170,8 @@ def windows_of(by_rank: Sequence[Sequence[Rows | None]], size: int, epochs: int 
     """The rows of each window of ``size`` loader batches of every rank."""
     of_epoch = [[row for rows in step if rows is not None for row in rows] for step in zip_longest(*by_rank)]
     runs = [of_epoch * epochs] if tail == "carry" else [of_epoch] * epochs
-    starts = [(run, start) for run in runs for start in range(0, len(run), size) if tail != "drop" or start + size <= len(run)]
+    least = {"step": 1, "drop": size, "carry": 1}[tail]
+    starts = [(run, start) for run in runs for start in range(0, len(run), size) if len(run) - start >= least]
     windows = [list(chain.from_iterable(run[start : start + size])) for run, start in starts]
     return [window for window in windows if window]
 

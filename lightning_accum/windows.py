@@ -154,7 +154,8 @@ class Windows:
         self.total_weight = float(state.get("total_weight", 0.0))
         self.total_left_out = int(state.get("skipped_micro_batches", 0))
         self.epoch_loss = EpochLoss(*(state.get("epoch_loss", ()) if state.get("epoch") == self.epoch else ()))
-        if state.get("epoch", self.epoch) != self.epoch and TAILS[self.policy.tail].is_dropped:
+        rule, kept = TAILS[self.policy.tail], state.get("window", {})
+        if state.get("epoch", self.epoch) != self.epoch and rule.drops(kept.get("position", 0), kept.get("size") or math.inf):
             return None
         if "window" not in state:
             if not state.get("is_at_boundary", False):

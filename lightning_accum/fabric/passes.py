@@ -75,13 +75,13 @@ class Passes:
         for batch, ends_data, is_shadow, _ in islice(batches, skip, None):
             accumulation.is_shadow_batch = is_shadow
             boundary.begin(self._size())
-            is_cut = ends_data and boundary.is_cut_by_the_end(is_last)
+            is_cut = ends_data and boundary.is_cut_by_the_end(self._seen + 1, is_last, boundary.size)
             ends_window = is_cut or self._seen + 1 >= boundary.ends_at
             self._begin_loader_batch(batch)
             yield from self._parts(batch, ends_window, is_shadow)
         self.passes, self.loader_batches = self.passes + 1, 0
         lost = boundary.position(self._seen)
-        if lost > 0 and not ends_data and boundary.is_cut_by_the_end(is_last):
+        if lost > 0 and not ends_data and boundary.is_cut_by_the_end(self._seen, is_last, boundary.size):
             found = f"The loader gave fewer batches than its length of {self._length}: {lost} are in a window that never ended"
             raise UsageError(f"{found}. Correct its __len__, or pass iter(loader), which has no length.")
 

@@ -113,7 +113,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         fit_loop = self.trainer.fit_loop
         epochs_done = fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # the tracker of epochs has it
         is_end = fit_loop.max_epochs not in (None, -1) and bool(epochs_done + 1 >= fit_loop.max_epochs)
-        return boundary.is_cut_by_the_end(is_end)
+        return boundary.is_cut_by_the_end(self.batch_progress.total.ready, is_end, self.window_size())
 
     @override
     def run(self, data_fetcher: _DataFetcher) -> None:

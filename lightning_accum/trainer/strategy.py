@@ -249,8 +249,8 @@ class AccumulationMixin(Engine):
         if self.accumulation is not None:
             smallest = self.policy.smallest_from(trainer.current_epoch, trainer.max_epochs, trainer.global_step)
             size = smallest or trainer.accumulate_grad_batches
-            if TAILS[self.policy.tail].is_dropped and (batches := trainer.num_training_batches) < size:
-                found = f'With tail="drop" nothing is trained: an epoch has {batches} loader batches, and a window {size}'
+            if TAILS[self.policy.tail].drops(batches := trainer.num_training_batches, size):
+                found = f'With tail="{self.policy.tail}" nothing is trained: an epoch has {batches} loader batches, a window {size}'
                 raise MisconfiguredError(f'{found}. Use a smaller window, or tail="step" or "carry".')
         if windows is None:
             return
