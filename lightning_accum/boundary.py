@@ -47,10 +47,11 @@ class Boundary:
         self.tokens: int | None = None
         """The tokens that the current window must reach; None if windows are not measured in tokens, or it was not asked yet."""
 
-    def begin(self, size: float) -> None:
+    def begin(self, size: Callable[[], float]) -> None:
         """Begin a loader batch. If a window begins with it, the window keeps this size (inf if tokens or the data end it)."""
         if not self.is_under_way:
-            self.size, self.is_under_way, self.ends_at = size, True, self.closed_at + size
+            self.size, self.is_under_way = size(), True
+            self.ends_at = self.closed_at + self.size
 
     def is_reached(self, seen: int, size: Callable[[], float]) -> bool:
         """Whether the window ends with loader batch number ``seen``, whatever follows. ``size`` is its size if none has begun."""
@@ -86,7 +87,7 @@ class Boundary:
     def go_on(self, seen: int, position: int, size: float, tokens: int | None) -> None:
         """Resume inside a window of ``size`` loader batches, or ``tokens``: after ``position`` of them, the last is ``seen``."""
         self.close(seen - position)
-        self.begin(size)
+        self.begin(lambda: size)
         self.tokens = tokens
 
 

@@ -24,11 +24,12 @@ class KeptGradients:
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]] = ()) -> None:
         self.parameters = parameters
-        self._kept: list[tuple[Tensor | None, int, Tensor | None]] = []
+        self._kept: list[tuple[Tensor | None, int | None, Tensor | None]] = []
 
     def keep(self, has_values: bool = False) -> None:
         """Save the present gradients. With values, a gradient that DDP moves counts as unchanged."""
-        self._kept = [(own.grad, _version(own.grad), elements_of(own.grad) if has_values else None) for _, own in self.parameters]
+        found = [own.grad for _, own in self.parameters]
+        self._kept = [(own, getattr(own, "_version", None), elements_of(own) if has_values else None) for own in found]
 
     def changed(self) -> list[str]:
         """The names of parameters whose gradients have changed."""
@@ -39,12 +40,8 @@ class KeptGradients:
         self._kept = []
 
 
-def _version(gradient: Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
-
-
-def _is_other(now: Tensor | None, gradient: Tensor | None, version: int, values: Tensor | None) -> bool:
-    is_same = now is gradient and _version(now) == version
+def _is_other(now: Tensor | None, gradient: Tensor | None, version: int | None, values: Tensor | None) -> bool:
+    is_same = now is gradient and getattr(now, "_version", None) == version
     if values is None or (is_same and not is_on_host(values)):  # no copy from a device; on the host ``.data`` changes no version
         return not is_same
     elements = elements_of(now)

@@ -174,7 +174,7 @@ class LoaderBatches:
 
 def kept(batches: list[Any]) -> list[tuple[Tensor, int, Tensor]]:
     """Each tensor, its version, and its values: a copy for a view, which shares its version counter."""
-    leaves = [leaf for leaf in tree_leaves(batches) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    leaves = [leaf for leaf in (tree_leaves(batches) if batches else ()) if isinstance(leaf, Tensor) and not leaf.is_inference()]
     return [(leaf, leaf._version, leaf if leaf._base is None else leaf.detach().clone()) for leaf in leaves]
 
 

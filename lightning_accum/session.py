@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -22,10 +22,9 @@ from lightning_accum.micro_batch import EMPTY, MicroBatch, Output, Weighed, join
 from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.step import Backward, Outcome, Step, Trained
+from lightning_accum.sync.base import NOTHING_AROUND
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import gradients_of_zero
-
-_NOTHING_AROUND = nullcontext()
 
 
 @dataclass(eq=False)
@@ -54,15 +53,14 @@ class Session:
             count_window(accumulation, step, batch, self.sync, self.trained.snapshotter)
         is_split, begun = splitting is not None and splitting.plan is not None, len(accumulation.window.entries)
         has_boundary = ends_window and not self.finishes_after_backward
-        with _NOTHING_AROUND if self.accumulation.row_wise is None else self.accumulation.row_wise.step(count_samples(batch)):
-            if accumulation.is_shadow_batch:
-                self.zero_grad(step)  # before the snapshot, so that its changes to the module are kept
-            if splitting is not None and is_split:
-                outputs, order = self._run_split(step, splitting, has_boundary)
-                if any(output.logs for output in outputs):
-                    step.show_logs(outputs)
-            else:
-                loss, extra = self._run_whole(step, batch, has_boundary)
+        if accumulation.is_shadow_batch:
+            self.zero_grad(step)  # before the snapshot, so that its changes to the module are kept
+        if splitting is not None and is_split:
+            outputs, order = self._run_split(step, splitting, has_boundary)
+            if any(output.logs for output in outputs):
+                step.show_logs(outputs)
+        else:
+            loss, extra = self._run_whole(step, batch, has_boundary)
         window_loss = self.end_window(seen, has_boundary) if ends_window else None
         if is_split:
             is_window = begun == 0 and accumulation.world_size == 1
@@ -159,11 +157,12 @@ class Session:
 
     def _run_micro_batch(self, step: Step, micro_batch: MicroBatch) -> tuple[Tensor | None, dict[str, Any], Weighed]:
         """Forward, weight, backward. Returns the loss, the other outputs, and the contribution to the window."""
-        # a shadow batch does not change the module, but a step of its window may
-        undone = self.trained.snapshotter.take(watches_parameters=False) if micro_batch.is_shadow_batch else _NOTHING_AROUND
-        with undone, self.begin_micro_batch(micro_batch):
-            with _NOTHING_AROUND if (counted := self.accumulation.window.counted) is None else counted.noting_values():
+        with self.begin_micro_batch(micro_batch):
+            if (counted := self.accumulation.window.counted) is None:
                 loss, extra = step.forward(micro_batch.batch)
+            else:
+                with counted.noting_values():
+                    loss, extra = step.forward(micro_batch.batch)
             weighed = self.add(step, loss, micro_batch)
         if self.guard is not None or self.accumulation.changes.is_under_way:
             weighed = self.end_micro_batch(weighed)
@@ -174,7 +173,16 @@ class Session:
         if self.guard is not None:
             self.guard.begin_micro_batch(micro_batch)
         self.accumulation.later.begin_forward()
-        return self.sync.blocked(micro_batch) if not micro_batch.is_boundary else _NOTHING_AROUND
+        around = NOTHING_AROUND if micro_batch.is_boundary else self.sync.blocked(micro_batch)
+        if (row_wise := self.accumulation.row_wise) is None and not micro_batch.is_shadow_batch:
+            return around
+        with ExitStack() as stack:
+            if micro_batch.is_shadow_batch:  # it does not change the module, but a step of its window may
+                stack.enter_context(self.trained.snapshotter.take(watches_parameters=False))
+            if row_wise is not None:
+                stack.enter_context(row_wise.step(count_samples(micro_batch.batch)))
+            stack.enter_context(around)
+            return stack.pop_all()
 
     def add(self, step: Backward, loss: Tensor | None, micro_batch: MicroBatch) -> Weighed:
         """Add a micro-batch to the window after its forward, and run its backward. Returns its contribution."""
@@ -262,7 +270,7 @@ class Session:
         """Take part with weight 0 in further micro-batches of other ranks: this one has ``done`` some, the others ``rounds``."""
         for index in range(done, rounds):
             micro_batch = MicroBatch(None, None, index, rounds, has_boundary and index == rounds - 1)
-            with _NOTHING_AROUND if micro_batch.is_boundary else self.sync.blocked(micro_batch):
+            with NOTHING_AROUND if micro_batch.is_boundary else self.sync.blocked(micro_batch):
                 self.accumulation.changes.gradients.forget()
                 self.sync.forward_without_batch()
                 self.accumulation.add_without_loss(micro_batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -207,6 +208,9 @@ class ReducedTotals:
         return Totals(*numbers[:number]), numbers[number:]
 
 
+_NUMBERS = {float, int, bool}
+
+
 def _summed(entries: Sequence[Entry], others: Sequence[Denominator], device: torch.device) -> list[float] | Tensor:
     """The sums over the micro-batches of this rank, and other numbers."""
     contributions, others = [entry.contribution for entry in entries], [float(len(entries)), *others]
@@ -215,7 +219,7 @@ def _summed(entries: Sequence[Entry], others: Sequence[Denominator], device: tor
         (0.0 if c.weight is None else c.weight, float(c.weight is None), entry.added, c.factors, _of_other_terms(c), entry.loss)
         for entry, c in zip(entries, contributions, strict=True)
     ] or [(*(0.0,) * 5, math.nan)]
-    if any(isinstance(number, Tensor) for numbers in (*rows, others) for number in numbers):
+    if not _NUMBERS.issuperset(map(type, chain(*rows, others))):
         exact = partial(tensor_of, device=device, dtype=exact_dtype(device))
         summands = _summands(*map(exact, zip(*rows, strict=True)), is_read=is_read, where=torch.where)
         of_rows = torch.stack([own.to(summands[0].dtype) for own in summands]).sum(1)
@@ -240,7 +244,8 @@ def _summands(
 
 def _of_other_terms(contribution: Contribution) -> Denominator:
     """The denominators of a loss's other terms, with unequal factors, so that terms cannot cancel."""
-    others = contribution.others
+    if not (others := contribution.others):
+        return 0.0
     return sum(((1.0 + index / len(others)) * denominator for index, denominator in enumerate(others)), 0.0)
 
 

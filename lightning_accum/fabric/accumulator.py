@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -143,7 +142,7 @@ class Accumulator(Loop):
                 messages.rank_zero_warn(of_unchecked(Verdict(None, seen="pass loss_of="), is_manual=True))
             warn_of_hooks(training.module, messages.rank_zero_warn, is_checked=accumulation.check.batches_left > 0)
         warn_of_batch_norm(training.module, is_split, is_long, messages.rank_zero_warn)
-        self._around, self._kept = ExitStack(), KeptGradients()
+        self._kept = KeptGradients()
 
     @property
     def window_loss(self) -> float:

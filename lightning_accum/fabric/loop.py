@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from lightning_accum.errors import ArgumentError, UsageError, WrongTypeError
 from lightning_accum.fabric.passes import Passes
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.parameter_changes import KeptGradients
+from lightning_accum.sync.base import NOTHING_AROUND
 from lightning_accum.undo import replacing
 from lightning_accum.user_warnings import rank_zero_warn
-from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.nodes import number_of
 
 
@@ -25,7 +25,7 @@ class Loop(Passes):
 
     _micro_batch: MicroBatch | None = None  # the last one yielded; None outside of the loop
     _pass: Generator[Any, None, None] | None = None
-    _around: ExitStack  # the context of forward and backward
+    _around: AbstractContextManager[Any] = NOTHING_AROUND  # the context of forward and backward
     _kept: KeptGradients
     _is_between_windows = _has_warned = False
     _ends_window = _is_backward_done = _is_step_done = _has_failed = False
@@ -68,7 +68,7 @@ class Loop(Passes):
             if self._accumulation.boundary.is_dropped_by_the_end(self._seen):
                 self.discard()
         finally:
-            self._around.close()
+            self._leave()
             self._micro_batch = None
 
     def _begin(self, micro_batch: MicroBatch, ends_window: bool) -> None:
@@ -76,10 +76,13 @@ class Loop(Passes):
         self._is_backward_done = self._is_step_done = False
         if micro_batch.is_shadow_batch:
             self._session.zero_grad(self._training)  # before a snapshot, so that its changes are kept
-            self._around.enter_context(self._training.snapshotter.take(watches_parameters=False))
-        if self._accumulation.row_wise is not None:
-            self._around.enter_context(self._accumulation.row_wise.step(count_samples(micro_batch.batch)))
-        self._around.enter_context(self._session.begin_micro_batch(micro_batch))
+        self._around = self._session.begin_micro_batch(micro_batch)
+        self._around.__enter__()
+
+    def _leave(self) -> None:
+        """Leave the context of forward and backward, if it was not left yet."""
+        around, self._around = self._around, NOTHING_AROUND
+        around.__exit__(None, None, None)
 
     def _inside(self, call: str) -> MicroBatch:
         if self._micro_batch is None:
@@ -111,15 +114,16 @@ class Loop(Passes):
             self._may_be_divided = False
             _warn_of_factors(loss, self._accumulation.boundary.size)
         try:
-            with self._messages, replacing(self._training, retains_graph=retain_graph):
+            with replacing(self._training, retains_graph=True) if retain_graph else NOTHING_AROUND:
                 self._session.end_micro_batch(self._session.add(self._training, loss, micro_batch))
-        except BaseException:
+        except BaseException as error:
+            self._messages.adapt(error)
             self._has_failed = True
             with suppress(Exception):  # it would hide the first error
-                self._around.close()
+                self._leave()
             raise
         self._is_backward_done = True
-        self._around.close()
+        self._leave()
         self._keep_gradients()
         if micro_batch.ends_loader_batch:
             self._seen, self.loader_batches = self._seen + 1, self.loader_batches + 1
@@ -143,12 +147,11 @@ class Loop(Passes):
             RuntimeError: it is called outside of the loop, before ``backward``, or again.
             ValueError: the losses of the window cannot be combined; the message names the reason.
         """
-        limits = {name: limit for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)) if limit is not None}
-        if len(limits) > 1:
+        if clip_norm is not None and clip_value is not None:
             raise ArgumentError("step(clip_norm=..., clip_value=...): give one of them")
-        for name, limit in limits.items():
-            if not limit > 0:
-                raise ArgumentError(f"step({name}={limit!r}): expected a number above 0; {math.inf} measures and does not clip")
+        if (limit := clip_value if clip_norm is None else clip_norm) is not None and not limit > 0:
+            name = "clip_value" if clip_norm is None else "clip_norm"
+            raise ArgumentError(f"step({name}={limit!r}): expected a number above 0; {math.inf} measures and does not clip")
         micro_batch = self._inside("step")
         if not self._is_backward_done:
             self._refuse_unfinished()
@@ -166,7 +169,7 @@ class Loop(Passes):
             self._has_failed = False
         has_stepped, self.gradient_norm = False, None
         if accumulation.closed is None or not accumulation.closed.is_empty:
-            self.gradient_norm = self._training.clip(clip_norm, clip_value) if limits else None
+            self.gradient_norm = None if limit is None else self._training.clip(clip_norm, clip_value)
             has_stepped = self._training.step()
         accumulation.after_optimizer_step(has_stepped)
         self._training.zero_grad()

@@ -74,7 +74,7 @@ class Passes:
         accumulation.rest_of_window = lambda: batches.draw_ahead(boundary.left(self._seen + 1))
         for batch, ends_data, is_shadow, _ in islice(batches, skip, None):
             accumulation.is_shadow_batch = is_shadow
-            boundary.begin(self._size())
+            boundary.begin(self._size)
             is_cut = ends_data and boundary.is_cut_by_the_end(self._seen + 1, is_last, boundary.size)
             ends_window = is_cut or self._seen + 1 >= boundary.ends_at
             self._begin_loader_batch(batch)
@@ -94,8 +94,7 @@ class Passes:
         if row_wise is not None and row_wise.proofs_left and loss_of is not None:
             warn, position = self._messages.rank_zero_warn, accumulation.position
             prove_row_wise(training, row_wise, loss_of, batches, self._samples, warn, position)
-        is_again = accumulation.take_look()
-        if (is_again or accumulation.check.batches_left) and loss_of is not None:
+        if loss_of is not None and ((is_again := accumulation.take_look()) or accumulation.check.batches_left):
             is_long = self.policy.may_be_longer_than_one(1)
             may_count = self.policy.may_count_first(is_long)
             checked = Checked(training, loss_of, accumulation, self._samples, is_long, self._say, may_count)
@@ -104,7 +103,7 @@ class Passes:
             count_window(accumulation, self, batch, training.sync, training.snapshotter)
 
     def _parts(self, batch: Any, ends_window: bool, is_shadow: bool) -> Iterator[Part]:
-        plan, overlaps = self._accumulation.plan, not self.policy.finishes_after_backward
+        plan, overlaps = self._accumulation.plan, not self._session.finishes_after_backward
         own, parts, part = 1 if plan is None else len(plan.pieces), iter([batch] if plan is None else plan), None
         rounds = self._session.rounds(own)
         for position in range(rounds):
@@ -177,5 +176,9 @@ class LoopMessages(AbstractContextManager[Any]):
 
     @override
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.adapt(error)
+
+    def adapt(self, error: BaseException | None) -> None:
+        """Adapt the message of an error of this package."""
         if isinstance(error, AccumulationError):  # errors of the user's code are not changed
             error.args = tuple(self(word) if isinstance(word, str) else word for word in error.args)

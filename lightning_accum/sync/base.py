@@ -17,6 +17,7 @@ from lightning_accum.weighing.safeguards import gradients_of_zero
 
 SyncPolicy: TypeAlias = Literal["window", "micro_batch", "shard"]
 """When gradients are reduced over the ranks; ``"shard"`` only by FSDP2."""
+NOTHING_AROUND = nullcontext()
 
 
 class GradientSync:
@@ -35,7 +36,7 @@ class GradientSync:
 
     def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         """The context of a micro-batch that is not the last of its window, without reduction."""
-        return nullcontext()
+        return NOTHING_AROUND
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``step``, a forward with a loss, inside the engine's preparation of the reduction."""

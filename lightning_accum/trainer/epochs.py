@@ -101,7 +101,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         manual, fetcher = self.strategy.manual, self.trainer.fit_loop._data_fetcher
         if manual is not None and manual.ranks.size > 1 and fetcher is not None and fetcher.length is None:
             check_batches(manual.ranks, not self._num_ready_batches_reached())
-        boundary.begin(self.window_size())
+        boundary.begin(self.window_size)
         if seen < boundary.ends_at and self._is_cut_by_the_end(boundary):
             boundary.cut_short(seen)
         return seen, seen >= boundary.ends_at
