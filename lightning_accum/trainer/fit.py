@@ -28,6 +28,8 @@ from lightning_accum.trainer.seams import subclass_of
 from lightning_accum.trainer.uneven import WindowFetcher
 from lightning_accum.undo import replacing
 
+_TRAINING = pl.trainer.states.RunningStage.TRAINING
+
 
 class AccumulatingFitLoop(_FitLoop):
     """Ends the last window with the training, and gives an epoch the length of the longest loader over the ranks."""
@@ -129,6 +131,11 @@ def validating_every(steps: int, trainer: pl.Trainer) -> AbstractContextManager[
 
 class AccumulatingTrainer(pl.Trainer):
     """``estimated_stepping_batches`` is the number of optimizer steps that will happen."""
+
+    training = property(
+        lambda self: self.state.stage is _TRAINING or self.state.stage == _TRAINING,  # Lightning compares strings
+        pl.Trainer.training.fset,  # type: ignore[attr-defined]
+    )
 
     @property
     @override

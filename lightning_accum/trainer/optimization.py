@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,9 @@ from lightning_accum.looks import Checked
 from lightning_accum.micro_batch import Output
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.step import Outcome
+from lightning_accum.sync.base import NOTHING_AROUND
 from lightning_accum.trainer.dataset_rows import transferred
-from lightning_accum.trainer.engine import Engine
+from lightning_accum.trainer.engine import Engine, SilentProfiler
 from lightning_accum.trainer.first_batch import check_manual_batch, loss_unlogged, result_of, try_out, unlogged_step
 from lightning_accum.trainer.from_lightning import _AutomaticOptimization, _ManualOptimization, call, is_lightnings, pl
 from lightning_accum.trainer.results import collecting_logs, show_logs
@@ -36,7 +37,6 @@ from lightning_accum.weighing.counts import count_samples
 from lightning_accum.window_totals import ClosedWindow
 
 _NOTHING: dict[str, Any] = {}
-_NOTHING_AROUND = nullcontext()
 
 
 class WindowOptimization(_AutomaticOptimization):
@@ -68,7 +68,7 @@ class WindowOptimization(_AutomaticOptimization):
         attributes: dict[str, Any] = vars(self.trainer.lightning_module)  # setting an attribute of a Module takes microseconds
         before, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"  # as Lightning, for `self.log`
         try:
-            with torch.enable_grad(), _NOTHING_AROUND if strategy.offload is None else strategy.around_loader_batch(arguments):
+            with torch.enable_grad(), NOTHING_AROUND if strategy.offload is None else strategy.around_loader_batch(arguments):
                 (seen, ends_window), session, again = self._begin(arguments, accumulation), strategy.session, None
                 if arguments:
                     run = partial(session.run, self, arguments[0], seen, ends_window)
@@ -221,7 +221,7 @@ class WindowManualOptimization(_ManualOptimization):
         """Run ``training_step``, which calls the optimizers itself, on a loader batch."""
         strategy, manual, before = self.strategy, self.strategy.manual, self.optim_step_progress.total.completed
         batch = next(iter(kwargs.values()), None)
-        row_wise = nullcontext() if strategy.row_wise is None else strategy.row_wise.step(count_samples(batch))
+        row_wise = NOTHING_AROUND if strategy.row_wise is None else strategy.row_wise.step(count_samples(batch))
         with strategy.around_loader_batch(batch), row_wise:
             if manual is None:
                 outputs, closed, loader_batches = super().run(kwargs), list[ClosedWindow](), 1
@@ -275,21 +275,21 @@ def call_window_hooks(trainer: pl.Trainer, window: ClosedWindow) -> None:
 # compares the hooks with the functions that Lightning shipped.
 _AROUND_A_STEP = ShippedHooks(
     {
-        pl.Callback: AROUND_BACKWARD,
         pl.LightningModule: (*AROUND_BACKWARD, "backward"),
-        pl.strategies.Strategy: ("training_step", "post_training_step", "pre_backward", "post_backward"),
+        Engine: ("training_step", "post_training_step", "pre_backward", "backward", "post_backward"),
         pl.plugins.Precision: ("train_step_context", "forward_context", "pre_backward", "backward", "post_backward"),
+        pl.Callback: AROUND_BACKWARD,
     }
 )
 """The functions inside Lightning's calls of ``training_step`` and backward. ``Strategy.backward`` is this package's own."""
-_LIGHTNINGS_BACKWARD, _OWN_BACKWARD = pl.strategies.Strategy.backward, Engine.backward
+_LIGHTNINGS_BACKWARD = pl.strategies.Strategy.backward
 
 
 def _is_silent(trainer: Any, strategy: Engine) -> bool:
     """Whether no hooks run around ``training_step`` and backward of the current loader batch."""
     is_theirs = getattr(super(Engine, strategy).backward, "__func__", None) is _LIGHTNINGS_BACKWARD
-    is_ours = type(strategy).backward is _OWN_BACKWARD and "backward" not in vars(strategy)
-    is_plain = not strategy.watch.is_close and strategy.gradient_reads is None and strategy.model is trainer.lightning_module
-    if not (is_theirs and is_ours and is_plain and type(trainer.profiler) is pl.profilers.PassThroughProfiler):
+    module = strategy.lightning_module
+    is_plain = is_theirs and not strategy.watch.is_close and strategy.gradient_reads is None and strategy.model is module
+    if not (is_plain and isinstance(trainer.profiler, SilentProfiler)):
         return False
-    return _AROUND_A_STEP.are_kept_by(*trainer.callbacks, trainer.lightning_module, strategy, trainer.precision_plugin)
+    return _AROUND_A_STEP.are_kept_by(module, strategy, strategy.precision_plugin, *trainer.callbacks)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
+from itertools import chain, repeat
 from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -85,19 +86,14 @@ class ShippedHooks:
     """Hooks of Lightning's classes, as they were when this package was imported: others may patch the classes themselves."""
 
     def __init__(self, names: Mapping[type, Sequence[str]]) -> None:
-        self._hooks = [(kind, own, of := attrgetter(*own), of(kind)) for kind, own in names.items()]
+        self._hooks = [(own, of := attrgetter(*own), of(kind)) for kind, own in names.items()]
         modules = [hook.__globals__["__name__"] for *_, hooks in self._hooks for hook in hooks]
         self._are_lightnings = all(name.startswith((*LIBRARIES, "contextlib")) for name in modules)  # none was patched before
 
     def are_kept_by(self, *owners: object) -> bool:
-        """Whether these objects, each of one of the classes, override none of them."""
-        for owner in owners:
-            for kind, names, of, shipped in self._hooks:
-                if isinstance(owner, kind):
-                    if of(type(owner)) == shipped and vars(owner).keys().isdisjoint(names):
-                        break
-                    return False
-            else:
+        """Whether these objects, one of each class in their order, and any number of the last, override none of them."""
+        for owner, (names, of, shipped) in zip(owners, chain(self._hooks, repeat(self._hooks[-1])), strict=False):
+            if of(type(owner)) != shipped or not vars(owner).keys().isdisjoint(names):
                 return False
         return self._are_lightnings
 
@@ -202,6 +198,7 @@ LIGHTNING = tuple(
 trainer.trainer.Trainer
     _run | begins and ends a fit | 4156b686
     estimated_stepping_batches | is the number of windows | 781d79c6
+    training | compares no strings | cddd33f0
 strategies.strategy.Strategy
     connect | begins the fit: specialises the loops | 1e0e2ace
     setup_environment | creates the ranks | 6756a146
@@ -263,6 +260,8 @@ trainer.connectors.logger_connector.result._ResultCollection
     update_metrics | gives the logs of a shadow batch no weight | 0120c270
 trainer.connectors.signal_connector._SignalConnector
     _sigterm_notifier_fn | defers SIGTERM until all ranks know | b1525db4
+profilers.profiler.Profiler
+    profile | makes no generator that measures nothing | 5750799d
 trainer.call
     _call_lightning_module_hook _call_strategy_hook | call hooks with Lightning's set-up | 71767112 967314ae
 core.module.LightningModule

@@ -23,7 +23,7 @@ from lightning_accum.session import Session
 from lightning_accum.splitting.plan import MicroBatchSizes, Splitting
 from lightning_accum.trainer import seams
 from lightning_accum.trainer.callback import GradientAccumulation
-from lightning_accum.trainer.engine import Engine
+from lightning_accum.trainer.engine import Engine, SilentProfiler
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop
 from lightning_accum.trainer.first_batch import unlogged_step
 from lightning_accum.trainer.fit import AccumulatingFitLoop, AccumulatingTrainer, validating_every
@@ -107,8 +107,11 @@ class AccumulationMixin(Engine):
         plugin, kinds = self.precision_plugin, (pl.plugins.Precision, pl.plugins.FSDPPrecision)
         has_lightnings_clipping = any(is_lightnings(plugin, "clip_grad_by_norm", kind) for kind in kinds)
         clip = partial(self._clip_by_norm, plugin.clip_grad_by_norm)
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set by a connector
+        is_unmeasured = type(profiler) is pl.profilers.PassThroughProfiler
         with (
             specialised(trainer, AccumulatingTrainer, is_users_first=True),
+            specialised(profiler, SilentProfiler) if is_unmeasured else nullcontext(),
             specialised(trainer._data_connector, NonPaddingSampling),
             specialised(signals, DeferredSigterm),
             specialised(trainer._logger_connector, WindowRows, pending={}, in_bar={}),
