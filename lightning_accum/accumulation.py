@@ -153,21 +153,20 @@ class Accumulation(Windows):
         if is_left:
             self.closed = ClosedWindow.alone(on_host(loss), 1.0 if contribution.weight is None else contribution.weight)
             return Weighed(self.closed.weight, is_weightless=False)
-        is_other = self.later.is_new_graph(is_first_window=self.closed is None) and self.check.is_checked
-        if not self.check.batches_left:
-            doubt: Denominator = 0.0
+        check, counted = self.check, self.window.counted
+        is_other = self.later.is_new_graph(is_first_window=self.closed is None) and check.is_checked
+        if not check.batches_left:
             # else it was noted when it was counted
-            if is_other or (counted := self.window.counted) is None or not counted.is_agreed or counted.is_listed:
-                doubt = self.later.note(micro_batch.batch, contribution, is_other)
-            if self.check.is_checked and self.splitting is None and self.later.note_lengths(micro_batch.batch):
-                doubt = 1.0
-            self.window.note_doubt(doubt)
-        if self.window.counted is not None and contribution.of_terms is None and self._unread is None:
+            if is_other or counted is None or not counted.is_agreed or counted.is_listed:
+                self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_other))
+            if self.splitting is None and check.is_checked and self.later.note_lengths(micro_batch.batch):
+                self.window.note_doubt(1.0)
+        if counted is not None and contribution.of_terms is None and self._unread is None:
             contribution = contribution._replace(weight=None, of_terms={})
         if contribution.of_terms is not None:
             return self._add_terms(loss, contribution, reading.terms, micro_batch)
         weight = contribution.weight
-        if self.check.has_joint_loss and weight is None:
+        if weight is None and check.has_joint_loss:
             raise ArgumentError(
                 "The loss gathers the rows of all ranks, and is a sum: it may be the same on all ranks, or the sum of the rank's "
                 'own rows. Pass GradientAccumulation(weight="equal") for the mean over the ranks, as in DistributedDataParallel; '

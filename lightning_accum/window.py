@@ -85,7 +85,7 @@ class Window:
         Returns:
             The ``gradient`` of the backward, with the loss's type and shape; None for 1, as for a loss that is a sum.
         """
-        shape, own = loss.shape, _number(loss)
+        own = _number(loss)
         added = own if contribution.of_mean is None else contribution.of_mean.mean
         self._take_in(Entry(own, added if shares is None else _number(shares), contribution))
         weight = contribution.weight
@@ -93,8 +93,8 @@ class Window:
         if weight is None or (not isinstance(weight, Tensor) and weight == weight_scale):
             return None
         if isinstance(weight, Tensor):
-            return (weight / weight_scale).to(loss.dtype).reshape(shape)
-        return torch.full(shape, weight / weight_scale, dtype=loss.dtype, device=loss.device)
+            return (weight / weight_scale).to(loss.dtype).reshape(loss.shape)
+        return torch.full(loss.shape, weight / weight_scale, dtype=loss.dtype, device=loss.device)
 
     def _take_in(self, entry: Entry) -> None:
         of_mean = entry.contribution.of_mean

@@ -100,8 +100,9 @@ class BatchLog:
 
     def take(self, loss: Tensor | None, weighed: Weighed, rows: int) -> Mapping[Key, Logged]:
         """The logs of the micro-batch that has run. A value logged without its graph, ``loss.detach()``, gets the loss's weight."""
-        logged, without_size = self._logged, Weighed(rows if weighed.weight is None else weighed.weight)
+        logged = self._logged
         for key, own in logged.items():
+            without_size = Weighed(rows if weighed.weight is None else weighed.weight)
             value = own.may_be_loss
             if value is not None and loss is not None and value.numel() == 1 and value.data_ptr() == loss.data_ptr():
                 logged[key] = own._replace(weighed=weighed, may_be_loss=None)

@@ -35,14 +35,13 @@ class Part:
     size: int | None = None  # the size of dimension 0 of a tensor, or the length of a list
     problem: str = ""  # why it cannot be split
     parts: list[Part] = field(default_factory=list)
+    is_tensor: bool = field(init=False)
     is_cut: bool = False  # a micro-batch gets its own slice or copy of it
     kind: str = "shared"
     """``rows``: a tensor or a list with one entry for each; a ``container`` of other parts; or ``shared`` by all rows."""
 
-    @property
-    def is_tensor(self) -> bool:
-        """Whether it is a tensor."""
-        return isinstance(self.value, Tensor)
+    def __post_init__(self) -> None:
+        self.is_tensor = isinstance(self.value, Tensor)
 
     @property
     def is_list(self) -> bool:

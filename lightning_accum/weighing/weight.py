@@ -91,7 +91,7 @@ class Weigher:
         node: Node = loss.grad_fn
         if node is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without a graph, backward raises an error
             return Contribution(0.0 if loss.requires_grad else 1.0), _UNREAD
-        is_plain = self._plain is not None and not self.known.counts_first and type(node) is self._plain[0]
+        is_plain = self._plain is not None and type(node) is self._plain[0]
         if is_plain and node._saved_reduction == MEAN_REDUCTION:
             return self._read_plain(node), _UNREAD
         reading = self._read(loss)
@@ -146,8 +146,7 @@ class Weigher:
         """The contribution of a plain mean criterion, like the first loss."""
         assert self._plain is not None
         _, count_of, first = self._plain
-        weight = count_of(node)
-        weight = weight.item() if isinstance(weight, Tensor) and weight.is_cpu else weight
+        weight = on_host(count_of(node))
         return first if not isinstance(weight, Tensor) and weight == first.weight else first._replace(weight=weight)
 
     def _weigh(self, reading: Reading, loss: Tensor, batch: Any, rows: int | None) -> Contribution:
