@@ -34,7 +34,7 @@ class LoaderBatch(NamedTuple):
 
 @dataclass(eq=False)
 class Ranks:
-    """The ranks of a training, and those among them whose gradients are averaged."""
+    """The ranks of a training, and those among them whose gradients are averaged. ``rank`` counts all, like ``world_size``."""
 
     device: torch.device  # of this rank
     size: int = 1  # ranks whose gradients are averaged

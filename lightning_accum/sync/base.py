@@ -55,7 +55,7 @@ class GradientSync:
         """Called after a backward, perhaps the last of a window."""
 
     def reduce_accumulated(self) -> None:
-        """Reduce the gradients accumulated without reduction. Called on all ranks."""
+        """Average the gradients of a window that ended without a micro-batch known as its last. Called on all ranks."""
 
     def without_weight(self, loss: Tensor, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """The context of the backward of a loss without weight."""
@@ -71,7 +71,7 @@ class GradientSync:
         """Called after the gradients of an unfinished window were restored."""
 
     def end_window(self) -> None:
-        """Called on all ranks at the end of a window, before its gradients are scaled; they are reduced here at the latest."""
+        """Called on all ranks at the end of a window, before its gradients are scaled; they are averaged here at the latest."""
 
     def accumulated(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """The gradients of these parameters that are not reduced yet."""
