@@ -15,7 +15,7 @@ from lightning_accum.errors import NothingSmallerError, UnsplittableBatchError
 from lightning_accum.policy import Policy, Split, Tokens
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.rows import Layout
-from lightning_accum.splitting.trimming import Lengths, Trimming, cut_where_lengths_fall, kept_columns, read_lengths
+from lightning_accum.splitting.trimming import Lengths, Trimming, kept_columns, read_lengths
 from lightning_accum.step import Trained
 from lightning_accum.trial import Step
 from lightning_accum.weighing.counts import count_samples, name_of, tensors_of
@@ -186,8 +186,6 @@ class Splitting:
             widest = widths[order[done]]
             groups.append(order[done : done + self._room(widest, costs[widest], layout.size - done)])
             done += len(groups[-1])
-        if lengths and isinstance(self._size, int):
-            groups = cut_where_lengths_fall(groups, widths)
         is_sorted = bool(lengths) and len(groups) > 1
         pieces, stops = list[RowSlice](), accumulate(map(len, groups))
         for rows, stop in zip(groups, stops, strict=True):

@@ -46,23 +46,6 @@ def kept_columns(rows: Sequence[int], lengths: Iterable[Lengths]) -> dict[int, s
     return {columns: slice(number) for columns, number in needed.items() if number < columns}
 
 
-def cut_where_lengths_fall(groups: list[list[int]], widths: Sequence[int]) -> list[list[int]]:
-    """Split a micro-batch in two if this saves padding of at least half an average micro-batch."""
-    least = sum(len(rows) * widths[rows[0]] for rows in groups) / len(groups) / 2
-    cut: list[list[int]] = []
-    waiting = groups[::-1]
-    while waiting:
-        rows = waiting.pop()
-        # the savings if this many of the longest rows are separated
-        saved = [(len(rows) - first) * (widths[rows[0]] - widths[rows[first]]) for first in range(len(rows))]
-        first = saved.index(max(saved))
-        if saved[first] < least:
-            cut.append(rows)
-        else:
-            waiting += [rows[first:], rows[:first]]
-    return cut
-
-
 def read_lengths(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[int, Lengths]:
     """Read where the rows of a batch end.
 

@@ -20,7 +20,7 @@ from lightning_accum.verification.step import Change, Step, StepRunner, Tensors
 
 _SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6  # running averages may be in float32 in any precision
 _SMALLEST_SHARE = 1e-2
-"""Relative to the gradient's typical size: smaller gradients are compared with this size.
+"""Relative to the whole gradient: smaller gradients are compared with this size.
 
 The gradient of a key's bias in attention is 0 up to rounding, so its relative error would be 1."""
 
@@ -219,13 +219,12 @@ class Difference(NamedTuple):
 
     @classmethod
     def between(cls, found: Mapping[str, Tensor | None], expected: Tensors) -> Difference:
-        """Measure. A missing tensor, or one of another shape, differs infinitely; a tiny one is compared with the typical size."""
+        """Measure. A missing tensor, or one of another shape, differs infinitely; a tiny one is compared with a share of all."""
         distances = {name: _distance(found.get(name), tensor) for name, tensor in expected.items()}
         sizes = {name: _norm(tensor) for name, tensor in expected.items()}
-        size, elements = math.hypot(*sizes.values()), sum(tensor.numel() for tensor in expected.values())
-        typical = _SMALLEST_SHARE * size / math.sqrt(max(1, elements))
-        least = {name: max(sizes[name], typical * math.sqrt(tensor.numel())) for name, tensor in expected.items()}
-        return cls(_ratio(math.hypot(*distances.values()), size), {name: _ratio(distances[name], least[name]) for name in least})
+        size = math.hypot(*sizes.values())
+        by_name = {name: _ratio(distances[name], max(own, _SMALLEST_SHARE * size)) for name, own in sizes.items()}
+        return cls(_ratio(math.hypot(*distances.values()), size), by_name)
 
 
 def differing(found: Tensors, expected: Tensors, most: float) -> dict[str, float]:

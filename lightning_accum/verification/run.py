@@ -48,7 +48,7 @@ class Report:
         losses: the loss of the full batch, and the loss of the window.
         tolerance: the largest relative difference at which the steps count as equal.
         parameters: the relative difference of each parameter's gradient by its name, the largest first. A tiny gradient is compared
-            with a hundredth of the typical size.
+            with a hundredth of the whole.
         weight: the weight of each micro-batch, in words.
         breaks: the causes of a difference; if empty, the window takes the step of the full batch.
         notes: further information: dropout that was switched off, padding, warnings of the run.

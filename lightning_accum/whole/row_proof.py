@@ -8,7 +8,6 @@ layers before it.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
@@ -100,7 +99,7 @@ class _Proof:
     row_wise: RowWise
     take: Callable[[Any], Any]  # returns a batch of some rows
     number: int  # the number of rows, on the rank with the fewest
-    kinds: dict[int, set[Hashable]] = field(default_factory=lambda: defaultdict(set))  # the kinds of calls, by number of rows
+    kinds: set[Hashable] = field(default_factory=set)  # the kinds of calls
 
     def run(self, trial: Trial) -> set[Hashable]:
         """Compare with perturbed and original parameters, and raise if a gradient differs. Returns the kinds of calls."""
@@ -110,11 +109,10 @@ class _Proof:
                 has_evidence |= trial.in_widest_type(self._look, partial(self.take, range(min(MOST_ROWS, self.number))))
         if not trial.largest(float(has_evidence)):
             raise UnsuitableRowsError("the first rows have no gradient")
-        return set[Hashable]().union(*self.kinds.values())
+        return self.kinds
 
     def _look(self, trial: Trial) -> bool:
         """Returns whether there was something to compare."""
-        wrong: tuple[Deviation, int] | None = None
         size = self.row_wise.size
         with trial.held():
             for number in [few for few in (7, 6, 5, 3, 2) if few <= self.number]:  # memory may run out
@@ -124,12 +122,8 @@ class _Proof:
                     if number == 2:
                         raise
                     continue
-                if (is_wrong := self._is_wrong(trial, found)) and wrong is None:
-                    wrong = found, number
-                    if number > 2:  # an argument without rows may have this size by chance
-                        continue
-                if wrong is not None and (is_wrong or trial.largest(float(self.kinds[number] == self.kinds[wrong[1]]))):
-                    self._refuse(trial, *wrong)
+                if self._is_wrong(trial, found):
+                    self._refuse(trial, found, number)
                 break
             of_training = min(self.number, size) if isinstance(size, int) and self.row_wise.largest is None else 0
             if of_training > number:  # few rows may hide a dependence on the batch size
@@ -163,7 +157,7 @@ class _Proof:
 
             found = trial.measure(batch, None, range(number), number)
             trial.together(row_wise.end_backward)
-        self.kinds[number] |= row_wise.kinds
+        self.kinds |= row_wise.kinds
         return found
 
     def _deviation(self, trial: Trial, whole: Measured, part: Measured) -> Deviation:
@@ -181,22 +175,14 @@ class _Proof:
         one, other = (self._measure(trial, names, None, number, _draws_of_rows(trial)) for _ in range(2))
         if self._is_wrong(trial, self._deviation(trial, one, other)):
             raise CannotCheckError("training_step has a different gradient for the same rows each time")
-        first = next((name for name in names if self._is_wrong(trial, self._compare(trial, [name], number))), names[0])
-        name = first if self.row_wise.largest is not None else self._innermost(trial, first, number)
+        name = next((name for name in names if self._is_wrong(trial, self._compare(trial, [name], number))), names[0])
         kind = type(self.row_wise.module.get_submodule(name)).__name__
         seen = found.seen if found.size == math.inf else f"relative error of {found.seen}: {found.size:.2g}"
         raise RowWiseError(
-            f"row_wise={first!r}: with {name} ({kind}) in micro-batches the step of some rows is not the step of all together"
-            f" ({seen}). Its outputs or gradients for a row depend on other rows; or the loss reads an attribute or a hook, which"
-            f" holds one micro-batch only: have {first!r} return this value, with one entry a row. {HINT}"
+            f"row_wise={name!r}: with it ({kind}) in micro-batches the step of some rows is not the step of all together ({seen})."
+            f" Its outputs or gradients for a row depend on other rows; or the loss reads an attribute or a hook, which holds one"
+            f" micro-batch only: have {name!r} return this value, with one entry a row. {HINT}"
         )
-
-    def _innermost(self, trial: Trial, name: str, number: int) -> str:
-        for child, _ in self.row_wise.module.get_submodule(name).named_children():
-            with suppress(RowWiseError):
-                if self._is_wrong(trial, self._compare(trial, [f"{name}.{child}"], number)):
-                    return self._innermost(trial, f"{name}.{child}", number)
-        return name
 
 
 def _draws_of_rows(trial: Trial) -> NoiseOfCall:

@@ -362,7 +362,7 @@ def with_gradient(hidden: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return hidden
 
 
-NAMED = {"BatchNorm": "net.a.3", "attention over the batch": "net.a.3"}
+NAMED = {"BatchNorm": "net.a.3"}
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module]]] = {
     "exchanged parameters": (lambda net, x:
         spread(torch.func.functional_call(net.a, {n: p * 2 for n, p in net.a.named_parameters()}, x)), mlp),
