@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from time import monotonic
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
@@ -46,10 +46,7 @@ class DatasetRows(FewRows):
         self._drawn = self._undo.take(watches_parameters=False)
         try:
             with self._drawn:
-                memo = _Copied(_bytes_of(loader.dataset))
-                self._samples = _samples_of(deepcopy(loader.dataset, memo), max(MOST_ROWS, min(of_batch, _MOST_SAMPLES)))
-        except CannotCheckError:
-            raise
+                self._samples = _samples_of(_copied(loader.dataset), max(MOST_ROWS, min(of_batch, _MOST_SAMPLES)))
         except Exception as error:
             raise CannotCheckError(f"drawing samples raises {type(error).__name__}: {error}") from error
         self.number = self.of_batch = self.at_once = len(self._samples)
@@ -76,31 +73,12 @@ class DatasetRows(FewRows):
 _MOST_SAMPLES, _SECONDS = 256, 5.0
 
 
-class _Copied(dict[int, Any]):
-    """The copied parts of a dataset, by id, up to a limit of time."""
-
-    def __init__(self, size: int) -> None:
-        self._size = 0
-        self._take(size)
-
-    @override
-    def __setitem__(self, place: int, copied: Any) -> None:
-        self._take(_BYTES_OF_OBJECT)
-        super().__setitem__(place, copied)
-
-    def _take(self, size: int) -> None:
-        self._size += size
-        if self._size > _MOST_BYTES:
-            raise CannotCheckError("the dataset is too large to be copied")
-
-
-_MOST_BYTES, _BYTES_OF_OBJECT = 2**30, 1000  # copying an object takes as long as copying this many bytes
-
-
-def _bytes_of(dataset: Any) -> int:
-    """The bytes of tensors and arrays in its attributes, and in nested datasets."""
-    leaves = tree_leaves({**vars(dataset)}) if hasattr(dataset, "__dict__") else []
-    return sum(_bytes_of(leaf) if isinstance(leaf, Dataset) else int(getattr(leaf, "nbytes", 0)) for leaf in leaves)
+def _copied(dataset: Any) -> Any:
+    """A copy with its own containers and inner datasets, so that a file opened to draw a sample stays closed in the original."""
+    copied = copy(dataset)
+    if hasattr(dataset, "__dict__"):
+        vars(copied).update(tree_map(lambda held: _copied(held) if isinstance(held, Dataset) else held, {**vars(dataset)}))
+    return copied
 
 
 def _samples_of(dataset: Any, number: int) -> list[Any]:
