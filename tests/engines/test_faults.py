@@ -258,9 +258,7 @@ RAISES: dict[str, tuple[Fault, dict[str, Any]]] = {
     "rank 1 in a window": (Fault("raises", {1: 6}), {}),
     "rank 1 in setup": (Fault("raises", {1: 0}, "setup"), {}),
     "rank 0 in configure_optimizers": (Fault("raises", {0: 0}, "configure_optimizers"), {}),
-    "rank 1 in configure_optimizers": (Fault("raises", {1: 0}, "configure_optimizers"), {}),
     "rank 1 in validation": (Fault("raises", {1: 1}, "validation_step"), {**VALIDATING, "val_check_interval": 6}),
-    "rank 0 in its loader": (Fault("raises", {0: 6}, "load"), {}),
     "rank 1 in its loader": (Fault("raises", {1: 6}, "load"), {}),
     "rank 1 in its loader of unknown length": (Fault("raises", {1: 6}, "load"), UNSIZED),
     "rank 1 in a worker, unknown length": (Fault("raises", {1: 6}, "load"), {"loader": {"options": WORKER, "is_sized": False}}),
@@ -275,10 +273,6 @@ def test_rank_that_raises_ends_all_and_its_error_is_seen(strategy: str, case: st
     end = ranks(partial(train, strategy, fault, **kwargs))
     assert_failed(end, next(iter(fault.at)))
     assert end.all("step") == (1 if list(fault.at.values()) == [6] or "validation" in case else 0)
-
-
-def test_rank_that_raises_ends_all_of_three() -> None:
-    assert_failed(ranks(partial(train, "ddp", Fault("raises", {2: 2}), devices=3), world_size=3), 2)
 
 
 @pytest.mark.some_cases(2, 1)
@@ -326,21 +320,15 @@ SPLIT = {"callbacks": [GradientAccumulation(WINDOW, micro_batch=1)], "accumulate
 ENDS: dict[str, tuple[Fault, int, dict[str, Any]]] = {
     "rank 0": (told(rank0=5), 2, {}),
     "rank 1": (told(rank1=5), 2, {}),
-    "both": (told(rank0=5, rank1=5), 2, {}),
-    "rank 0, unknown length": (told(rank0=5), 1, UNSIZED),
     "rank 1, unknown length": (told(rank1=5), 1, UNSIZED),
-    "both, unknown length": (told(rank0=5, rank1=5), 1, UNSIZED),
-    "the last batch of the window": (told(rank0=3, rank1=2), 1, {}),
     "both ends of a window": (told(rank0=7, rank1=4), 2, {}),
     "the last window": (told(rank1=10), 3, {}),
     "after the weights were sent": (told("optimizer_step", rank0=0, rank1=0), 2, {}),
     "a rank that ran out": (told(rank1=6), 2, {"by_rank": [BATCHES[0], BATCHES[1][:5]]}),
     "rank 1 between micro-batches": (told(rank1=5), 2, SPLIT),
     "workers": (ALL_PROCESSES, 2, {"loader": {"options": IGNORED}}),
-    "workers, unknown length": (ALL_PROCESSES, 1, {"loader": {"options": IGNORED, "is_sized": False}}),
     "validation between windows": (told("validation_step", rank1=1), 2, {**VALIDATING, "val_check_interval": 4}),
     "validation in a window": (told("validation_step", rank1=1), 2, {**VALIDATING, "val_check_interval": 6}),
-    "validation, both": (told("validation_step", rank0=1, rank1=1), 2, {**VALIDATING, "val_check_interval": 6}),
     "before validation in a window": (told(rank1=1), 1, {**VALIDATING, "val_check_interval": 2}),
     "the sanity check": (told("validation_step", rank1=0), 0, {"limit_val_batches": 3}),
 }

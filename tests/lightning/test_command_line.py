@@ -60,10 +60,6 @@ def numel(batch: torch.Tensor) -> torch.Tensor:  # the user's own weight
     return torch.tensor(batch.numel())
 
 
-def numel_without_types(batch):  # as most functions in scripts are
-    return torch.tensor(batch.numel())
-
-
 def test_the_command_line_overrides_the_file_or_does_without_one() -> None:
     overrides = ["--trainer.callbacks.init_args.window=4", "--model.lr=0.5"]
     cli = LightningCLI(Numbers, args=["fit", "--config", config({"window": 2}), *overrides], save_config_callback=None)
@@ -79,22 +75,18 @@ def test_the_command_line_overrides_the_file_or_does_without_one() -> None:
 WEIGHED = [10 / 4, 18 / 3]
 ARGUMENTS: dict[str, tuple[dict[str, Any], list[float] | None]] = {
     "windows by epoch": ({"window": {0: 1, 1: 2}}, [1, 3, 5, 6.5, *WEIGHED]),
-    "windows by epoch, as text": ({"window": {"0": 1, "1": 2}}, [1, 3, 5, 6.5, *WEIGHED]),
     "a function": ({"window": "test_command_line.grows"}, [1, 14 / 4, 6.5, 28 / 7]),
     "windows of tokens": ({"window": {"class_path": "lightning_accum.Tokens", "init_args": {"count": 4}}}, WEIGHED * 2),
     "a function of tokens": ({"window": {"count": "test_command_line.tokens_grow"}}, [1, 14 / 4, 6.5, *WEIGHED]),
     # windows of 4 numbers that go on over the end of an epoch: 1, 2, 3, 4, then 5, 6, 7, 1, then 2, 3, 4, 5, and the rest
     "tokens in split batches": ({"window": {"count": 4}, "micro_batch": 2, "tail": "carry"}, [10 / 4, 19 / 4, 14 / 4, 6.5]),
     "equal weights": ({"window": 2, "weight": "equal"}, [(1 + 3) / 2, (5 + 6.5) / 2] * 2),
-    "micro-batches found by trying": ({"window": 2, "micro_batch": "auto", "log": False}, WEIGHED * 2),
     "micro-batches in tokens": (
         {"window": 2, "micro_batch": {"class_path": "lightning_accum.Tokens", "init_args": {"count": 2}}, "trim_padding": False},
         None,
     ),
     "a function that splits": ({"window": 2, "micro_batch": 2, "split": "test_command_line.halves"}, WEIGHED * 2),
     "a function with types weighs": ({"window": 2, "weight": "test_command_line.numel"}, WEIGHED * 2),
-    "a function without types weighs": ({"window": 2, "weight": "test_command_line.numel_without_types"}, WEIGHED * 2),
-    "samples": ({"window": 2, "weight": {"class_path": "lightning_accum.SampleCount"}}, WEIGHED * 2),
     "tokens": ({"weight": {"class_path": "lightning_accum.TokenCount", "init_args": {"key": "y", "shift": False}}}, None),
     "the type of the sums": ({"window": 2, "accumulate_dtype": "torch.float32"}, None),
     "tail and clock": ({"window": 3, "tail": "drop", "scheduler_counts": "micro_batches"}, [3, 3]),

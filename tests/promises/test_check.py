@@ -109,6 +109,7 @@ MISREAD: dict[str, tuple[Callable[..., Tensor], Callable[..., Any], int]] = {
 }
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("name", MISREAD)
 def test_what_looks_like_rows_and_is_none_is_known_by_samples_of_the_dataset(name: str) -> None:
     loss, collate, number = MISREAD[name]

@@ -418,37 +418,6 @@ def test_ranks_without_a_loss_and_with_less_data_take_part_in_the_steps_of_other
     assert on_two(train, find_unused_parameters=find_unused) == pytest.approx(2 * expected, rel=1e-12)
 
 
-def test_a_state_inside_a_window_holds_sparse_gradients_that_one_rank_lacks() -> None:
-    def train(fabric: Fabric) -> list[float]:
-        model, batches = nn.Embedding(4, 1, sparse=True, dtype=torch.float64), [torch.tensor([1, 2]), torch.tensor([2, 3])]
-        nn.init.zeros_(model.weight)
-        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 1.0))
-        accumulator = Accumulator(fabric, wrapped, optimizer, 2, log=False)
-        next(iter(accumulator(batches)))
-        accumulator.backward(None if fabric.global_rank else wrapped(batches[0]).mean())
-        accumulator.load_state_dict(fabric.broadcast(accumulator.state_dict()))
-        for batch in accumulator(batches, skip=1):
-            accumulator.backward(wrapped(batch).mean())
-            accumulator.step()
-        return model.weight.flatten().tolist()
-
-    assert on_two(train) == pytest.approx([0, -1 / 6, -3 / 6, -2 / 6], rel=1e-12)
-
-
-def test_sums_in_a_wider_type_send_no_buffers_in_a_forward_which_other_ranks_may_lack() -> None:
-    def train(fabric: Fabric) -> float:
-        model = scalar().bfloat16()
-        model.register_buffer("count", torch.zeros(2))
-        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 1.0))
-        accumulator = Accumulator(fabric, wrapped, optimizer, 2, accumulate_dtype=torch.float32, log=False)
-        for number, batch in enumerate(accumulator([column(1).bfloat16()] * 4)):
-            accumulator.backward(None if fabric.global_rank and number > 1 else wrapped(batch).mean())
-            accumulator.step()
-        return model.weight.item()
-
-    assert on_two(train) == -2
-
-
 def test_a_loader_that_fails_on_one_rank_ends_all() -> None:
     def train(fabric: Fabric) -> str:
         failing = ({0: column(1)}[number if fabric.global_rank else 0] for number in range(2))

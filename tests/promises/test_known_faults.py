@@ -89,6 +89,7 @@ FADED: dict[str, tuple[Any, Any]] = {  # what fades in and out, and what does no
 }
 
 
+@pytest.mark.some_cases(7)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 2}])
 @pytest.mark.parametrize("name", FADED)

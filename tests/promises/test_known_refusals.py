@@ -3,11 +3,9 @@
 Each says what should happen; an open one names the issue that mends it.
 """
 
-import gc
 import importlib
 import runpy
 import sys
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from known import case, classified, open_until, rows_of, scheduled
-from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
-from support import SaveAfter, Toy, ddp, error_of_updates, fit, labelled, loader, noted, warned
+from support import SaveAfter, Toy, error_of_updates, fit, labelled, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
@@ -67,13 +64,13 @@ def test_verify_finds_no_difference(module: Any, batches: Any, how: dict[str, in
     assert report, str(report)
 
 
-@pytest.mark.exhaustive
 def says_on_each_rank_whether_its_process_is_a_copy(net: nn.Module, batch: Any) -> Tensor:  # pickled for the ranks
     if torch.distributed.is_initialized():
         Path(f"rank{torch.distributed.get_rank()}").write_text(str(hasattr(sys, "verifies")))
     return classified(net, batch)
 
 
+@pytest.mark.exhaustive
 def test_verify_starts_its_ranks_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "verifies", True, raising=False)
     assert verify(Toy(says_on_each_rank_whether_its_process_is_a_copy), labelled(4, 4), window=1, devices=2)
@@ -253,19 +250,6 @@ def test_where_training_step_returns_none_momentum_goes_on_as_with_lightning() -
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 def test_on_train_batch_start_that_ends_an_epoch_between_windows_leaves_the_gradients_and_is_not_warned_of() -> None:
     assert [module.has_gradients for module in trained(EndsItsEpoch, accumulate_grad_batches=2)] == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("devices", "strategy", "weight"), [(1, lambda: "accum", [SampleCount(1), SampleCount(1)]), (2, ddp, "auto")]
-)
-def test_loaders_that_are_made_anew_in_each_epoch_are_let_go(devices: int, strategy: Any, weight: Any) -> None:
-    loaders, module = weakref.WeakSet(), Toy(lambda net, batch: classified(net, batch) + net(batch[0]).square().mean())
-    module.train_dataloader = lambda: (made := loader(labelled(4, 4)), loaders.add(made))[0]
-    notes, alive = noted("on_train_epoch_start", lambda trainer: (gc.collect(), len(loaders))[1])
-    saves = LambdaCallback(on_train_end=lambda trainer, module: torch.save(alive, f"alive{trainer.global_rank}.pt"))
-    arguments = {"devices": devices, "max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
-    fit(module, None, GradientAccumulation(2, weight=weight), notes, saves, strategy=strategy(), **arguments)
-    assert [torch.load(f"alive{rank}.pt") for rank in range(devices)] == [[1, 1, 1]] * devices
 
 
 def test_a_fit_over_ranks_leaves_the_launcher_as_it_was() -> None:

@@ -59,10 +59,6 @@ def written_views(x: Tensor) -> Tensor:
     y[3] = 0
     return y.t()[3:9].reshape(-1)[::2] * y.cos().flatten()[:240][::2]
 
-def attended(x: Tensor) -> Tensor:
-    heads = x.reshape(2, 20, 2, 10).transpose(1, 2)
-    return F.scaled_dot_product_attention(heads, heads.sin(), heads.cos(), is_causal=True)
-
 def penalty(x: Tensor) -> Tensor:
     (inner,) = torch.autograd.grad(layers(x).sum(), x, create_graph=True)
     return (inner.norm(dim=1) - 1) + layers(x).mean()
@@ -88,10 +84,6 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "complex numbers": lambda x: torch.fft.fft((z := torch.complex(x.sin(), x.cos()).conj()) * z.exp()).abs() * z.imag,
     "a sparse matrix": lambda x: torch.sparse.mm(torch.sparse_coo_tensor(torch.arange(40).repeat(2, 1), x[:, 0].sin()), x.cos()),
     "parts that are written one by one": lambda x: torch.stack([layers(part.sigmoid_()) for part in x.sin().unsafe_chunk(2)]),
-    "attention": attended,
-    "indices": lambda x: x.sin().gather(1, x.argsort(1)).topk(3).values + x.sort(1).values.cumsum(1).cumprod(1)[:, :3],
-    "strides": lambda x: x.tanh().as_strided((30, 5), (3, 2), 7).sin() * x.tanh().expand(2, -1, -1)[:, ::2, 1::3].sum(),
-    "many tensors in one call": lambda x: torch._foreach_mul([x.sin(), x.cos()], [2.0, 3.0])[1].exp(),
     "hooks of the user's own": users_hooks,
     "a small view of a large storage": lambda x: (x * 2)[:1, :1].sin(),
     "channels last": channels_last,

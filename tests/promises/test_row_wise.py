@@ -200,8 +200,8 @@ def in_other_modes(net: Any, x: Tensor) -> Tensor:
     net.a.train()
     return spread(frozen * evaluated)
 
-def in_a_checkpoint(net: Any, x: Tensor, use_reentrant: bool = False) -> Tensor:
-    return checkpoint(lambda x: encoded(net, x), net.stem(x), use_reentrant=use_reentrant) + encoded(net, x)
+def in_a_checkpoint(net: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: encoded(net, x), net.stem(x), use_reentrant=True) + encoded(net, x)
 
 # --- as others write them
 LENGTH, CLASSES = 6, 31
@@ -259,12 +259,6 @@ def critic_penalty(net: Any, x: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(net.a(x).sum(), x, create_graph=True)
     return gradient.norm()
 
-def embedding(**options: Any) -> nn.Module:
-    return nn.Sequential(nn.Embedding(CLASSES, 6, **options), nn.Flatten(), nn.Linear(6 * LENGTH, 6))
-
-def of_ids(net: Any, x: Tensor) -> Tensor:
-    return spread(net.a(texts(x)[0]) @ net.a[0].weight.T) + net.a[0].weight.square().sum()
-
 def keeps(what: Callable[[Any, Tensor], Any]) -> Callable[[], nn.Module]:  # leaves something in an attribute
 
     return of(lambda self, x: (z := self.net(x), setattr(self, "kept", what(self.net, z)))[0])
@@ -285,24 +279,15 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]] = {
     "outputs that are written into": (lambda net, x: spread(net.a(x).mul_(2).index_fill_(0, torch.tensor([0]), 0.0)), mlp),
     "rows in another dimension of an output": (over_time, lambda: nn.LSTM(5, 6, batch_first=True)),
     "a mask as large as the batch": (square_mask, TRANSFORMER),
-    "gradient checkpointing inside": (encoded, of(lambda self, x: checkpoint(self.net, x, use_reentrant=False))),
-    "layers that write into what they were given": (encoded, of(lambda self, x: self.net(x).add_(self.temperature).mul_(0.5))),
     "a weight that is used outside too": (shared, sharing),
     "outputs that share memory": (sharing_memory, of(pair)),
     "frozen, and in evaluation mode, for a call alone": (in_other_modes, lambda: mlp(nn.Dropout(0.5))),
-    "complex outputs": (lambda net, x: spread((z := net.a(x)).abs() + z.imag), of(lambda self, x: (self.net(x) * (1 + 2j)).conj())),
-    "a checkpoint around a call": (in_a_checkpoint, mlp),
-    "a reentrant checkpoint around a call": (partial(in_a_checkpoint, use_reentrant=True), mlp),
+    "a reentrant checkpoint around a call": (in_a_checkpoint, mlp),
     "a compiled submodule": (encoded, lambda: torch.compile(mlp(), backend="aot_eager")),
     "CLIP of transformers": (clip_step, clip_model),
     "packed sequences, padded to the batch": (packed, lambda: Packed(True)),
-    "weights tied to those of a head": (of_ids, embedding),
     "teachers without gradients, one by functional_call": (with_teachers, mlp),
     "a hook that normalises each row": (encoded, by_hook(lambda m: m.register_forward_hook(lambda *a: F.normalize(a[2])))),
-    "a hook that clips the gradient of all rows": (
-        encoded,
-        by_hook(lambda m: m[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))),
-    ),
     "a gradient penalty": (critic_penalty, mlp),
     "an attribute that is only looked at": (encoded, keeps(lambda net, z: z * 2)),
 }
@@ -381,7 +366,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module
     "an output for all rows that one row changes": (last_is_large, of(lambda self, x: (self.net(x), (x[:, 0] > 5).any()))),
     "an attribute that is set between calls": (lambda net, x:
         spread(net.a(x) * (setattr(net.a, "factor", 2.0) or net.a(x))), of(lambda self, x: self.net(x) * self.factor)),
-    "no rows": (lambda net, x: net.a(x[0, 0]).sum(), nn.Tanh),
     "an argument of an unknown class": (lambda net, x:
         spread(net.a(x, SimpleNamespace(hidden=torch.zeros(2)))), of(lambda self, x, kept: self.net(x))),
     "a cache of keys and values": (lambda net, x: spread(net.a(input_ids=texts(x)[0]).last_hidden_state.mean(1)), gpt_model),
@@ -401,7 +385,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module
         lambda: nn.Sequential(of(lambda self, x: with_gradient(self.net(x), lambda g: g - g.mean(0)))(), zeros())),
     "gradients that are normalised in a reentrant checkpoint": (encoded, of(lambda self, x: checkpoint(
         lambda x: self.net[2](with_gradient(self.net[0](x), lambda g: g / g.norm())), x.requires_grad_(), use_reentrant=True))),
-    "gradients by frequency": (lambda net, x: spread(net.a(texts(x)[0])), lambda: embedding(scale_grad_by_freq=True)),
     "gradients that a hook of a module normalises": (encoded,
         by_hook(lambda m: m[1].register_full_backward_hook(lambda module, given, of_output: (given[0] / given[0].norm(),)))),
 }  # fmt: skip

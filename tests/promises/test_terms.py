@@ -210,7 +210,7 @@ def test_terms_of_strangers(loss: Function, policy: str) -> None:
     assert_exact(loss, POLICIES[policy], BATCHES if loss is chosen_or_nothing else ALL_SOME)
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(0, 1)
 @pytest.mark.parametrize(("name", "policy"), [("nodes and edges", "windows"), (ABSENT[0], "split in 3")])
 def test_terms_of_a_compiled_network(name: str, policy: str) -> None:  # refused before
     class CompiledNetwork(OfTerms):
@@ -302,7 +302,7 @@ def twice(loss: Function) -> Function:  # 0.07 off, silently
     return lambda o, b, m: 2 * loss(o, b, m)
 
 
-@pytest.mark.some_cases(6)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("policy", [{"window": 4}, {"window": 4, "weight": COUNTS["some"]}, {"micro_batch": 2}])
 @pytest.mark.parametrize(
     "loss", [focal, lambda o, b, m: focal(o, b, m) + F.cross_entropy(o.classes, b.t), twice(focal), twice(focal_by_item)]
@@ -328,7 +328,7 @@ def test_each_term_has_a_small_constant_of_its_own(policy: str) -> None:  # 3e-6
     )
 
 
-@pytest.mark.some_cases(6)
+@pytest.mark.some_cases(4, 40)
 @pytest.mark.parametrize(("size", "window"), [(1, 4), (2, 2), (2, 4), (3, 2), (4, 2)])
 @pytest.mark.parametrize("name", [name for name in LOSSES if "heads, where" not in name])  # without a gradient for nothing
 def test_loader_batches_of_few_rows_are_checked_together_before_their_window(name: str, size: int, window: int) -> None:

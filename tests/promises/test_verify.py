@@ -137,21 +137,6 @@ def test_differences_are_those_of_the_known_answer() -> None:
     assert verify(Scalar(), iter(batches), window=2).gradient < 1e-15
 
 
-def test_hooks_that_change_batches_are_those_of_the_data_module() -> None:
-    class Scaled(pl.LightningDataModule):
-        def train_dataloader(self):
-            return DataLoader(TensorDataset(*points(24)), batch_size=8)
-
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            return batch[0] * 3, batch[1]
-
-    report, by_hand = verify(Classifier(), Scaled(), micro_batch=4), Classifier().double()
-    inputs, labels = next(iter(Scaled().train_dataloader()))
-    assert report
-    assert verify(Classifier(), Scaled(), window=2)
-    assert report.losses[0] == pytest.approx(F.cross_entropy(by_hand.net(inputs.double() * 3), labels).item(), rel=1e-7)
-
-
 def variational(self: Classifier, logits: Tensor, batch: Any, batch_idx: int) -> Tensor:
     noise = torch.distributions.Normal(torch.zeros_like(logits), 1.0).rsample()
     steps = torch.randint(0, 10, (len(logits),))
@@ -188,9 +173,7 @@ EQUAL: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "dropout": (lambda: Classifier(plain, nn.Dropout(0.5)), {}),
     "an optimizer that runs its closure several times": (lambda: Classifier(optimizer=torch.optim.LBFGS), {}),
     "an optimizer that wraps another": (lambda: Classifier(optimizer=lambda p: WrapsAnother(torch.optim.SGD(p, lr=0.1))), {}),
-    "parametrized": (lambda: Classifier(plain, nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), {}),
     "a loss that hides its sum": (lambda: Classifier(lambda m, y, b, i: Hide.apply(plain(m, y, b, i))), {}),
-    "a hook on a gradient": (lambda: changed(lambda net: net[0].weight.register_hook(lambda g: g * 2)), {}),
     "a sparse buffer": (lambda: changed(lambda net: net.register_buffer("graph", torch.eye(3).to_sparse())), {}),
     "layers that are made late": (Late, {}),
     "a loss of pairs, row-wise": (lambda: Classifier(contrastive), {"row_wise": "net"}),
@@ -338,6 +321,7 @@ LOADERS: dict[str, Any] = {
     "a loader without a length": lambda: DataLoader(Unsized([x(1), x(2, 3), x(4)]), batch_size=None),
     "an iterator": lambda: iter([x(1), x(2, 3), x(4)]),
     "a loader that yields None": lambda: loader([x(1), None, x(2, 3), x(4)]),
+    "a data module": lambda: pl.LightningDataModule.from_datasets(x(1, 2, 3, 4, 5), batch_size=2),
     "several loaders": lambda: {"a": loader([x(1), x(2)]), "b": loader([x(3), x(4)])},
     "a batch, which is cut": lambda: x(1, 2, 3, 4, 5, 6, 7),
 }
@@ -376,7 +360,6 @@ def test_batches_of_a_class_of_their_own_are_joined_and_split_by_functions() -> 
 BATCH, IN_TWOS = torch.randn(8, 32), {"micro_batch": 2}
 WRONG: dict[str, Any] = {
     "nothing to compare": (BoringModel, BATCH, {}, "micro_batch="),
-    "a window of one": (BoringModel, BATCH, {"window": 1}, ""),
     "a window of tokens": (BoringModel, BATCH, {"window": Tokens(8)}, "window"),
     "auto": (BoringModel, BATCH, {"micro_batch": "auto"}, "micro_batch"),
     "the whole batch": (BoringModel, BATCH, {"micro_batch": 8}, "micro_batch"),
@@ -392,7 +375,6 @@ WRONG: dict[str, Any] = {
     "no module": (lambda: nn.Linear(2, 2), BATCH, IN_TWOS, "LightningModule"),
     "no data": (pl.LightningModule, None, {"window": 2}, "data="),
     "an argument that does not exist": (BoringModel, BATCH, {**IN_TWOS, "wieght": "auto"}, "wieght"),
-    "an argument of the policy": (BoringModel, BATCH, {**IN_TWOS, "weight": "auo"}, "weight"),
     "a gradient that is not finite": (BoringModel, BATCH / 0, IN_TWOS, "finite"),
     "a weight that cannot be read": (of(lambda *y: plain(*y).sin()), points(), {**IN_TWOS, "check": False}, "weight"),
     "no loss": (of(lambda *_: None), points(), IN_TWOS, "training_step"),
@@ -433,15 +415,11 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("verify project:plain --data project:batch --window 2 --loss-of project:gone", 2, "gone"),
     ("verify project:Bad --data project:batch --window 2", 1, "batch_idx"),
     ("verify project:Good --data project:batch", 1, "micro_batch"),
-    ("verify project:Good --micro-batch 0", 2, "--micro-batch"),
     ("verify project:Gone --window 2", 2, "Gone"),
-    ("verify projekt:Good --window 2", 2, "projekt"),
-    ("verify pro-ject:Good --window 2", 2, "pro-ject"),
     ("verify project --window 2", 2, "module:name"),
     ("verify", 2, "MODULE"),
     ("demo --epochs 0", 2, "--epochs"),
     ("demo --epochs two", 2, "--epochs"),
-    ("demo --nonsense", 2, "--nonsense"),
     ("demo --help", 0, "demo"),
     ("--help", 0, "demo"),
     ("--version", 0, version("lightning-accum")),

@@ -194,14 +194,6 @@ WITH_HOLES = [
 ]  # fmt: skip
 
 
-@pytest.mark.some_cases(4, 6)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("engine", "options"), WITH_HOLES)
-def test_nothing_on_one_of_two_ranks(engine: str, options: dict[str, Any], kind: str) -> None:
-    """At a boundary, at a beginning, at a boundary, as the tail."""
-    assert_the_rest_is_the_window(engine, options, [(1, 1), (0, 2), (1, 5), (1, 6)], [kind])
-
-
 @pytest.mark.some_cases(2, 4)
 @pytest.mark.parametrize("micro_batch", [None, 1])
 @pytest.mark.parametrize(("engine", "options"), [*WITH_HOLES[:6], *WITH_HOLES[8:]])

@@ -3,12 +3,11 @@
 import copy
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from real_modules.expected import OFFLOAD, ONE
-from real_modules.table import Warned, dealt, padded, randint, real_module
+from real_modules.table import RealModule, Warned, dealt, padded, randint, real_module
 
 
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
@@ -28,11 +27,10 @@ def transition(generator: Generator) -> dict[str, Tensor]:
     }
 
 
-class Policy(LightningModule):
+class Policy(RealModule):
     """A policy and a value of states."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.actor, self.critic = mlp(4, 3), mlp(4, 1)
 
     def of_policy(self, log_p: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
@@ -76,8 +74,8 @@ def episode(generator: Generator) -> dict[str, Tensor]:
 class PaddedEpisodes(Policy):
     """The policy over steps in which it acts, values over all steps, and success over episodes."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.memory, self.success = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 1)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -92,11 +90,10 @@ class PaddedEpisodes(Policy):
 
 
 @real_module("DQN with prioritised replay", dealt(transition))
-class DoubleQ(LightningModule):
+class DoubleQ(RealModule):
     """Errors are weighted by rows, and the mean is over rows; the target is a copy of every second step's network."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.q = mlp(4, 3)
         self.target = copy.deepcopy(self.q).requires_grad_(False)
 
@@ -113,11 +110,10 @@ class DoubleQ(LightningModule):
 
 
 @real_module("returns scaled by running statistics", dealt(transition), windows=Warned("spread"), split=Warned("spread"))
-class RunningScale(LightningModule):
+class RunningScale(RealModule):
     """Rewards are divided by a running spread, which each step moves by what it has seen."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.critic = mlp(4, 1)
         self.register_buffer("spread", torch.ones(()))
 
@@ -128,11 +124,10 @@ class RunningScale(LightningModule):
 
 
 @real_module("soft actor-critic", dealt(transition), optimizers=(None,), windows=ONE, split=OFFLOAD)
-class SoftActorCritic(LightningModule):
+class SoftActorCritic(RealModule):
     """Three optimizers in manual optimization; the actor's loss uses the critic that has just stepped."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.automatic_optimization = False
         self.actor, self.critic, self.log_alpha = mlp(4, 2), mlp(5, 1), nn.Parameter(torch.tensor(-1.0))
 
@@ -167,11 +162,10 @@ class SoftActorCritic(LightningModule):
 
 
 @real_module("world model", dealt(episode), collate=padded())
-class WorldModel(LightningModule):
+class WorldModel(RealModule):
     """States over elements, divergences of at least 0.1 over steps, rewards where the policy acted, success over episodes."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.posterior, self.prior = nn.Linear(4, 3), nn.Linear(3, 3)
         self.decoder, self.reward, self.success = mlp(3, 4), nn.Linear(3, 1), nn.Linear(3, 1)
 

@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_accum import AccumulationError, TokenCount
 from real_modules.language import WORDS, answered
-from real_modules.table import Refused, dealt, padded, real_module
+from real_modules.table import RealModule, Refused, dealt, padded, real_module
 
 BATCHES, COLLATE = dealt(answered), padded({"labels": -100})
 
@@ -34,11 +33,10 @@ class FusedCrossEntropy(torch.autograd.Function):
         return gradient * of_hidden, gradient * of_weight, None
 
 
-class LanguageModel(LightningModule):
+class LanguageModel(RealModule):
     """What the rows below share."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.embedding, self.body, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, 6), nn.Linear(6, WORDS, bias=False)
 
     def hidden_and_labels(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -101,8 +99,8 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 @real_module("compiled loss", BATCHES, collate=COLLATE)
 class CompiledLoss(LanguageModel):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.criterion = torch.compile(token_loss, backend="aot_eager", dynamic=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

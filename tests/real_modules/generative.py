@@ -5,13 +5,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from scipy.optimize import linear_sum_assignment
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from real_modules.expected import OFFLOAD, ONE, by
-from real_modules.table import Warned, dealt, real_module
+from real_modules.table import RealModule, Warned, dealt, real_module
 
 
 def image(generator: Generator) -> dict[str, Tensor]:
@@ -30,11 +29,10 @@ def normal_log_density(x: Tensor, mean: Any = 0.0, log_variance: Any = 0.0) -> T
     return -0.5 * (math.log(2 * math.pi) + log_variance + (x - mean) ** 2 / log_variance.exp())
 
 
-class Autoencoder(LightningModule):
+class Autoencoder(RealModule):
     """What the variational ones share."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.encoder, self.decoder = mlp(10, 8, 6), mlp(3, 8, 10)
 
     def sample(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,8 +59,8 @@ class BetaAutoencoder(Autoencoder):
 class MissingValues(Autoencoder):
     """Reconstruction over what was seen, divergence over samples, with a learned scale of the noise and an annealed factor."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.log_scale = nn.Parameter(torch.tensor(0.1))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -76,8 +74,8 @@ class MissingValues(Autoencoder):
 class CountsItsSteps(Autoencoder):
     """The factor of the divergence grows with the calls of the step."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.seen_batches = 0
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -148,8 +146,8 @@ class ImportanceWeighted(Autoencoder):
 class VectorQuantized(Autoencoder):
     """The first forward places the codebook at means of what it sees."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.codebook, self.is_placed = nn.Embedding(3, 6), False
         self.decoder = mlp(6, 8, 10)
 
@@ -171,11 +169,10 @@ class VectorQuantized(Autoencoder):
         return F.mse_loss(decoded, batch["x"]) + F.mse_loss(code, z.detach()) + 0.25 * F.mse_loss(z, code.detach())
 
 
-class Adversaries(LightningModule):
+class Adversaries(RealModule):
     """A generator and a discriminator, which steps first or with it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.automatic_optimization = False
         self.generator, self.discriminator = mlp(5, 8, 10), mlp(10, 8, 1)
 
@@ -228,11 +225,10 @@ def noised(generator: Generator) -> dict[str, Tensor]:
     return {"x": torch.randn(6, generator=generator), "noise": torch.randn(6, generator=generator), "time": time}
 
 
-class OnPaths(LightningModule):
+class OnPaths(RealModule):
     """A network of points and times; what a step draws is the same in each training."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.net = mlp(7, 10, 6)
 
     def on_train_start(self) -> None:
@@ -314,11 +310,10 @@ def ray(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("NeRF, coarse and fine, with depths of some rays", dealt(ray))
-class RadianceField(LightningModule):
+class RadianceField(RealModule):
     """Colors of two renderings are means over rays, and the depth one over the rays that have it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.coarse, self.fine = mlp(3, 8, 4), mlp(3, 8, 4)
 
     def render(self, net: nn.Module, batch: dict[str, Tensor], at: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from torch import Generator, Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from real_modules.table import dealt, padded, randint, real_module
+from real_modules.table import RealModule, dealt, padded, randint, real_module
 
 WORDS = 11
 
@@ -30,9 +29,8 @@ def masked_pair(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("BERT pre-training", dealt(masked_pair), collate=padded({"labels": -100}))
-class MaskedLanguageModelWithSecondHead(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
+class MaskedLanguageModelWithSecondHead(RealModule):
+    def build(self) -> None:
         self.embedding, self.body = nn.Embedding(WORDS, 6), nn.Linear(6, 6)
         self.words, self.next = nn.Linear(6, WORDS), nn.Linear(6, 2)
 
@@ -49,11 +47,10 @@ def translated(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("sequence to sequence translation", dealt(translated), collate=padded())
-class TranslationWithLabelSmoothing(LightningModule):
+class TranslationWithLabelSmoothing(RealModule):
     """Attends to the source; 0 is padding in both."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.source, self.target = nn.Embedding(WORDS, 6, padding_idx=0), nn.Embedding(WORDS, 6, padding_idx=0)
         self.decoder, self.head = nn.GRU(6, 6, batch_first=True), nn.Linear(12, WORDS)
         self.criterion = nn.CrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
@@ -73,11 +70,10 @@ def spoken(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("text to speech over codes", dealt(spoken), collate=padded())
-class TextToSpeechWithTwoStreams(LightningModule):
+class TextToSpeechWithTwoStreams(RealModule):
     """Text tokens, code tokens and durations are means over numbers of their own."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.text, self.codes = nn.Embedding(WORDS, 6), nn.Embedding(7, 6)
         self.text_head, self.code_heads = nn.Linear(6, WORDS), nn.ModuleList([nn.Linear(12, 7), nn.Linear(12, 7)])
         self.duration = nn.Linear(6, 1)
@@ -106,11 +102,10 @@ def with_lengths(rows: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
 
 
 @real_module("speech recognition", dealt(uttered), collate=with_lengths)
-class ConnectionistTemporalClassification(LightningModule):
+class ConnectionistTemporalClassification(RealModule):
     """The criterion divides each row by its length and then by the number of rows."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -124,9 +119,8 @@ def of_a_speaker(generator: Generator) -> tuple[Tensor, Tensor]:
 
 
 @real_module("speaker verification", dealt(of_a_speaker))
-class SpeakerEmbeddingsWithAngularMargin(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
+class SpeakerEmbeddingsWithAngularMargin(RealModule):
+    def build(self) -> None:
         self.frames, self.embed, self.speakers = nn.Linear(4, 8), nn.Linear(16, 6), nn.Parameter(torch.randn(5, 6))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -149,9 +143,8 @@ def answered(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("instruction tuning", dealt(answered), collate=padded({"labels": -100}))
-class CausalLanguageModel(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
+class CausalLanguageModel(RealModule):
+    def build(self) -> None:
         self.embedding, self.body = nn.Embedding(WORDS, 6), nn.GRU(6, 6, batch_first=True)
         self.head = nn.Linear(6, WORDS, bias=False)
 
@@ -169,11 +162,10 @@ def preferred(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("preference optimization", dealt(preferred), collate=padded())
-class DirectPreferenceOptimization(LightningModule):
+class DirectPreferenceOptimization(RealModule):
     """Pairs, and a likelihood of the better answers over their tokens."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.embedding, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, WORDS)
 
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,11 +182,10 @@ class DirectPreferenceOptimization(LightningModule):
 
 
 @real_module("distillation of a tagger", dealt(answered), collate=padded({"labels": -100}))
-class Distillation(LightningModule):
+class Distillation(RealModule):
     """Divergences from a frozen teacher are a mean over samples, cross entropies over tokens."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.student = nn.Sequential(nn.Embedding(WORDS, 6), nn.Linear(6, WORDS))
         self.teacher = nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, WORDS)).requires_grad_(False)
 

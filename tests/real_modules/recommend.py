@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from torch import Generator, Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_accum import AccumulationError
 from real_modules.language import WORDS, words
-from real_modules.table import Refused, dealt, padded, randint, real_module
+from real_modules.table import RealModule, Refused, dealt, padded, randint, real_module
 
 
 def retrieved(generator: Generator) -> dict[str, Tensor]:
@@ -33,11 +32,10 @@ IN_THE_BATCH = {
 
 
 @real_module(*("dense passage retrieval", dealt(retrieved)), collate=two_contexts_a_query, **IN_THE_BATCH)
-class TwoContextsAQuery(LightningModule):
+class TwoContextsAQuery(RealModule):
     """Each query has to find its own among all contexts of the batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.query, self.context = (nn.Sequential(nn.Embedding(WORDS, 6), nn.Linear(6, 6)) for _ in range(2))
 
     def loss_of(self, queries: Tensor, contexts: Tensor, good: Tensor) -> Tensor:
@@ -62,11 +60,10 @@ def bought(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("sequential recommendation", dealt(bought), collate=padded())
-class SampledNegatives(LightningModule):
+class SampledNegatives(RealModule):
     """Binary cross entropies, of the next item over steps, of the others over samples."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.items, self.user = nn.Embedding(WORDS, 6, padding_idx=0), nn.GRU(6, 6, batch_first=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -85,11 +82,10 @@ def lived(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("survival in discrete time", dealt(lived))
-class SurvivalWithCensoring(LightningModule):
+class SurvivalWithCensoring(RealModule):
     """A mean over the intervals in which somebody was at risk, and one over the samples."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -116,11 +112,10 @@ def demand(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("forecasts of quantiles", dealt(demand))
-class QuantilesOfKnownDays(LightningModule):
+class QuantilesOfKnownDays(RealModule):
     """A pinball loss that is divided by the weights of the days that are known."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 15))
         self.register_buffer("quantiles", torch.tensor([0.1, 0.5, 0.9]))
 

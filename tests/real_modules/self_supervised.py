@@ -4,12 +4,11 @@ import copy
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from real_modules.expected import ONE, by
-from real_modules.table import Warned, dealt, real_module
+from real_modules.table import RealModule, Warned, dealt, real_module
 
 
 def two_views(generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -23,11 +22,10 @@ def encoder(outputs: int = 5) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, outputs))
 
 
-class TwoViews(LightningModule):
+class TwoViews(RealModule):
     """An encoder, and a loss of what it makes of two views."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.encoder = encoder()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -63,8 +61,8 @@ class RedundancyReduced(TwoViews):
 class VarianceAndClassifier(TwoViews):
     """Variances and covariances of the batch, and beside them a classifier that is a mean over labelled rows."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.classifier = nn.Linear(5, 3)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -82,8 +80,8 @@ class VarianceAndClassifier(TwoViews):
 class PredictsOtherView(TwoViews):
     """A mean over rows: each view predicts the other's features."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.predictor = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 5))
 
     def loss(self, a: Tensor, b: Tensor) -> Tensor:
@@ -107,11 +105,10 @@ class SoftBoundary(TwoViews):
 
 
 @real_module("CLIP", dealt(two_views), windows=ONE, split=by("image", "text"))
-class ImagesAndTexts(LightningModule):
+class ImagesAndTexts(RealModule):
     """Images tell their texts from all of the batch, and texts their images; the temperature is learned."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.image, self.text, self.log_scale = encoder(), encoder(), nn.Parameter(torch.tensor(1.5))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -123,8 +120,8 @@ class ImagesAndTexts(LightningModule):
 class WithTeacher(TwoViews):
     """A teacher follows the encoder."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.teacher = copy.deepcopy(self.encoder).requires_grad_(False)
 
     @torch.no_grad()
@@ -137,8 +134,8 @@ class WithTeacher(TwoViews):
 class FollowsAfterBatches(WithTeacher):
     """The teacher moves at the end of each loader batch; a split one is one loader batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.predictor = nn.Linear(5, 5)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -154,8 +151,8 @@ class FollowsAfterBatches(WithTeacher):
 class CenteredTeacher(WithTeacher):
     """The loss is of teachings around a center, which each call then moves; the teacher moves with the optimizer."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.register_buffer("center", torch.zeros(5))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -175,8 +172,8 @@ class CenteredTeacher(WithTeacher):
 class QueueOfKeys(WithTeacher):
     """Rows are told from the keys of earlier steps."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.register_buffer("queue", F.normalize(torch.randn(9, 5)))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

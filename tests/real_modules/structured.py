@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Generator, Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
@@ -13,7 +12,7 @@ from torch.utils.data import default_collate
 
 from lightning_accum import DoesNotAddUpError, UnsplittableBatchError
 from real_modules.language import WORDS, words
-from real_modules.table import Refused, Warned, dealt, padded, randint, real_module
+from real_modules.table import RealModule, Refused, Warned, dealt, padded, randint, real_module
 
 
 def sentence(generator: Generator) -> dict[str, Tensor]:
@@ -21,11 +20,10 @@ def sentence(generator: Generator) -> dict[str, Tensor]:
     return {"tokens": tokens, "mask": torch.ones(len(tokens))}
 
 
-class Experts(LightningModule):
+class Experts(RealModule):
     """A language model with three experts, of which each word takes one."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.embedding, self.router, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, 3, bias=False), nn.Linear(6, WORDS)
         self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
 
@@ -75,11 +73,10 @@ def of_two_tasks(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("several tasks, labels missing", dealt(of_two_tasks, seed=3))
-class TaskAbsentFromSomeBatches(LightningModule):
+class TaskAbsentFromSomeBatches(RealModule):
     """A term is added only where the batch has rows of its task."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.trunk, self.classes, self.value = nn.Linear(5, 8), nn.Linear(8, 4), nn.Linear(8, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -99,9 +96,8 @@ def tagged(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("weights learned by uncertainty", dealt(tagged), collate=padded({"tags": -100}))
-class LearnedUncertainty(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
+class LearnedUncertainty(RealModule):
+    def build(self) -> None:
         self.embedding, self.tags, self.score = nn.Embedding(WORDS, 6, padding_idx=0), nn.Linear(6, 4), nn.Linear(6, 1)
         self.log_variances = nn.Parameter(torch.tensor([0.2, -0.3]))
 
@@ -122,11 +118,10 @@ def measured(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("continual learning", dealt(measured))
-class ElasticWeightConsolidation(LightningModule):
+class ElasticWeightConsolidation(RealModule):
     """A penalty holds parameters at what they were after the task before."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
         for name, parameter in list(self.net.named_parameters()):
             self.register_buffer(f"old_{name.replace('.', '_')}", parameter.detach() + 0.3 * torch.randn_like(parameter))
@@ -144,11 +139,10 @@ class ElasticWeightConsolidation(LightningModule):
 
 
 @real_module("tables with missing values", dealt(measured))
-class ClassWeightsAndMaskedRegression(LightningModule):
+class ClassWeightsAndMaskedRegression(RealModule):
     """A cross entropy that is divided by weights of classes, and a regression by values that are there."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.trunk, self.classes, self.values = nn.Linear(5, 8), nn.Linear(8, 3), nn.Linear(8, 4)
         self.register_buffer("weights", torch.tensor([0.3, 1.0, 2.5]))
 
@@ -200,11 +194,10 @@ def graphs_of(batch: dict[str, Tensor], size: int) -> list[Any]:
     collate=packed_graphs,
     split=Refused(UnsplittableBatchError, {"split": graphs_of}),
 )
-class EnergiesForcesAndBonds(LightningModule):
+class EnergiesForcesAndBonds(RealModule):
     """Means over graphs, over atoms and over bonds; forces are the gradient of the energy."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.atoms, self.bond = nn.Embedding(4, 6), nn.Sequential(nn.Linear(13, 8), nn.SiLU(), nn.Linear(8, 6))
         self.energy, self.kind = nn.Sequential(nn.Linear(6, 6), nn.SiLU(), nn.Linear(6, 1)), nn.Linear(6, 3)
 
@@ -231,11 +224,10 @@ def molecule(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("generation of graphs, dense", dealt(molecule))
-class NodesAndEdgesOfDenseGraphs(LightningModule):
+class NodesAndEdgesOfDenseGraphs(RealModule):
     """Means over atoms and over pairs of atoms, and one over graphs."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.atoms, self.message = nn.Embedding(4, 6, padding_idx=0), nn.Linear(6, 6)
         self.node, self.edge, self.graph = nn.Linear(6, 4), nn.Bilinear(6, 6, 2), nn.Linear(6, 1)
 
@@ -261,11 +253,10 @@ def scene(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("motion prediction", dealt(scene))
-class TrajectoriesOfMaskedAgents(LightningModule):
+class TrajectoriesOfMaskedAgents(RealModule):
     """The best of three modes for each agent: means over agents, over steps that were seen, and over scenes."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.encoder, self.modes, self.scores = nn.Linear(4, 8), nn.Linear(8, 3 * 12), nn.Linear(8, 3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -292,11 +283,10 @@ def with_names(rows: Sequence[tuple[Tensor, ...]]) -> tuple[Any, ...]:
 
 
 @real_module("weather forecasts by variable", dealt(weather, 2, 2, 4, 2, 3), collate=with_names)
-class WeatherWithNamesOfVariables(LightningModule):
+class WeatherWithNamesOfVariables(RealModule):
     """The batch has a list of names, as long as the batch has rows; errors are weighted by latitude."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.nets = nn.ModuleDict({name: nn.Conv2d(2, 1, 3, padding=1) for name in VARIABLES})
         latitudes = torch.linspace(-1.2, 1.2, 6).cos()
         self.register_buffer("by_latitude", (latitudes / latitudes.mean()).unsqueeze(-1))
@@ -321,11 +311,10 @@ def packed_series(rows: Sequence[tuple[Tensor, Tensor]]) -> list[PackedSequence]
 
 
 @real_module(*("forecasts of packed series", dealt(series)), collate=packed_series)
-class PackedTimeSeries(LightningModule):
+class PackedTimeSeries(RealModule):
     """A mean over steps, and one over series for what is known at their ends."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.net, self.head, self.total = nn.GRU(3, 6), nn.Linear(6, 1), nn.Linear(6, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -336,9 +325,8 @@ class PackedTimeSeries(LightningModule):
 
 
 # --- what a step does besides -------------------------------------------------------------------------------------------
-class Regression(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
+class Regression(RealModule):
+    def build(self) -> None:
         self.net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
 
     def loss_of(self, batch: Any) -> Tensor:

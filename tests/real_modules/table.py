@@ -115,6 +115,16 @@ def real_module(like: str, batches: Callable[[], list[list[Any]]], **fields: Any
     return add
 
 
+class RealModule(LightningModule):
+    """Its networks are made by ``build``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.build()
+
+    def build(self) -> None: ...
+
+
 @cache
 def rows() -> list[Row]:
     """All rows of the modules in this folder."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from real_modules.expected import OFFLOAD, ONE, by
-from real_modules.table import Warned, dealt, randint, real_module
+from real_modules.table import RealModule, Warned, dealt, randint, real_module
 
 
 def boxes_of_image(generator: torch.Generator, least: int) -> dict[str, Tensor]:
@@ -61,11 +61,10 @@ def giou(a: Tensor, b: Tensor) -> Tensor:
     return both / union - (hull - union) / hull
 
 
-class Detector(LightningModule):
+class Detector(RealModule):
     """A grid of 4 x 4 points, each with logits of 3 classes, a box and one more number."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.body = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1), nn.SiLU(), nn.Conv2d(6, 6, 3, 1, 1), nn.SiLU())
         self.head = nn.Conv2d(6, 8, 1)
 
@@ -140,11 +139,10 @@ def image_with_instances(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 @real_module("Mask2Former, instance segmentation", dealt(image_with_instances), collate=list)
-class InstanceMasks(LightningModule):
+class InstanceMasks(RealModule):
     """Masks: cross entropy over pixels and Dice over instances; classes over instances; whether there are many over images."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.body = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), nn.GELU())
         self.masks, self.classes, self.many = nn.Conv2d(8, 3, 1), nn.Linear(8, 3), nn.Linear(8, 1)
 
@@ -184,13 +182,12 @@ class UNet(nn.Module):
 
 
 @real_module("MONAI, cross entropy and Dice", dealt(scene))
-class UNetWithDiceOfSamples(LightningModule):
+class UNetWithDiceOfSamples(RealModule):
     """Cross entropy over labelled pixels, and a Dice loss over samples."""
 
     dims: tuple[int, ...] = (2, 3)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.net = UNet(2, 3)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -221,11 +218,10 @@ class Jaccard(UNetWithDiceOfSamples):
 
 
 @real_module("remote sensing, deep supervision", dealt(scene))
-class FocalSegmentation(LightningModule):
+class FocalSegmentation(RealModule):
     """Focal over labelled pixels, and a coarser head whose labels are fewer."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.net, self.coarse = UNet(2, 3), nn.Conv2d(2, 3, 3, 2, 1)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -253,11 +249,10 @@ def depth_row(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 @real_module("monocular depth, SILog", dealt(depth_row), windows=ONE, split=OFFLOAD)
-class DepthWithScaleInvariantLog(LightningModule):
+class DepthWithScaleInvariantLog(RealModule):
     """Scale-invariant log error: the root of a variance over the valid pixels of the batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.net = UNet(3, 1)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -272,11 +267,10 @@ def flow_row(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 @real_module("optical flow, KITTI", dealt(flow_row))
-class OpticalFlow(LightningModule):
+class OpticalFlow(RealModule):
     """Endpoint error over valid pixels at two scales, whose numbers of valid pixels differ, and smoothness over all."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.coarse, self.net = nn.Sequential(nn.Conv2d(2, 4, 3, 2, 1), nn.SiLU(), nn.Conv2d(4, 2, 1)), UNet(4, 2)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
