@@ -58,12 +58,8 @@ class AccumulationStrategy(AccumulationMixin, pl.strategies.SingleDeviceStrategy
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
-        if len(devices) > 1:
-            raise MisconfiguredError(
-                f'strategy="accum" runs on one device, but there are {len(devices)}. Use strategy="accum_ddp".'
-            )
-        self._root_device = devices[0]
-        self._has_device = True
+        _refuse_several(len(devices), "device")
+        self._root_device, self._has_device = devices[0], True
 
     @property
     def num_nodes(self) -> int:
@@ -72,8 +68,12 @@ class AccumulationStrategy(AccumulationMixin, pl.strategies.SingleDeviceStrategy
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes > 1:
-            raise MisconfiguredError(f'strategy="accum" runs on one node, but there are {num_nodes}. Use strategy="accum_ddp".')
+        _refuse_several(num_nodes, "node")
+
+
+def _refuse_several(number: int, what: str) -> None:
+    if number > 1:
+        raise MisconfiguredError(f'strategy="accum" runs on one {what}, but there are {number}. Use strategy="accum_ddp".')
 
 
 class ReducingMixin(AccumulationMixin):

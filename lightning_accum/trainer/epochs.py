@@ -159,16 +159,9 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             return
         if (is_dropped := windows.boundary.is_dropped_by_the_end(seen)) or strategy.accumulation is None:
             lost = windows.discard(seen)
-            if is_dropped:
-                rank_zero_info(
-                    f"GradientAccumulation(tail='{windows.policy.tail}'): the gradients of {lost} loader batches at the end of"
-                    f" epoch {self.trainer.current_epoch} are dropped."
-                )
-            else:  # only training_step itself can step, and no loader batch is left for it
-                rank_zero_warn(
-                    f"Training ended inside a window of manual optimization: the gradients of the last {lost} loader batches are "
-                    "dropped."
-                )
+            how = f"tail='{windows.policy.tail}'" if is_dropped else "only training_step can step in manual optimization"
+            inform = rank_zero_info if is_dropped else rank_zero_warn
+            inform(f"The gradients of {lost} loader batches at the end of epoch {self.trainer.current_epoch} are dropped: {how}.")
             if strategy.accumulation is not None:
                 strategy.sync.drop_accumulated()
                 strategy.module.zero_grad()

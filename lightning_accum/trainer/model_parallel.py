@@ -67,15 +67,14 @@ class ModelParallelAccumulationStrategy(ShardedMixin, pl.strategies.ModelParalle
         self._lightnings_mesh: DeviceMesh | None = None
         if mesh is None:
             return
-        if unknown := [name for name in mesh if name not in (*OWN_ROWS, *SAME_ROWS, SAME_LOSS)]:
+        names = [*self._sizes]
+        is_known = all(name in (*OWN_ROWS, *SAME_ROWS, SAME_LOSS) for name in names) and SAME_LOSS not in names[:-1]
+        if not is_known or (self._data_parallel_size, self._tensor_parallel_size) != ("auto", "auto"):
             raise MisconfiguredError(
-                f"mesh={dict(mesh)}: {unknown[0]!r} does not say which rows its ranks have. Name it {' or '.join(OWN_ROWS)} for "
-                f"their own rows, {' or '.join(SAME_ROWS)} for parts of the same rows, {SAME_LOSS} for the same loss."
+                f"mesh={self._sizes}: it replaces data_parallel_size and tensor_parallel_size. Name its dimensions "
+                f"{', '.join(OWN_ROWS)} if ranks have their own rows, {' or '.join(SAME_ROWS)} for parts of the same rows, and the "
+                f"last {SAME_LOSS} for the same loss."
             )
-        if SAME_LOSS in self._sizes and list(self._sizes)[-1] != SAME_LOSS:
-            raise MisconfiguredError(f"mesh={dict(mesh)}: {SAME_LOSS!r} must be its last dimension.")
-        if (self._data_parallel_size, self._tensor_parallel_size) != ("auto", "auto"):
-            raise MisconfiguredError(f"mesh={dict(mesh)} replaces data_parallel_size and tensor_parallel_size: leave them out.")
 
     @property
     def gradient_mesh(self) -> DeviceMesh:

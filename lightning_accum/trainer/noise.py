@@ -127,18 +127,18 @@ class GradientNoiseScale(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.teardown()
-        found, strategy = "", cast("Engine", trainer.strategy)
+        strategy = cast("Engine", trainer.strategy)
         accumulation = strategy.accumulation if isinstance(strategy, Engine) else None
-        if accumulation is None or not pl_module.automatic_optimization:
-            found = f"{type(strategy).__name__} with automatic_optimization={pl_module.automatic_optimization} has no windows: use"
-            found += ' Trainer(strategy="accum"), "accum_ddp" or "accum_model_parallel", and automatic optimization'
-        elif any(isinstance(module, FullyShardedDataParallel) for module in cast("nn.Module", strategy.model).modules()):
-            found = 'FullyShardedDataParallel (FSDP1) has none: use Trainer(strategy="accum_model_parallel") with fully_shard'
-        elif accumulation.ranks.size != accumulation.ranks.world_size or accumulation.ranks.same_rows > 1:
-            found = "tensor parallelism, or another dimension of mesh=, divides it over several ranks"
-        if found:
-            raise MisconfiguredError(f"GradientNoiseScale needs the gradient of each micro-batch, but {found}. Or leave it out.")
-        assert accumulation is not None
+        if (
+            accumulation is None
+            or accumulation.ranks.size != accumulation.ranks.world_size
+            or accumulation.ranks.same_rows > 1
+            or any(isinstance(module, FullyShardedDataParallel) for module in cast("nn.Module", strategy.model).modules())
+        ):
+            raise MisconfiguredError(
+                'GradientNoiseScale needs the gradient of each micro-batch on one rank: Trainer(strategy="accum"), "accum_ddp" or '
+                '"accum_model_parallel" without tensor parallelism, and automatic_optimization=True. Or leave it out.'
+            )
         self._sums = self._sums.to(accumulation.window.device, accumulation.window.dtype)
         self._watched = WeakTensorKeyDictionary()  # FSDP2 replaces parameters
         for unit in strategy.sync.units if isinstance(strategy.sync, ShardedSync) else ():

@@ -195,8 +195,8 @@ class AccumulationMixin(Engine):
             return
         sums, dtype = None, policy.accumulate_dtype
         is_engines = self.reduces_every_backward_by_itself  # the engine holds the whole gradients, and so their sum
-        if dtype is not None and not is_engines and (sums := main_gradients(dtype, self.parameters)) is None:
-            rank_zero_info(f"accumulate_dtype={dtype}: no parameter has a narrower type, so it changes nothing.")
+        if dtype is not None and not is_engines:
+            sums = main_gradients(dtype, self.parameters)
         self.accumulation = Accumulation(policy, self.ranks, rank_zero_warn, self._splitting(), sums, self.row_wise)
         if sums is not None:
             self._fit.callback(sums.close)
