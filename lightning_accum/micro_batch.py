@@ -64,12 +64,13 @@ class Output(NamedTuple):
 
 def joined_loss(outputs: Sequence[Output], of_window: Tensor | None = None) -> Tensor | None:
     """The loss of a batch: the weighted mean, or the sum of sums; ``of_window`` if the batch is the whole window."""
-    losses = [output.loss.reshape(()) for output in outputs if output.loss is not None]
+    losses = [output.loss for output in outputs if output.loss is not None]
     if not losses:
         return None
     if of_window is not None:
         return of_window.to(losses[-1].dtype)
-    return loss_of_parts(torch.stack(losses), [output.weighed for output in outputs if output.loss is not None])
+    values = torch.stack([loss.reshape(()) for loss in losses])
+    return loss_of_parts(values, [output.weighed for output in outputs if output.loss is not None])
 
 
 def joined_extra(outputs: Sequence[Output], order: Sequence[int] | None = None) -> dict[str, Any]:

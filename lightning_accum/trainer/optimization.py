@@ -71,8 +71,8 @@ class WindowOptimization(_AutomaticOptimization):
             with torch.enable_grad(), NOTHING_AROUND if strategy.offload is None else strategy.around_loader_batch(arguments):
                 (seen, ends_window), session, again = self._begin(arguments, accumulation), strategy.session, None
                 if arguments:
-                    run = partial(session.run, self, arguments[0], seen, ends_window)
-                    outcome, again = run(), partial(self._run_again, run) if accumulation.boundary.size == 1 else None
+                    outcome = session.run(self, arguments[0], seen, ends_window)
+                    again = partial(self._run_again, arguments[0], seen) if accumulation.boundary.size == 1 else None
                 else:
                     outcome = session.run_without_batch(self, seen, ends_window)
                 if accumulation.changes.is_under_way and accumulation.boundary.position(seen) == 1:
@@ -83,10 +83,10 @@ class WindowOptimization(_AutomaticOptimization):
             attributes["_current_fx_name"] = before
         return outcome
 
-    def _run_again(self, run: Callable[[], Outcome]) -> Outcome:
+    def _run_again(self, batch: Any, seen: int) -> Outcome:
         """Called if the optimizer calls its closure again, in its own hook and perhaps without gradients."""
         with torch.enable_grad(), replacing(self.trainer.lightning_module, _current_fx_name="training_step"):
-            return run()
+            return self.strategy.session.run(self, batch, seen, ends_window=True)
 
     def _begin(self, arguments: Sequence[Any], accumulation: Accumulation) -> tuple[int, bool]:
         """Begin a loader batch. Returns its number, and whether it ends its window."""
