@@ -16,9 +16,9 @@ from lightning_accum.manual_calls import check_batches
 from lightning_accum.policy import Tokens
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.first_batch import check_manual_batch
+from lightning_accum.trainer.fit import WindowFetcher, is_agreeing
 from lightning_accum.trainer.from_lightning import _DataFetcher, _TrainingEpochLoop, callbacks_of, pl, rank_zero_info
 from lightning_accum.trainer.optimization import WindowOptimization
-from lightning_accum.trainer.uneven import WindowFetcher, is_agreeing
 from lightning_accum.undo import replacing
 from lightning_accum.user_warnings import listed, rank_zero_warn
 

@@ -1,23 +1,30 @@
-"""The loop over epochs, and the number of optimizer steps of a training."""
+"""The loops over epochs and loaders: all ranks end an epoch together, and the Trainer knows the number of optimizer steps."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, suppress
+from copy import deepcopy
 from typing import Any, cast
 
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from typing_extensions import override
 
 from lightning_accum.boundary import count_windows
-from lightning_accum.errors import UsageError
+from lightning_accum.errors import ArgumentError, UsageError
 from lightning_accum.policy import Tokens
-from lightning_accum.ranks import Ranks
+from lightning_accum.ranks import LoaderBatch, LoaderBatches, Ranks, of_all_ranks
+from lightning_accum.samplers import BalancedBatchSampler, SameOrderSampler, leave_out_repeats
 from lightning_accum.trainer.engine import Engine
-from lightning_accum.trainer.epochs import AccumulatingEpochLoop
 from lightning_accum.trainer.from_lightning import (
     MisconfiguredError,
     SIGTERMException,
+    _DataConnector,
+    _DataFetcher,
     _FitLoop,
     _PrefetchDataFetcher,
+    _SignalConnector,
     fabric,
     longest_window,
     pl,
@@ -25,7 +32,6 @@ from lightning_accum.trainer.from_lightning import (
     with_status,
 )
 from lightning_accum.trainer.seams import subclass_of
-from lightning_accum.trainer.uneven import WindowFetcher
 from lightning_accum.undo import replacing
 
 _TRAINING = pl.trainer.states.RunningStage.TRAINING
@@ -112,7 +118,7 @@ class AccumulatingFitLoop(_FitLoop):
 
     @override
     def on_run_end(self) -> None:
-        epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
+        epoch_loop: Any = self.epoch_loop
         epoch_loop.finish_window()
         epoch_loop.validate_if_due()
         super().on_run_end()
@@ -120,12 +126,10 @@ class AccumulatingFitLoop(_FitLoop):
 
 def validating_every(steps: int, trainer: pl.Trainer) -> AbstractContextManager[None]:
     """Inside, EarlyStopping and ModelCheckpoint run after a validation, not after an epoch."""
-    own = {name: getattr(trainer, name) for name in ("val_check_interval", "check_val_every_n_epoch")}
-    if vars(trainer)["_val_check_time_interval"] is not None:
-        own["val_check_interval"] = "a time"
-    if own != {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}:
-        said = ", ".join(f"{name}={value}" for name, value in own.items())
-        raise MisconfiguredError(f"Trainer({said}) and validate_every={steps} both say when to validate. Use only one of them.")
+    intervals = (trainer.val_check_interval, trainer.check_val_every_n_epoch, vars(trainer)["_val_check_time_interval"])
+    if intervals != (1.0, 1, None):
+        found = "val_check_interval or check_val_every_n_epoch of the Trainer"
+        raise MisconfiguredError(f"{found} and validate_every={steps} both say when to validate. Use only one of them.")
     return replacing(trainer, val_check_interval=steps, check_val_every_n_epoch=None)
 
 
@@ -158,3 +162,134 @@ class AccumulatingTrainer(pl.Trainer):
             raise UsageError(f"{found}. Set the number of steps: Trainer(max_steps=...) without max_epochs.")
         steps = count_windows(int(batches), max(epochs, 1), size, policy.tail)
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
+
+
+# --- loaders, over ranks ------------------------------------------------------------------------------------------------
+
+
+class WindowFetcher(_PrefetchDataFetcher):
+    """Yields as many batches as the longest loader over the ranks, and can draw the rest of a window ahead.
+
+    A rank without a batch runs a shadow batch, see :func:`lightning_accum.ranks.of_all_ranks`, and so takes part in all collectives
+    of the module, callbacks and Lightning.
+    """
+
+    strategy: Engine
+    longest: int | None  # batches in an epoch of the longest loader; None if a length is unknown, and the Trainer limits none
+    may_end_early: bool  # there is a limit, and a loader of unknown length
+    states: deque[list[dict[str, Any]]]
+    """States of the loaders that have one: after the last batch yielded, and after each batch drawn ahead."""
+    _batches: LoaderBatches | None = None
+
+    @override
+    def __iter__(self) -> WindowFetcher:
+        _DataFetcher.__iter__(self)  # nothing is drawn yet
+        self._batches, self.done = None, False  # the other ranks may have more than this one
+        return self
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether batches were drawn that have not been yielded."""
+        return self._batches is not None and bool(self._batches.drawn)
+
+    def _own_batches(self) -> Iterator[Any]:
+        with suppress(StopIteration):
+            while True:
+                yield (self.batches.pop(0) if self.batches else _DataFetcher.__next__(self))[0]
+
+    @override
+    def __next__(self) -> Any:
+        """The batch of this rank, until no rank has one, or a rank got SIGTERM."""
+        accumulation = self.strategy.accumulation
+        assert accumulation is not None
+        if self._batches is None:
+            window, ranks, longest = accumulation.window, accumulation.ranks, self.longest
+            if longest is not None and ranks.world_size == 1 and self.length is not None:
+                longest = min(longest, self.length)  # an epoch may be shorter than the first
+            left = None if longest is None else longest - self.fetched  # Lightning adds the batches before a checkpoint
+            of_all = of_all_ranks(self._own_batches(), left, ranks, lambda: window.is_last, self.may_end_early)
+            self._batches, accumulation.rest_of_window = LoaderBatches(of_all), self.rest_of_window
+        if self.is_ahead:
+            self.states.popleft()
+        drawn = next(self._batches)
+        self._stop_at_sigterm(drawn)
+        self.done, accumulation.is_shadow_batch = drawn.is_last, drawn.is_shadow
+        return drawn.batch, self.fetched - 1, 0
+
+    def rest_of_window(self) -> Iterator[tuple[Any, bool]]:
+        """Draw the batches of the window after its first, as many on every rank, each with whether it is a shadow batch."""
+        accumulation, epoch_loop = self.strategy.accumulation, self.strategy.trainer().fit_loop.epoch_loop
+        assert accumulation is not None
+        assert self._batches is not None
+        left = accumulation.boundary.left(epoch_loop.batch_progress.total.ready)
+        if not self.is_ahead:
+            self.states = deque([self._states_of_loaders()])
+        for batch, is_shadow_batch in self._batches.draw_ahead(left):
+            if len(self.states) == len(self._batches.drawn):  # it was drawn now
+                self._stop_at_sigterm(self._batches.drawn[-1])
+                self.states.append(self._states_of_loaders())
+            yield batch, is_shadow_batch
+
+    def _stop_at_sigterm(self, drawn: LoaderBatch) -> None:
+        if drawn.is_stopped:
+            self.strategy.trainer()._signal_connector.received_sigterm = True  # all ranks know
+            raise SIGTERMException
+
+    def _states_of_loaders(self) -> list[dict[str, Any]]:
+        return deepcopy(self.combined_loader._state_dicts())
+
+
+def is_agreeing(trainer: pl.Trainer) -> bool:
+    """Whether this package keeps several ranks together; False if training_step draws its own batches."""
+    return isinstance(trainer.fit_loop._data_fetcher, WindowFetcher)
+
+
+class NonPaddingSampling(_DataConnector):
+    """Makes every sample count once an epoch: Lightning's sampler repeats no samples to make the ranks even."""
+
+    @override
+    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: Any) -> object:
+        sampler = getattr(dataloader, "sampler", None)
+        kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        if isinstance(sampler, SameOrderSampler):
+            sampler.deal(**kwargs)
+        batch_sampler = getattr(dataloader, "batch_sampler", None)
+        if isinstance(batch_sampler, BalancedBatchSampler):
+            batch_sampler.check_length_of(cast("DataLoader[Any]", dataloader).dataset)
+            batch_sampler.deal(**kwargs)
+            largest, smallest = cast("Engine", self.trainer.strategy).ranks.largest(batch_sampler.digest, -batch_sampler.digest)
+            if largest != -smallest:  # on all ranks
+                raise ArgumentError("BalancedBatchSampler differs between ranks: pass the same lengths and arguments on all")
+            return dataloader
+        return super()._prepare_dataloader(dataloader, shuffle, mode)
+
+    @override
+    def _resolve_sampler(self, dataloader: DataLoader[Any], shuffle: bool, mode: Any = None) -> Sampler[Any] | Iterable[Any]:
+        sampler = super()._resolve_sampler(dataloader, shuffle, mode)
+        # the user's own sampler is not changed
+        if mode == "train" and sampler is not dataloader.sampler and isinstance(sampler, DistributedSampler):
+            leave_out_repeats(sampler)
+        return sampler
+
+
+class DeferredSigterm(_SignalConnector):
+    """Defers SIGTERM in a fit over ranks until all ranks know of it, at the end of this window, or in validation of the next.
+
+    Lightning would broadcast inside the handler, in the middle of other collectives, and stop one rank alone.
+    """
+
+    is_waiting: bool = False  # SIGTERM has come in this fit
+
+    @override
+    def _sigterm_notifier_fn(self, signum: Any, frame: Any) -> None:
+        trainer = self.trainer
+        accumulation = cast("Engine", trainer.strategy).accumulation
+        has_begun = trainer.fit_loop._data_fetcher is not None  # it is None in the sanity check
+        if accumulation is None or trainer.world_size == 1 or (has_begun and not is_agreeing(trainer)):
+            # without super(), since Lightning restores the handlers after this object has its own class again
+            _SignalConnector._sigterm_notifier_fn(self, signum, frame)
+            return
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not accumulation.window.is_last:
+            launcher.kill(signum)
+        accumulation.window.is_last = self.is_waiting = True

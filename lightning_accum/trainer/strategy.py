@@ -26,7 +26,13 @@ from lightning_accum.trainer.callback import GradientAccumulation
 from lightning_accum.trainer.engine import Engine, SilentProfiler
 from lightning_accum.trainer.epochs import AccumulatingEpochLoop
 from lightning_accum.trainer.first_batch import unlogged_step
-from lightning_accum.trainer.fit import AccumulatingFitLoop, AccumulatingTrainer, validating_every
+from lightning_accum.trainer.fit import (
+    AccumulatingFitLoop,
+    AccumulatingTrainer,
+    DeferredSigterm,
+    NonPaddingSampling,
+    validating_every,
+)
 from lightning_accum.trainer.from_lightning import (
     MisconfiguredError,
     SIGTERMException,
@@ -42,7 +48,6 @@ from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.optimization import WindowManualOptimization, WindowOptimization
 from lightning_accum.trainer.results import BatchResults, WindowRows
 from lightning_accum.trainer.seams import specialised
-from lightning_accum.trainer.uneven import DeferredSigterm, NonPaddingSampling
 from lightning_accum.trainer.watch import Watch, gradient_reads
 from lightning_accum.undo import Undo, replacing
 from lightning_accum.user_warnings import rank_zero_warn
