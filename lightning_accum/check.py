@@ -187,10 +187,10 @@ class Check:
                 accumulation.warn_once(advice.of_one_row(found.verdict, accumulation.policy.weight))
             accumulation.check.find(Verdict(None, seen=advice.OF_ONE_ROW))
             return
-        is_first = isinstance(rows.found, FewRows) and not self._is_later
-        if not found.adds_up and is_first and checked.on_any(rows.number > rows.found.of_batch):
+        first = rows.found if isinstance(rows.found, FewRows) and not self._is_later else None
+        if not found.adds_up and first is not None and checked.on_any(rows.number > first.of_batch):
             # batches of different tasks may add up only separately
-            alone = rows._replace(found=rows.found.alone(), number=int(checked.largest(rows.found.of_batch)))
+            alone = rows._replace(found=first.alone(), number=int(checked.largest(first.of_batch)))
             joined, found = found, self.find(alone)
             if found.adds_up:
                 accumulation.warn_once(advice.of_joined(joined.verdict))

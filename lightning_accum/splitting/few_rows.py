@@ -186,10 +186,6 @@ class SplitRows:
         if self.number < 2:
             raise CannotCheckError("split= does not cut a micro-batch in two")
 
-    def alone(self) -> SplitRows:
-        """Itself, since it holds no other rows."""
-        return self
-
     def may_be_shared(self, two: Any) -> dict[str, Any]:
         """Empty, since the user's function decides."""
         return {}
@@ -240,14 +236,11 @@ def split_lists(batch: Any, size: int) -> list[Any]:
     """
     if isinstance(batch, list) and not any(isinstance(entry, (list, Tensor)) for entry in batch):
         return [batch[start : start + size] for start in range(0, len(batch), size)]
-    entries: dict[Any, Any] = dict(batch if isinstance(batch, Mapping) else enumerate(batch))
-    sizes = {key: parse(entry, "entry").size for key, entry in entries.items()}
-    numbers = [sizes[key] or 0 for key, entry in entries.items() if isinstance(entry, (list, tuple))]
-    if not isinstance(batch, (Mapping, list, tuple)) or not numbers or not all(numbers):
+    lists = [part for part in parse(batch).parts if isinstance(part.value, (list, tuple))]
+    if not lists or not all(part.size for part in lists):
         raise UnsplittableBatchError(f"split_lists: no list in the batch, a {type(batch).__name__}, has one entry a sample.")
-    starts = range(0, numbers[0], size)
-    cuts = [{key: e[at : at + size] if sizes[key] == numbers[0] else e for key, e in entries.items()} for at in starts]
-    return cuts if isinstance(batch, Mapping) else [type(batch)(cut.values()) for cut in cuts]
+    layout = Layout(batch, {lists[0].path: "rows"})
+    return [layout.take(slice(start, start + size)) for start in range(0, layout.size, size)]
 
 
 # --- batches that become one ------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import os
 import pickle
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -71,8 +70,8 @@ def _steps(
     runner: StepRunner, shares: Sequence[Sequence[Any]], strategy: str | Strategy, change: Change, gradients: Sequence[Tensors]
 ) -> list[Step]:
     """The step of a window over ranks, as recorded by each. ``shares`` are the loader batches of each rank."""
-    runner_there = replace(runner, state=None)  # type: ignore[arg-type]  # nothing is restored there
-    parts = (runner_there, shares, strategy, change, gradients, torch.get_default_dtype())
+    assert runner.state is not None
+    parts = (replace(runner, state=None), shares, strategy, change, gradients, torch.get_default_dtype())
     with runner.state.restored_afterwards():
         try:
             sent = pickle.dumps(parts)
@@ -93,11 +92,9 @@ def _run_rank(sent: bytes) -> Step:
         strategy = ModelParallelAccumulationStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     if runner.trainer["precision"] == "64-true":  # as an argument, Lightning refuses it for sharded modules
         trainer |= {"precision": None, "plugins": [*trainer["plugins"], pl.plugins.DoublePrecision()]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        step = Step(given=gradients, ranks=ranks)
-        runner.fit(batches, change, step, [runner.policy_for(batches)], strategy=strategy, **trainer)
-    return step
+    step, callbacks = Step(given=gradients, ranks=ranks), [runner.policy_for(batches)]
+    found: Step = runner.run(batches, change, step, callbacks, strategy=strategy, **trainer)
+    return found
 
 
 # --- processes, of the demo too ---------------------------------------------------------------------------------------

@@ -179,33 +179,26 @@ class StepRunner:
     """
 
     module: pl.LightningModule
-    state: ModuleState
+    state: ModuleState | None  # None in the process of a rank, where nothing is restored
     policy: Mapping[str, Any]
     trainer: Mapping[str, Any]
     hooks: pl.LightningDataModule | None = None
 
     def full(self, batch: Any, change: Change = _UNCHANGED, seed: int = 0, times: int = 1) -> Step:
         """The step of plain Lightning on one batch, or on the mean of several runs of it."""
-        return self._run([batch] * times, change, Step(seed), [], strategy="auto", accumulate_grad_batches=times)
+        return self.run([batch] * times, change, Step(seed), [], strategy="auto", accumulate_grad_batches=times)
 
     def accumulated(
         self, batches: Sequence[Any], change: Change = _UNCHANGED, gradients: Sequence[Tensors] = (), **policy: Any
     ) -> Step:
         """The step of this package on a window of these loader batches, after its check of the first; from other ``gradients``."""
-        return self._run(batches, change, Step(given=gradients), [self.policy_for(batches, **policy)], strategy="accum")
+        return self.run(batches, change, Step(given=gradients), [self.policy_for(batches, **policy)], strategy="accum")
 
     def policy_for(self, batches: Sequence[Any], **policy: Any) -> GradientAccumulation:
         """The callback for a window of these loader batches."""
         return GradientAccumulation(**{"log": False, **self.policy, **policy, "window": len(batches)})
 
-    def _run(self, batches: Sequence[Any], change: Change, step: Step, callbacks: list[Any], **arguments: Any) -> Step:
-        with self.state.restored_afterwards(), warnings.catch_warnings(record=True) as caught, torch.enable_grad():
-            warnings.simplefilter("always")
-            self.fit(batches, change, step, callbacks, **arguments)
-        step.warnings.extend(dict.fromkeys(str(warning.message) for warning in caught if warning.category in _REPORTED))
-        return step
-
-    def fit(self, batches: Sequence[Any], change: Change, step: Step, callbacks: Sequence[Any], **trainer: Any) -> None:
+    def run(self, batches: Sequence[Any], change: Change, step: Step, callbacks: Sequence[Any], **trainer: Any) -> Step:
         """Fit the module for a step, with the causes of ``change`` removed; nothing prepares data, and callbacks are left out."""
         inner, noise = uncompiled(self.module), NoiseOfRows()
         original = inner.training_step
@@ -225,8 +218,10 @@ class StepRunner:
         replaced |= {hook: getattr(own, hook) for hook in _TRANSFER_HOOKS if own is not None and is_overridden(hook, own)}
         if change != _UNCHANGED:
             replaced["training_step"] = training_step
-        vars(inner).update(replaced)
-        with quiet(), suppress(StepTakenError):
+        restored = nullcontext() if self.state is None else self.state.restored_afterwards()
+        with restored, quiet(), warnings.catch_warnings(record=True) as caught, torch.enable_grad(), suppress(StepTakenError):
+            warnings.simplefilter("always")
+            vars(inner).update(replaced)
             seed_everything(0)  # for setup and configure_model
             # copies each time: a module may change its batch
             data: Any = [*batches] * _STEPS_IN_AN_EPOCH
@@ -237,6 +232,7 @@ class StepRunner:
             if forks_or_spawns(made.strategy.launcher):
                 raise MisconfiguredError(f"verify starts the ranks: pass {type(made.strategy).__name__} without start_method.")
             made.fit(self.module, loader)
+        step.warnings.extend(dict.fromkeys(str(warning.message) for warning in caught if warning.category in _REPORTED))
         step.noise.update(noise.found)
         for name in ("log", "log_dict"):  # set by the Trainer, and refer to it
             vars(step).pop(name, None)
@@ -244,6 +240,7 @@ class StepRunner:
             raise MisconfiguredError(
                 f"{type(inner).__name__} took no step: training_step returned no loss, or one without weight or a finite gradient."
             )
+        return step
 
 
 def uncompiled(module: Any) -> Any:
