@@ -19,9 +19,7 @@ WEIGHTS = torch.tensor([0.3, 1.7, 0.9, 0.5], dtype=D)
 Outputs = namedtuple("Outputs", "tokens classes values boxes edges mean log_var rebuilt taught")
 
 
-class Net(nn.Module):
-    """Reads tokens and four numbers of a row, row by row, and has a head for each kind of term."""
-
+class Net(nn.Module):  # reads tokens and four numbers of a row, row by row, and has a head for each kind of term
     def __init__(self) -> None:
         super().__init__()
         self.word, self.reads = nn.Embedding(WORDS, 8), nn.Linear(4, 8)

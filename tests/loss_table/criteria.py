@@ -147,8 +147,7 @@ def _ctc(o: Tensor, b, reduction: str = "mean", joined: bool = False, zero_infin
     log_probabilities = o.log_softmax(-1).transpose(0, 1)
     return F.ctc_loss(log_probabilities, labels, steps, lengths, reduction=reduction, zero_infinity=zero_infinity)
 
-def _two_clusters(o: Tensor, t: Tensor) -> Tensor:
-    """The log-probability of a class: of its cluster, and within it."""
+def _two_clusters(o: Tensor, t: Tensor) -> Tensor:  # the log-probability of a class: of its cluster, and within it
     cluster = F.logsigmoid(o[:, 0] * torch.where(t < 2, 1.0, -1.0))
     within = F.logsigmoid(o[:, 1] * torch.where(t % 2 == 0, 1.0, -1.0))
     return cluster + within

@@ -22,8 +22,7 @@ def each_token(o: Tensor, tokens: Tensor) -> Tensor:
 def log_p(o: Tensor, words: Tensor) -> Tensor:
     return o.log_softmax(-1).gather(-1, words[..., None]).squeeze(-1)
 
-def score(o: Tensor, b) -> Tensor:
-    """The log-probability of each answer."""
+def score(o: Tensor, b) -> Tensor:  # the log-probability of each answer
     return (log_p(o, b.words) * b.valid).sum(-1)
 
 add("causal, shifted, label smoothing", "s tokens", lambda o, b, m: shifted(o, b.tokens, label_smoothing=0.1))
@@ -83,8 +82,7 @@ def _flat_chunks(o: Tensor, tokens: Tensor) -> Tensor:
         total = total + F.cross_entropy(o.flatten(0, 1)[start : start + 4], labels[start : start + 4], reduction="sum")
     return total / max(1, int((labels >= 0).sum()))
 
-def _crf(o: Tensor, words: Tensor, moves: Tensor) -> Tensor:
-    """Minus the log-likelihood of a linear chain."""
+def _crf(o: Tensor, words: Tensor, moves: Tensor) -> Tensor:  # minus the log-likelihood of a linear chain
     alpha = o[:, 0]
     path = o[:, 0].gather(1, words[:, :1])[:, 0]
     for step in range(1, 5):

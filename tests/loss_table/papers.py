@@ -13,8 +13,7 @@ from loss_table.rows import Table
 table = Table("papers")
 add, of_batch, of_mean, terms = table.adds_up, table.batch, table.of_a_mean, table.terms
 
-def _of_words(o: Tensor, b: Any) -> Tensor:
-    """The log-probability of each word."""
+def _of_words(o: Tensor, b: Any) -> Tensor:  # the log-probability of each word
     return o.log_softmax(2).gather(2, b.words[..., None])[..., 0]
 
 def _ratio(o: Tensor, b: Any) -> Tensor:

@@ -19,9 +19,7 @@ ROWS = 12
 CLASSES = 4
 
 
-class Kind(Enum):
-    """What a window must do with a loss."""
-
+class Kind(Enum):  # what a window must do with a loss
     ADDS_UP = "a sum, or a mean with a weight: exact"
     TERMS = "several means with weights of their own: exact where each is weighed by itself, else a warning"
     OF_A_MEAN = "a function of a mean: exact, or an error"
@@ -53,9 +51,7 @@ class Loss:
     limit: float = 1e-12
 
 
-class Table:
-    """The losses of a family: a method for each kind adds one, of a name, the fields of its batch and the function."""
-
+class Table:  # the losses of a family: a method for each kind adds one, of a name, the fields of its batch and the function
     def __init__(self, family: str) -> None:
         self.family = family
         self.losses: list[Loss] = []
@@ -68,9 +64,7 @@ class Table:
         self.losses.append(Loss(f"{self.family}: {name}", self.family, function, tuple(fields.split()), kind, **arguments))
 
 
-class Net(nn.Module):
-    """Two layers over the last dimension, and parameters that a loss may use."""
-
+class Net(nn.Module):  # two layers over the last dimension, and parameters that a loss may use
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -92,9 +86,7 @@ class Net(nn.Module):
         return out.movedim(-1, 1) if x.dim() == 4 else out
 
 
-class Trained(pl.LightningModule):
-    """Trains a network with a loss of the table, and keeps the gradients that the optimizer got."""
-
+class Trained(pl.LightningModule):  # trains a network with a loss of the table, and keeps the gradients that the optimizer got
     def __init__(self, loss: Loss) -> None:
         super().__init__()
         self.net = Net()
@@ -125,14 +117,12 @@ def data(loss: Loss, seed: int = 0) -> Batch:
     return {field: FIELDS[field](torch.Generator().manual_seed(100 * seed + index)) for index, field in enumerate(loss.fields)}
 
 
-def rows(loss: Loss, seed: int = 0, number: int = ROWS) -> list[Batch]:
-    """The first of these rows, one by one."""
+def rows(loss: Loss, seed: int = 0, number: int = ROWS) -> list[Batch]:  # the first of these rows, one by one
     batch = data(loss, seed)
     return [{field: values[row] for field, values in batch.items()} for row in range(number)]
 
 
-def part(batch: Batch, start: int, end: int) -> Batch:
-    """Some rows."""
+def part(batch: Batch, start: int, end: int) -> Batch:  # some rows
     return {name: value[start:end] for name, value in batch.items()}
 
 

@@ -33,8 +33,7 @@ class Outcome(NamedTuple):
     is_exact: bool = False
 
 
-def by_hand(loss: Loss, batches: Sequence[Batch]) -> Trained:
-    """Train on whole batches, without the package."""
+def by_hand(loss: Loss, batches: Sequence[Batch]) -> Trained:  # train on whole batches, without the package
     module = Trained(loss)
     steps = module.configure_optimizers()
     for batch in batches:
@@ -46,16 +45,14 @@ def by_hand(loss: Loss, batches: Sequence[Batch]) -> Trained:
     return module
 
 
-def micro_batches(batches: Iterable[Batch], way: str) -> list[Batch]:
-    """As the loader of a way yields the rows of whole batches."""
+def micro_batches(batches: Iterable[Batch], way: str) -> list[Batch]:  # as the loader of a way yields the rows of whole batches
     if way == "split":
         return list(batches)
     ends = [sum(WINDOW[: index + 1]) for index in range(len(WINDOW))]
     return [part(batch, end - size, end) for batch in batches for size, end in zip(WINDOW, ends, strict=True)]
 
 
-def examine(loss: Loss, way: str) -> Outcome:
-    """Train with a Trainer, and compare with the whole batch."""
+def examine(loss: Loss, way: str) -> Outcome:  # train with a Trainer, and compare with the whole batch
     batch, module = data(loss), Trained(loss)
     policy = {"micro_batch": MICRO_BATCH} if way == "split" else {"window": len(WINDOW)}
     run = trainer(callbacks=[GradientAccumulation(**policy, weight=loss.weight)])

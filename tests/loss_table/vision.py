@@ -39,8 +39,7 @@ add("pixels weighed by a map, divided by it", "i map image", lambda o, b, m:
 def corners(o: Tensor) -> Tensor:
     return torch.cat((o[:, :2], o[:, :2] + F.softplus(o[:, 2:]) + 0.1), 1)
 
-def overlap(a: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """Intersection and union of boxes, one with one."""
+def overlap(a: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:  # intersection and union of boxes, one with one
     sides = (torch.minimum(a[:, 2:], c[:, 2:]) - torch.maximum(a[:, :2], c[:, :2])).clamp(min=0)
     shared = sides.prod(1)
     return shared, (a[:, 2:] - a[:, :2]).prod(1) + (c[:, 2:] - c[:, :2]).prod(1) - shared

@@ -150,9 +150,7 @@ def test_a_rank_that_never_had_a_loss_learns_the_function_of_a_mean_from_the_oth
 
 @needs_sharding_on_cpu
 def test_over_shards_a_function_of_a_mean_is_that_of_the_full_batch() -> None:
-    class Perplexity(ShardedLanguage):
-        """Its loss is the exponential of a cross entropy."""
-
+    class Perplexity(ShardedLanguage):  # its loss is the exponential of a cross entropy
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return (0.1 * super().training_step(batch, batch_idx)).exp()
 

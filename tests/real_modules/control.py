@@ -27,9 +27,7 @@ def transition(generator: Generator) -> dict[str, Tensor]:
     }
 
 
-class Policy(RealModule):
-    """A policy and a value of states."""
-
+class Policy(RealModule):  # a policy and a value of states
     def build(self) -> None:
         self.actor, self.critic = mlp(4, 3), mlp(4, 1)
 
@@ -39,9 +37,7 @@ class Policy(RealModule):
 
 
 @real_module("PPO with normalised advantages", dealt(transition), windows=ONE, split=OFFLOAD)
-class NormalisedAdvantages(Policy):
-    """Advantages are divided by their standard deviation in the batch."""
-
+class NormalisedAdvantages(Policy):  # advantages are divided by their standard deviation in the batch
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         value = self.critic(batch["state"])[:, 0]
         advantage = (batch["reward"] - value).detach()
@@ -71,9 +67,7 @@ def episode(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("recurrent PPO, padded episodes", dealt(episode), collate=padded())
-class PaddedEpisodes(Policy):
-    """The policy over steps in which it acts, values over all steps, and success over episodes."""
-
+class PaddedEpisodes(Policy):  # the policy over steps in which it acts, values over all steps, and success over episodes
     def build(self) -> None:
         super().build()
         self.memory, self.success = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 1)
@@ -110,9 +104,7 @@ class DoubleQ(RealModule):
 
 
 @real_module("returns scaled by running statistics", dealt(transition), windows=Warned("spread"), split=Warned("spread"))
-class RunningScale(RealModule):
-    """Rewards are divided by a running spread, which each step moves by what it has seen."""
-
+class RunningScale(RealModule):  # rewards are divided by a running spread, which each step moves by what it has seen
     def build(self) -> None:
         self.critic = mlp(4, 1)
         self.register_buffer("spread", torch.ones(()))

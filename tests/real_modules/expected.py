@@ -6,6 +6,5 @@ ONE = Refused(mend={"window": 1})
 OFFLOAD = Refused(mend={"micro_batch": "offload"})
 
 
-def by(*names: str) -> Refused:
-    """Exact where these submodules run in micro-batches."""
+def by(*names: str) -> Refused:  # exact where these submodules run in micro-batches
     return Refused(mend={"row_wise": list(names)})

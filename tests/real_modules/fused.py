@@ -33,9 +33,7 @@ class FusedCrossEntropy(torch.autograd.Function):
         return gradient * of_hidden, gradient * of_weight, None
 
 
-class LanguageModel(RealModule):
-    """What the rows below share."""
-
+class LanguageModel(RealModule):  # what the rows below share
     def build(self) -> None:
         self.embedding, self.body, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, 6), nn.Linear(6, WORDS, bias=False)
 

@@ -13,8 +13,7 @@ from real_modules.expected import OFFLOAD, ONE, by
 from real_modules.table import RealModule, Warned, dealt, real_module
 
 
-def image(generator: Generator) -> dict[str, Tensor]:
-    """Some pixels of some images are missing."""
+def image(generator: Generator) -> dict[str, Tensor]:  # some pixels of some images are missing
     seen = torch.rand(10, generator=generator) < 0.2 + 0.8 * torch.rand((), generator=generator)
     return {"x": torch.randn(10, generator=generator), "seen": seen.float(), "noise": torch.randn(5, 3, generator=generator)}
 
@@ -29,9 +28,7 @@ def normal_log_density(x: Tensor, mean: Any = 0.0, log_variance: Any = 0.0) -> T
     return -0.5 * (math.log(2 * math.pi) + log_variance + (x - mean) ** 2 / log_variance.exp())
 
 
-class Autoencoder(RealModule):
-    """What the variational ones share."""
-
+class Autoencoder(RealModule):  # what the variational ones share
     def build(self) -> None:
         self.encoder, self.decoder = mlp(10, 8, 6), mlp(3, 8, 10)
 
@@ -45,9 +42,7 @@ class Autoencoder(RealModule):
 
 
 @real_module("VAE collections, beta-VAE", dealt(image))
-class BetaAutoencoder(Autoencoder):
-    """Reconstruction is a mean over elements, divergence one over samples: in a constant proportion."""
-
+class BetaAutoencoder(Autoencoder):  # reconstruction is a mean over elements, divergence one over samples: in a constant proportion
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         z, *posterior = self.sample(batch)
         losses = {"reconstruction": F.mse_loss(self.decoder(z), batch["x"]), "kl": self.divergence(*posterior).mean()}
@@ -71,9 +66,7 @@ class MissingValues(Autoencoder):
 
 
 @real_module("VAE with a counter", dealt(image), windows=Warned("seen_batches"), split=Warned("seen_batches"))
-class CountsItsSteps(Autoencoder):
-    """The factor of the divergence grows with the calls of the step."""
-
+class CountsItsSteps(Autoencoder):  # the factor of the divergence grows with the calls of the step
     def build(self) -> None:
         super().build()
         self.seen_batches = 0
@@ -85,9 +78,7 @@ class CountsItsSteps(Autoencoder):
 
 
 @real_module("VAE with free bits", dealt(image), windows=ONE, split=by("encoder"))
-class FreeBits(Autoencoder):
-    """Each dimension has a divergence that costs nothing: of its mean over the batch."""
-
+class FreeBits(Autoencoder):  # each dimension has a divergence that costs nothing: of its mean over the batch
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         z, mean, log_variance = self.sample(batch)
         of_dimensions = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).mean(0)
@@ -95,9 +86,7 @@ class FreeBits(Autoencoder):
 
 
 @real_module("beta-TC-VAE", dealt(image), windows=ONE, split=by("encoder"))
-class TotalCorrelation(Autoencoder):
-    """The density of a code is estimated from all posteriors of the batch."""
-
+class TotalCorrelation(Autoencoder):  # the density of a code is estimated from all posteriors of the batch
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         z, mean, log_variance = self.sample(batch)
         pairs = normal_log_density(z[:, None], mean, log_variance) - math.log(100 * len(z))
@@ -108,9 +97,7 @@ class TotalCorrelation(Autoencoder):
 
 
 @real_module("DIP-VAE", dealt(image), windows=ONE, split=by("encoder"))
-class DisentangledPrior(Autoencoder):
-    """The covariance of means over the batch is drawn to the identity."""
-
+class DisentangledPrior(Autoencoder):  # the covariance of means over the batch is drawn to the identity
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         z, mean, log_variance = self.sample(batch)
         covariance = (mean - mean.mean(0)).T @ (mean - mean.mean(0)) / len(mean) + log_variance.exp().mean(0).diag()
@@ -119,9 +106,7 @@ class DisentangledPrior(Autoencoder):
 
 
 @real_module("Wasserstein autoencoder, MMD", dealt(image), windows=ONE, split=by("encoder"))
-class MeanDiscrepancy(Autoencoder):
-    """Kernels between all codes of the batch and samples of the prior."""
-
+class MeanDiscrepancy(Autoencoder):  # kernels between all codes of the batch and samples of the prior
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         z, prior = self.encoder(batch["x"])[:, :3], batch["noise"][:, 1]
         kernels = [1 / (1 + torch.cdist(a, b).square() / 3) for a, b in ((z, z), (prior, prior), (z, prior))]
@@ -131,9 +116,7 @@ class MeanDiscrepancy(Autoencoder):
 
 
 @real_module("importance weighted autoencoder", dealt(image))
-class ImportanceWeighted(Autoencoder):
-    """The logarithm of a mean over five codes of each row, which is its own."""
-
+class ImportanceWeighted(Autoencoder):  # the logarithm of a mean over five codes of each row, which is its own
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         mean, log_variance = (part[:, None] for part in self.encoder(batch["x"]).chunk(2, 1))
         z = mean + (0.5 * log_variance).exp() * batch["noise"]
@@ -143,9 +126,7 @@ class ImportanceWeighted(Autoencoder):
 
 
 @real_module(*("VQ-VAE, k-means", dealt(image)), windows=Warned("is_placed"), split=Warned("is_placed"))
-class VectorQuantized(Autoencoder):
-    """The first forward places the codebook at means of what it sees."""
-
+class VectorQuantized(Autoencoder):  # the first forward places the codebook at means of what it sees
     def build(self) -> None:
         super().build()
         self.codebook, self.is_placed = nn.Embedding(3, 6), False
@@ -169,9 +150,7 @@ class VectorQuantized(Autoencoder):
         return F.mse_loss(decoded, batch["x"]) + F.mse_loss(code, z.detach()) + 0.25 * F.mse_loss(z, code.detach())
 
 
-class Adversaries(RealModule):
-    """A generator and a discriminator, which steps first or with it."""
-
+class Adversaries(RealModule):  # a generator and a discriminator, which steps first or with it
     def build(self) -> None:
         self.automatic_optimization = False
         self.generator, self.discriminator = mlp(5, 8, 10), mlp(10, 8, 1)
@@ -186,9 +165,7 @@ class Adversaries(RealModule):
 
 
 @real_module("GAN that steps both at once", dealt(image), optimizers=(None,), split=OFFLOAD)
-class Adversarial(Adversaries):
-    """Both gradients are of the parameters before the steps. Manual optimization is not split."""
-
+class Adversarial(Adversaries):  # both gradients are of the parameters before the steps. Manual optimization is not split.
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         fake = self.generator(batch["noise"][:, :, 0])
         for optimizer in self.optimizers():
@@ -202,9 +179,7 @@ class Adversarial(Adversaries):
 
 
 @real_module("WGAN-GP", dealt(image), optimizers=(None,), windows=ONE, split=OFFLOAD)
-class WassersteinWithPenalty(Adversaries):
-    """The critic steps before the generator's loss uses it."""
-
+class WassersteinWithPenalty(Adversaries):  # the critic steps before the generator's loss uses it
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         of_generator, of_critic = self.optimizers()
         fake, real, critic = self.generator(batch["noise"][:, :, 0]), batch["x"], self.discriminator
@@ -225,9 +200,7 @@ def noised(generator: Generator) -> dict[str, Tensor]:
     return {"x": torch.randn(6, generator=generator), "noise": torch.randn(6, generator=generator), "time": time}
 
 
-class OnPaths(RealModule):
-    """A network of points and times; what a step draws is the same in each training."""
-
+class OnPaths(RealModule):  # a network of points and times; what a step draws is the same in each training
     def build(self) -> None:
         self.net = mlp(7, 10, 6)
 
@@ -235,9 +208,7 @@ class OnPaths(RealModule):
         torch.manual_seed(0)
 
 
-class Denoiser(OnPaths):
-    """Predicts the noise in a mixture of a row and noise."""
-
+class Denoiser(OnPaths):  # predicts the noise in a mixture of a row and noise
     def errors(self, x: Tensor, noise: Tensor, time: Tensor) -> Tensor:
         angle = 0.5 * math.pi * time
         return (self.net(torch.cat([angle.cos() * x + angle.sin() * noise, time], 1)) - noise).square()
@@ -252,9 +223,7 @@ class Diffusion(Denoiser):
 
 
 @real_module("diffusion with antithetic times", dealt(noised), windows=ONE, split=OFFLOAD)
-class AntitheticTimes(Denoiser):
-    """Draws one time for two rows, whose times add up to 1."""
-
+class AntitheticTimes(Denoiser):  # draws one time for two rows, whose times add up to 1
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         half = torch.rand(len(batch["x"]) // 2 + 1, 1)
         time = torch.cat([half, 1 - half])[: len(batch["x"])]
@@ -262,18 +231,14 @@ class AntitheticTimes(Denoiser):
 
 
 @real_module("variational diffusion, stratified times", dealt(noised), windows=ONE, split=OFFLOAD)
-class StratifiedTimes(Denoiser):
-    """Draws one number, and spreads the times of the batch evenly from there."""
-
+class StratifiedTimes(Denoiser):  # draws one number, and spreads the times of the batch evenly from there
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         count = len(batch["x"])
         time = (torch.rand(1, 1) + torch.arange(count)[:, None] / count) % 1
         return self.errors(batch["x"], batch["noise"], time).mean()
 
 
-class FlowMatching(OnPaths):
-    """Pairs ends of paths so that the batch's paths are short, and learns the velocity on them."""
-
+class FlowMatching(OnPaths):  # pairs ends of paths so that the batch's paths are short, and learns the velocity on them
     def of_paths(self, start: Tensor, end: Tensor, time: Tensor) -> Tensor:
         rows, columns = map(torch.as_tensor, linear_sum_assignment(torch.cdist(start, end).square().numpy()))
         start, end = start[rows], end[columns]
@@ -281,24 +246,19 @@ class FlowMatching(OnPaths):
 
 
 @real_module("flow matching, transport from noise", dealt(noised), windows=ONE, split=by("net"))
-class TransportFromNoise(FlowMatching):
-    """Draws the noise that it pairs with rows, and the times."""
-
+class TransportFromNoise(FlowMatching):  # draws the noise that it pairs with rows, and the times
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         x = batch["x"]
         return self.of_paths(torch.randn_like(x), x, torch.rand(len(x), 1))
 
 
 @real_module("flow matching, transport between data", dealt(noised), windows=ONE, split=by("net"))
-class TransportBetweenData(FlowMatching):
-    """Both ends are rows of the loader."""
-
+class TransportBetweenData(FlowMatching):  # both ends are rows of the loader
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.of_paths(batch["noise"], batch["x"], batch["time"])
 
 
-def ray(generator: Generator) -> dict[str, Tensor]:
-    """Some rays have a depth; more in some batches than in others."""
+def ray(generator: Generator) -> dict[str, Tensor]:  # some rays have a depth; more in some batches than in others
     has_depth = torch.rand((), generator=generator) < 0.6
     return {
         "origin": torch.randn(3, generator=generator),
@@ -310,9 +270,7 @@ def ray(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("NeRF, coarse and fine, with depths of some rays", dealt(ray))
-class RadianceField(RealModule):
-    """Colors of two renderings are means over rays, and the depth one over the rays that have it."""
-
+class RadianceField(RealModule):  # colors of two renderings are means over rays, and the depth one over the rays that have it
     def build(self) -> None:
         self.coarse, self.fine = mlp(3, 8, 4), mlp(3, 8, 4)
 

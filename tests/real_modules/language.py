@@ -47,9 +47,7 @@ def translated(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("sequence to sequence translation", dealt(translated), collate=padded())
-class TranslationWithLabelSmoothing(RealModule):
-    """Attends to the source; 0 is padding in both."""
-
+class TranslationWithLabelSmoothing(RealModule):  # attends to the source; 0 is padding in both
     def build(self) -> None:
         self.source, self.target = nn.Embedding(WORDS, 6, padding_idx=0), nn.Embedding(WORDS, 6, padding_idx=0)
         self.decoder, self.head = nn.GRU(6, 6, batch_first=True), nn.Linear(12, WORDS)
@@ -62,17 +60,14 @@ class TranslationWithLabelSmoothing(RealModule):
         return self.criterion(logits.reshape(-1, WORDS), batch["target"][:, 1:].reshape(-1))
 
 
-def spoken(generator: Generator) -> dict[str, Tensor]:
-    """Words, how long each is, and two codes a frame."""
+def spoken(generator: Generator) -> dict[str, Tensor]:  # words, how long each is, and two codes a frame
     text = words(generator)
     codes = torch.randint(1, 7, (randint(4, 12, generator), 2), generator=generator)
     return {"text": text, "durations": torch.rand(len(text), generator=generator) + 0.5, "codes": codes}
 
 
 @real_module("text to speech over codes", dealt(spoken), collate=padded())
-class TextToSpeechWithTwoStreams(RealModule):
-    """Text tokens, code tokens and durations are means over numbers of their own."""
-
+class TextToSpeechWithTwoStreams(RealModule):  # text tokens, code tokens and durations are means over numbers of their own
     def build(self) -> None:
         self.text, self.codes = nn.Embedding(WORDS, 6), nn.Embedding(7, 6)
         self.text_head, self.code_heads = nn.Linear(6, WORDS), nn.ModuleList([nn.Linear(12, 7), nn.Linear(12, 7)])
@@ -134,8 +129,7 @@ class SpeakerEmbeddingsWithAngularMargin(RealModule):
         return loss
 
 
-def answered(generator: Generator) -> dict[str, Tensor]:
-    """A question, which is not learned, and its answer."""
+def answered(generator: Generator) -> dict[str, Tensor]:  # a question, which is not learned, and its answer
     tokens = words(generator, 4, 10)
     labels = tokens.clone()
     labels[: randint(1, 3, generator)] = -100
@@ -155,16 +149,13 @@ class CausalLanguageModel(RealModule):
         return loss
 
 
-def preferred(generator: Generator) -> dict[str, Tensor]:
-    """A better and a worse answer, and what the reference model says of them."""
+def preferred(generator: Generator) -> dict[str, Tensor]:  # a better and a worse answer, and what the reference model says of them
     reference = torch.randn(2, generator=generator)
     return {"chosen": words(generator), "rejected": words(generator), "reference": reference}
 
 
 @real_module("preference optimization", dealt(preferred), collate=padded())
-class DirectPreferenceOptimization(RealModule):
-    """Pairs, and a likelihood of the better answers over their tokens."""
-
+class DirectPreferenceOptimization(RealModule):  # pairs, and a likelihood of the better answers over their tokens
     def build(self) -> None:
         self.embedding, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, WORDS)
 
@@ -182,9 +173,7 @@ class DirectPreferenceOptimization(RealModule):
 
 
 @real_module("distillation of a tagger", dealt(answered), collate=padded({"labels": -100}))
-class Distillation(RealModule):
-    """Divergences from a frozen teacher are a mean over samples, cross entropies over tokens."""
-
+class Distillation(RealModule):  # divergences from a frozen teacher are a mean over samples, cross entropies over tokens
     def build(self) -> None:
         self.student = nn.Sequential(nn.Embedding(WORDS, 6), nn.Linear(6, WORDS))
         self.teacher = nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, WORDS)).requires_grad_(False)

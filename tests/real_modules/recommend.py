@@ -13,13 +13,11 @@ from real_modules.language import WORDS, words
 from real_modules.table import RealModule, Refused, dealt, padded, randint, real_module
 
 
-def retrieved(generator: Generator) -> dict[str, Tensor]:
-    """A question, a context that answers it, and one that does not."""
+def retrieved(generator: Generator) -> dict[str, Tensor]:  # a question, a context that answers it, and one that does not
     return {"query": words(generator), "good": words(generator), "bad": words(generator)}
 
 
-def two_contexts_a_query(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Twice as many contexts as queries."""
+def two_contexts_a_query(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:  # twice as many contexts as queries
     contexts = [row[name] for row in rows for name in ("good", "bad")]
     queries = padded()([{"query": row["query"]} for row in rows])
     return {**queries, "contexts": pad_sequence(contexts, True), "good": 2 * torch.arange(len(rows))}
@@ -32,9 +30,7 @@ IN_THE_BATCH = {
 
 
 @real_module(*("dense passage retrieval", dealt(retrieved)), collate=two_contexts_a_query, **IN_THE_BATCH)
-class TwoContextsAQuery(RealModule):
-    """Each query has to find its own among all contexts of the batch."""
-
+class TwoContextsAQuery(RealModule):  # each query has to find its own among all contexts of the batch
     def build(self) -> None:
         self.query, self.context = (nn.Sequential(nn.Embedding(WORDS, 6), nn.Linear(6, 6)) for _ in range(2))
 
@@ -53,16 +49,13 @@ class NegativesOfTheBatch(TwoContextsAQuery):
         return self.loss_of(batch["query"], batch["good"], torch.arange(len(batch["query"]), device=self.device))
 
 
-def bought(generator: Generator) -> dict[str, Tensor]:
-    """A user's items in their order, and three that were not bought for each."""
+def bought(generator: Generator) -> dict[str, Tensor]:  # a user's items in their order, and three that were not bought for each
     items = words(generator, 3, 7)
     return {"items": items, "negatives": torch.randint(1, WORDS, (len(items), 3), generator=generator)}
 
 
 @real_module("sequential recommendation", dealt(bought), collate=padded())
-class SampledNegatives(RealModule):
-    """Binary cross entropies, of the next item over steps, of the others over samples."""
-
+class SampledNegatives(RealModule):  # binary cross entropies, of the next item over steps, of the others over samples
     def build(self) -> None:
         self.items, self.user = nn.Embedding(WORDS, 6, padding_idx=0), nn.GRU(6, 6, batch_first=True)
 
@@ -75,16 +68,13 @@ class SampledNegatives(RealModule):
         return loss + 1e-2 * users[:, 0].square().sum(-1).mean()
 
 
-def lived(generator: Generator) -> dict[str, Tensor]:
-    """Until when somebody was seen, and whether something happened then."""
+def lived(generator: Generator) -> dict[str, Tensor]:  # until when somebody was seen, and whether something happened then
     time, event = torch.tensor(randint(0, 5, generator)), torch.rand((), generator=generator) < 0.6
     return {"x": torch.randn(5, generator=generator), "time": time, "event": event}
 
 
 @real_module("survival in discrete time", dealt(lived))
-class SurvivalWithCensoring(RealModule):
-    """A mean over the intervals in which somebody was at risk, and one over the samples."""
-
+class SurvivalWithCensoring(RealModule):  # a mean over the intervals in which somebody was at risk, and one over the samples
     def build(self) -> None:
         self.net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6))
 
@@ -98,8 +88,7 @@ class SurvivalWithCensoring(RealModule):
         return (of_intervals * at_risk).sum() / at_risk.sum() + 0.5 * brier.mean()
 
 
-def demand(generator: Generator) -> dict[str, Tensor]:
-    """Sales over five days, of which some are not known, and a weight."""
+def demand(generator: Generator) -> dict[str, Tensor]:  # sales over five days, of which some are not known, and a weight
     is_known = torch.rand(5, generator=generator) < 0.7
     is_known[0] = True
     weight = torch.rand((), generator=generator) + 0.5
@@ -112,9 +101,7 @@ def demand(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("forecasts of quantiles", dealt(demand))
-class QuantilesOfKnownDays(RealModule):
-    """A pinball loss that is divided by the weights of the days that are known."""
-
+class QuantilesOfKnownDays(RealModule):  # a pinball loss that is divided by the weights of the days that are known
     def build(self) -> None:
         self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 15))
         self.register_buffer("quantiles", torch.tensor([0.1, 0.5, 0.9]))

@@ -11,8 +11,7 @@ from real_modules.expected import ONE, by
 from real_modules.table import RealModule, Warned, dealt, real_module
 
 
-def two_views(generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Two noisy copies of one row, and its class."""
+def two_views(generator: Generator) -> tuple[Tensor, Tensor, Tensor]:  # two noisy copies of one row, and its class
     row = torch.randn(6, generator=generator)
     views = (row + 0.3 * torch.randn(6, generator=generator) for _ in range(2))
     return (*views, torch.randint(3, (), generator=generator))
@@ -22,9 +21,7 @@ def encoder(outputs: int = 5) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, outputs))
 
 
-class TwoViews(RealModule):
-    """An encoder, and a loss of what it makes of two views."""
-
+class TwoViews(RealModule):  # an encoder, and a loss of what it makes of two views
     def build(self) -> None:
         self.encoder = encoder()
 
@@ -38,9 +35,7 @@ class TwoViews(RealModule):
 
 
 @real_module("SimCLR", dealt(two_views), windows=ONE, split=by("encoder"))
-class ContrastedViews(TwoViews):
-    """Every row tells its other view from all rows of the batch."""
-
+class ContrastedViews(TwoViews):  # every row tells its other view from all rows of the batch
     def loss(self, a: Tensor, b: Tensor) -> Tensor:
         z = F.normalize(torch.cat([a, b]))
         logits = (z @ z.T / 0.2).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
@@ -48,9 +43,7 @@ class ContrastedViews(TwoViews):
 
 
 @real_module("Barlow Twins", dealt(two_views), windows=ONE, split=by("encoder"))
-class RedundancyReduced(TwoViews):
-    """The correlation of the two views' features over the batch is drawn to the identity."""
-
+class RedundancyReduced(TwoViews):  # the correlation of the two views' features over the batch is drawn to the identity
     def loss(self, a: Tensor, b: Tensor) -> Tensor:
         a, b = ((z - z.mean(0)) / (z.var(0, correction=0) + 1e-2).sqrt() for z in (a, b))
         c = a.T @ b / len(a)
@@ -77,9 +70,7 @@ class VarianceAndClassifier(TwoViews):
 
 
 @real_module("SimSiam without BatchNorm", dealt(two_views))
-class PredictsOtherView(TwoViews):
-    """A mean over rows: each view predicts the other's features."""
-
+class PredictsOtherView(TwoViews):  # a mean over rows: each view predicts the other's features
     def build(self) -> None:
         super().build()
         self.predictor = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 5))
@@ -92,9 +83,7 @@ class PredictsOtherView(TwoViews):
 
 
 @real_module("Deep SVDD, soft boundary", dealt(two_views), windows=Warned("'radius'"), split=Warned("'radius'"))
-class SoftBoundary(TwoViews):
-    """The distances of rows beyond a radius, which each batch sets from the second step on."""
-
+class SoftBoundary(TwoViews):  # the distances of rows beyond a radius, which each batch sets from the second step on
     radius = torch.tensor(0.3)
 
     def loss(self, a: Tensor, b: Tensor) -> Tensor:
@@ -117,9 +106,7 @@ class ImagesAndTexts(RealModule):
         return 0.5 * (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own))
 
 
-class WithTeacher(TwoViews):
-    """A teacher follows the encoder."""
-
+class WithTeacher(TwoViews):  # a teacher follows the encoder
     def build(self) -> None:
         super().build()
         self.teacher = copy.deepcopy(self.encoder).requires_grad_(False)
@@ -131,9 +118,7 @@ class WithTeacher(TwoViews):
 
 
 @real_module("BYOL", dealt(two_views), windows=Warned("teacher"))
-class FollowsAfterBatches(WithTeacher):
-    """The teacher moves at the end of each loader batch; a split one is one loader batch."""
-
+class FollowsAfterBatches(WithTeacher):  # the teacher moves at the end of each loader batch; a split one is one loader batch
     def build(self) -> None:
         super().build()
         self.predictor = nn.Linear(5, 5)
@@ -169,9 +154,7 @@ class CenteredTeacher(WithTeacher):
 
 
 @real_module("MoCo", dealt(two_views), windows=Warned("queue"), split=Warned("queue"))
-class QueueOfKeys(WithTeacher):
-    """Rows are told from the keys of earlier steps."""
-
+class QueueOfKeys(WithTeacher):  # rows are told from the keys of earlier steps
     def build(self) -> None:
         super().build()
         self.register_buffer("queue", F.normalize(torch.randn(9, 5)))

@@ -20,9 +20,7 @@ def sentence(generator: Generator) -> dict[str, Tensor]:
     return {"tokens": tokens, "mask": torch.ones(len(tokens))}
 
 
-class Experts(RealModule):
-    """A language model with three experts, of which each word takes one."""
-
+class Experts(RealModule):  # a language model with three experts, of which each word takes one
     def build(self) -> None:
         self.embedding, self.router, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, 3, bias=False), nn.Linear(6, WORDS)
         self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
@@ -43,9 +41,7 @@ class Experts(RealModule):
     windows=Refused(DoesNotAddUpError, {"window": 1}),
     split=Refused(DoesNotAddUpError, {"micro_batch": "offload"}),
 )
-class ExpertsWithBalance(Experts):
-    """The balance term multiplies two means over the words of the batch."""
-
+class ExpertsWithBalance(Experts):  # the balance term multiplies two means over the words of the batch
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         scores, loss, chosen = self.routed(batch)
         return loss + 0.3 * 3 * ((chosen > 0).double().mean(0) * scores.softmax(-1).mean(0)).sum()
@@ -59,8 +55,7 @@ class ExpertsWithZLoss(Experts):
 
 
 # --- several tasks -----------------------------------------------------------------------------------------------------
-def of_two_tasks(generator: Generator) -> dict[str, Tensor]:
-    """Some have no value, and some no words."""
+def of_two_tasks(generator: Generator) -> dict[str, Tensor]:  # some have no value, and some no words
     has_value = torch.rand((), generator=generator) < 0.35
     value = torch.randn((), generator=generator)
     inputs, label = torch.randn(5, generator=generator), torch.randint(4, (), generator=generator)
@@ -73,9 +68,7 @@ def of_two_tasks(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("several tasks, labels missing", dealt(of_two_tasks, seed=3))
-class TaskAbsentFromSomeBatches(RealModule):
-    """A term is added only where the batch has rows of its task."""
-
+class TaskAbsentFromSomeBatches(RealModule):  # a term is added only where the batch has rows of its task
     def build(self) -> None:
         self.trunk, self.classes, self.value = nn.Linear(5, 8), nn.Linear(8, 4), nn.Linear(8, 1)
 
@@ -88,8 +81,7 @@ class TaskAbsentFromSomeBatches(RealModule):
         return torch.stack(losses).sum() if losses else None
 
 
-def tagged(generator: Generator) -> dict[str, Tensor]:
-    """A tag for each word, and a score for the whole."""
+def tagged(generator: Generator) -> dict[str, Tensor]:  # a tag for each word, and a score for the whole
     tokens = words(generator)
     tags = torch.randint(4, (len(tokens),), generator=generator)
     return {"tokens": tokens, "tags": tags, "score": torch.randn((), generator=generator)}
@@ -109,8 +101,7 @@ class LearnedUncertainty(RealModule):
         return (-s).exp() * of_words + s + (-t).exp() * of_rows / 2 + t / 2
 
 
-def measured(generator: Generator) -> dict[str, Tensor]:
-    """A class, and four values of which some are missing."""
+def measured(generator: Generator) -> dict[str, Tensor]:  # a class, and four values of which some are missing
     is_there = torch.rand(4, generator=generator) < 0.6
     is_there[0] = True
     values, inputs = torch.randn(4, generator=generator), torch.randn(5, generator=generator)
@@ -118,9 +109,7 @@ def measured(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("continual learning", dealt(measured))
-class ElasticWeightConsolidation(RealModule):
-    """A penalty holds parameters at what they were after the task before."""
-
+class ElasticWeightConsolidation(RealModule):  # a penalty holds parameters at what they were after the task before
     def build(self) -> None:
         self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
         for name, parameter in list(self.net.named_parameters()):
@@ -177,8 +166,7 @@ def packed_graphs(graphs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {**batch, "edges": edges, "energy": torch.stack([one["energy"] for one in graphs]), "of_graph": of_graph}
 
 
-def graphs_of(batch: dict[str, Tensor], size: int) -> list[Any]:
-    """The batch, in packed batches of so many graphs."""
+def graphs_of(batch: dict[str, Tensor], size: int) -> list[Any]:  # the batch, in packed batches of so many graphs
     graphs = []
     for index, energy in enumerate(batch["energy"]):
         mine = batch["of_graph"] == index
@@ -194,9 +182,7 @@ def graphs_of(batch: dict[str, Tensor], size: int) -> list[Any]:
     collate=packed_graphs,
     split=Refused(UnsplittableBatchError, {"split": graphs_of}),
 )
-class EnergiesForcesAndBonds(RealModule):
-    """Means over graphs, over atoms and over bonds; forces are the gradient of the energy."""
-
+class EnergiesForcesAndBonds(RealModule):  # means over graphs, over atoms and over bonds; forces are the gradient of the energy
     def build(self) -> None:
         self.atoms, self.bond = nn.Embedding(4, 6), nn.Sequential(nn.Linear(13, 8), nn.SiLU(), nn.Linear(8, 6))
         self.energy, self.kind = nn.Sequential(nn.Linear(6, 6), nn.SiLU(), nn.Linear(6, 1)), nn.Linear(6, 3)
@@ -215,8 +201,7 @@ class EnergiesForcesAndBonds(RealModule):
         return 0.1 * F.mse_loss(energy, batch["energy"]) + (slope + batch["forces"]).square().sum(-1).mean() + of_bonds
 
 
-def molecule(generator: Generator) -> dict[str, Tensor]:
-    """Atoms, and a matrix of bonds, which is symmetric."""
+def molecule(generator: Generator) -> dict[str, Tensor]:  # atoms, and a matrix of bonds, which is symmetric
     one = graph(generator)
     bonds = torch.zeros(6, 6)
     bonds[one["edges"][0], one["edges"][1]] = bonds[one["edges"][1], one["edges"][0]] = 1.0
@@ -224,9 +209,7 @@ def molecule(generator: Generator) -> dict[str, Tensor]:
 
 
 @real_module("generation of graphs, dense", dealt(molecule))
-class NodesAndEdgesOfDenseGraphs(RealModule):
-    """Means over atoms and over pairs of atoms, and one over graphs."""
-
+class NodesAndEdgesOfDenseGraphs(RealModule):  # means over atoms and over pairs of atoms, and one over graphs
     def build(self) -> None:
         self.atoms, self.message = nn.Embedding(4, 6, padding_idx=0), nn.Linear(6, 6)
         self.node, self.edge, self.graph = nn.Linear(6, 4), nn.Bilinear(6, 6, 2), nn.Linear(6, 1)
@@ -244,8 +227,7 @@ class NodesAndEdgesOfDenseGraphs(RealModule):
 
 
 # --- space and time ----------------------------------------------------------------------------------------------------
-def scene(generator: Generator) -> dict[str, Tensor]:
-    """Agents that are seen for some steps, in a scene of up to five."""
+def scene(generator: Generator) -> dict[str, Tensor]:  # agents that are seen for some steps, in a scene of up to five
     is_seen = torch.rand(5, 6, generator=generator) < 0.7
     is_seen[randint(1, 5, generator) :] = False
     is_seen[0, -1] = True
@@ -311,9 +293,7 @@ def packed_series(rows: Sequence[tuple[Tensor, Tensor]]) -> list[PackedSequence]
 
 
 @real_module(*("forecasts of packed series", dealt(series)), collate=packed_series)
-class PackedTimeSeries(RealModule):
-    """A mean over steps, and one over series for what is known at their ends."""
-
+class PackedTimeSeries(RealModule):  # a mean over steps, and one over series for what is known at their ends
     def build(self) -> None:
         self.net, self.head, self.total = nn.GRU(3, 6), nn.Linear(6, 1), nn.Linear(6, 1)
 

@@ -26,9 +26,7 @@ Module = TypeVar("Module", bound=type[LightningModule])
 
 
 @dataclass(frozen=True)
-class Exact:
-    """Parameters and shown losses are those of the full batch, for SGD and AdamW, with no argument or with these."""
-
+class Exact:  # parameters and shown losses are those of the full batch, for SGD and AdamW, with no argument or with these
     argument: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -41,24 +39,18 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Warned:
-    """An AccumulationWarning that names this, before or at the first optimizer step."""
-
+class Warned:  # an AccumulationWarning that names this, before or at the first optimizer step
     of: str = ""
     deviation: float = 0.0
 
 
 @dataclass(frozen=True)
-class Crashed:
-    """Another exception, or one of this package's after the first optimizer step."""
-
+class Crashed:  # another exception, or one of this package's after the first optimizer step
     error: str = ""
 
 
 @dataclass(frozen=True)
-class Silent:
-    """Not exact, without a warning."""
-
+class Silent:  # not exact, without a warning
     deviation: float = math.inf
 
 
@@ -126,8 +118,7 @@ class RealModule(LightningModule):
 
 
 @cache
-def rows() -> list[Row]:
-    """All rows of the modules in this folder."""
+def rows() -> list[Row]:  # all rows of the modules in this folder
     for found in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if not found.name.startswith("__"):
             import_module(f"real_modules.{found.name}")
@@ -190,8 +181,7 @@ def happens(
     return Exact() if deviation <= limit else Silent(deviation)
 
 
-def _named_by(error: AccumulationError) -> dict[str, Any]:
-    """The mend of an error that was tried out before it was named."""
+def _named_by(error: AccumulationError) -> dict[str, Any]:  # the mend of an error that was tried out before it was named
     found = re.search(r"GradientAccumulation\(1, (.*?)\), which was tried", str(error))
     return eval(f"dict(window=1, {found[1]})") if found else {}
 

@@ -26,8 +26,7 @@ def image_with_boxes(generator: torch.Generator, least: int = 1) -> tuple[Tensor
     return torch.randn(3, 8, 8, generator=generator), boxes_of_image(generator, least)
 
 
-def lists(rows: list[Any]) -> tuple[Any, ...]:
-    """What detection collates: nothing is stacked."""
+def lists(rows: list[Any]) -> tuple[Any, ...]:  # what detection collates: nothing is stacked
     return tuple(zip(*rows, strict=True))
 
 
@@ -36,8 +35,7 @@ def stacked(rows: list[Any]) -> dict[str, Any]:
     return {"image": torch.stack(images), "target": list(targets)}
 
 
-def assign(boxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Which points of the grid lie in a box, and in which one."""
+def assign(boxes: Tensor) -> tuple[Tensor, Tensor]:  # which points of the grid lie in a box, and in which one
     centers = (torch.cartesian_prod(torch.arange(4), torch.arange(4)).to(boxes) + 0.5) / 4
     inside = ((centers[:, None] > boxes[:, :2]) & (centers[:, None] < boxes[:, 2:])).all(-1)
     which = torch.cat([inside, torch.ones(16, 1, dtype=torch.bool)], 1).int().argmax(1)
@@ -49,9 +47,7 @@ def focal(logits: Tensor, targets: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * (p * (1 - targets) + (1 - p) * targets) ** 2
 
 
-def giou(a: Tensor, b: Tensor) -> Tensor:
-    """Of boxes in pairs."""
-
+def giou(a: Tensor, b: Tensor) -> Tensor:  # of boxes in pairs
     def area(low: Tensor, high: Tensor) -> Tensor:
         return (high - low).clamp(min=0).prod(-1)
 
@@ -61,9 +57,7 @@ def giou(a: Tensor, b: Tensor) -> Tensor:
     return both / union - (hull - union) / hull
 
 
-class Detector(RealModule):
-    """A grid of 4 x 4 points, each with logits of 3 classes, a box and one more number."""
-
+class Detector(RealModule):  # a grid of 4 x 4 points, each with logits of 3 classes, a box and one more number
     def build(self) -> None:
         self.body = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1), nn.SiLU(), nn.Conv2d(6, 6, 3, 1, 1), nn.SiLU())
         self.head = nn.Conv2d(6, 8, 1)
@@ -167,9 +161,7 @@ def scene(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.randn(2, 8, 8, generator=generator), labels
 
 
-class UNet(nn.Module):
-    """One level down and up again."""
-
+class UNet(nn.Module):  # one level down and up again
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.down = nn.Sequential(nn.Conv2d(inputs, 6, 3, 1, 1), nn.GELU())
@@ -182,9 +174,7 @@ class UNet(nn.Module):
 
 
 @real_module("MONAI, cross entropy and Dice", dealt(scene))
-class UNetWithDiceOfSamples(RealModule):
-    """Cross entropy over labelled pixels, and a Dice loss over samples."""
-
+class UNetWithDiceOfSamples(RealModule):  # cross entropy over labelled pixels, and a Dice loss over samples
     dims: tuple[int, ...] = (2, 3)
 
     def build(self) -> None:
@@ -199,16 +189,12 @@ class UNetWithDiceOfSamples(RealModule):
 
 
 @real_module("segmentation_models, cross entropy and Dice", dealt(scene), windows=ONE, split=by("net"))
-class UNetWithDiceOfBatch(UNetWithDiceOfSamples):
-    """Dice is a ratio of sums over the batch."""
-
+class UNetWithDiceOfBatch(UNetWithDiceOfSamples):  # Dice is a ratio of sums over the batch
     dims = (0, 2, 3)
 
 
 @real_module("segmentation of satellite images", dealt(scene), windows=ONE, split=by("net"))
-class Jaccard(UNetWithDiceOfSamples):
-    """The Jaccard index of each class over the batch, alone."""
-
+class Jaccard(UNetWithDiceOfSamples):  # the Jaccard index of each class over the batch, alone
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
         is_labelled = (labels != 255)[:, None]
@@ -218,9 +204,7 @@ class Jaccard(UNetWithDiceOfSamples):
 
 
 @real_module("remote sensing, deep supervision", dealt(scene))
-class FocalSegmentation(RealModule):
-    """Focal over labelled pixels, and a coarser head whose labels are fewer."""
-
+class FocalSegmentation(RealModule):  # focal over labelled pixels, and a coarser head whose labels are fewer
     def build(self) -> None:
         self.net, self.coarse = UNet(2, 3), nn.Conv2d(2, 3, 3, 2, 1)
 
@@ -234,9 +218,7 @@ class FocalSegmentation(RealModule):
 
 
 @real_module("street scenes with hard-example mining", dealt(scene), windows=ONE, split=by("net"))
-class HardPixels(UNetWithDiceOfSamples):
-    """The hardest third of the pixels of the batch."""
-
+class HardPixels(UNetWithDiceOfSamples):  # the hardest third of the pixels of the batch
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         entropy = F.cross_entropy(self.net(batch[0]), batch[1], ignore_index=255, reduction="none").flatten()
         return entropy.topk(len(entropy) // 3).values.mean()
@@ -290,9 +272,7 @@ def labelled_image(generator: torch.Generator) -> tuple[Tensor, int]:
 
 
 @real_module("ResNet with BatchNorm", dealt(labelled_image), windows=Warned("BatchNorm"), split=Warned("BatchNorm"))
-class ResidualWithBatchNorm(LightningModule):
-    """A small residual network."""
-
+class ResidualWithBatchNorm(LightningModule):  # a small residual network
     def __init__(self, norm: type[nn.Module] = nn.BatchNorm2d) -> None:
         super().__init__()
         self.stem, self.head = nn.Sequential(nn.Conv2d(2, 6, 3), norm(6), nn.ReLU()), nn.Linear(6, 4)
@@ -309,9 +289,7 @@ class ResidualWithBatchNorm(LightningModule):
 
 
 @real_module("timm, mixup in the step", dealt(labelled_image), windows=ONE, split=OFFLOAD)
-class MixUp(ResidualWithBatchNorm):
-    """Each image is mixed with the one at the other end of the batch; NumPy draws how much."""
-
+class MixUp(ResidualWithBatchNorm):  # each image is mixed with the one at the other end of the batch; NumPy draws how much
     def __init__(self) -> None:
         super().__init__(nn.Identity)
 
