@@ -70,7 +70,7 @@ def check_first_batch(checked: Checked, batch: Any, transferred: Callable[[Any],
             raise
         is_one = checked.is_one_micro_batch and accumulation.world_size > 1
         if accumulation.policy.weight == "auto" and is_one and accumulation.window.counted is None:
-            accumulation.count_first()  # free if a window is one micro-batch on each rank
+            accumulation.count_first()  # this costs nothing if a window is one micro-batch on each rank
         known = accumulation.check.is_checked
         accumulation.check.find(before if known else replace(Verdict.unknown(reason), is_suitable=not is_unsuitable))
         if not known and not (accumulation.check.batches_left and is_unsuitable):

@@ -31,7 +31,7 @@ class Asked:
     is_manual: bool = False  # it has ``automatic_optimization = False``
     optimizers: Sequence[Optimizer] = ()  # of the training
     parameters: Sequence[Tensor] = ()  # of the module and of the optimizers
-    strategy: str = ""  # its class; empty before a fit
+    strategy: str = ""  # the class of the strategy; empty before a fit
     engine: str = ""  # reduces gradients, such as ``"ddp"``, ``"fsdp1"`` or ``"fsdp2"``; empty before a fit, and on one device
     sync: SyncPolicy = "window"  # when gradients are reduced
     is_static_graph: bool = False  # DistributedDataParallel records the first backward
@@ -156,7 +156,7 @@ def _exclusions(a: Asked) -> Iterator[str]:
         yield f'row_wise={row_wise} {again}, which FSDP2 cannot with {other}. Leave that out, or use Trainer(strategy="accum_ddp").'
     if (isinstance(policy.micro_batch, Tokens) or policy.micro_batch == "auto") and a.needs_as_many_rounds:
         one = a.needs_as_many_rounds
-        yield f"{micro_batch} varies between ranks, but {one} needs as many micro-batches on each. Give a number of samples."
+        yield f"{micro_batch} varies between ranks, but {one} needs the same number on every rank. Give a number of samples."
     if policy.micro_batch == "auto" and a.is_sharded:
         yield f"{micro_batch} runs a batch again on one rank, which {strategy} cannot. Pass a number of samples, or Tokens(...)."
     if a.same_rows > 1:

@@ -27,7 +27,7 @@ class KeptGradients:
         self._kept: list[tuple[Tensor | None, int | None, Tensor | None]] = []
 
     def keep(self, has_values: bool = False) -> None:
-        """Save the present gradients. With values, a gradient that DDP moves counts as unchanged."""
+        """Save the present gradients; if it ``has_values``, also their values, since DDP moves gradients in memory."""
         found = [own.grad for _, own in self.parameters]
         self._kept = [(own, getattr(own, "_version", None), elements_of(own) if has_values else None) for own in found]
 

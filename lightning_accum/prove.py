@@ -28,7 +28,7 @@ class Measured:
     """The result of one step on some rows, before weighting."""
 
     loss: float  # its value
-    terms: dict[int, Term]  # by key, with shares as numbers
+    terms: dict[int, Term]  # by key; their shares are Python numbers
     gradients: dict[int, dict[int, Tensor]]  # of each term, by parameter: some of their elements, in double precision
     function: FunctionOfMean | None  # set if the loss is a function of a mean; the gradients are then gradients of the mean
     batch: Callable[[], Any]  # returns a copy of the rows, for counting

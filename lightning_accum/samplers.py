@@ -117,9 +117,9 @@ class BalancedBatchSampler(SameOrderSampler):
     lengths are about even: longest first, each to the rank with the least. Inside a rank the longest samples come first, in batches
     of about equal size.
 
-    Ranks and batches have different numbers of samples, so gradients need weights: use it with the strategies of this package, and
-    a ``GradientAccumulation`` of as many loader batches as ``window``. Every rank has the same number of loader batches, except in
-    an epoch whose last window has fewer samples than there are ranks: some ranks then get no batch for this window.
+    Ranks and batches have different numbers of samples, so gradients need weights: use this sampler with the strategies of this
+    package, and with a ``GradientAccumulation`` whose window has ``window`` loader batches. Every rank has the same number of
+    loader batches, except if the last window of an epoch has fewer samples than there are ranks: some then get no batch for it.
 
     With these strategies Lightning keeps the loader's sampler, and sets the ranks and the epoch. Elsewhere pass
     ``Trainer(use_distributed_sampler=False)``.

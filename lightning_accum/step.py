@@ -57,7 +57,7 @@ class Trained:
         return {name.replace("_orig_mod.", ""): parameter for name, parameter in named.items()}
 
     def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step inside the engine's own preparation."""
+        """Run a step with the engine's own set-up around it."""
         return step(*args, **kwargs)
 
     def differentiated(self, loss: Tensor, share: float) -> Tensor:

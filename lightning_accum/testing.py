@@ -242,7 +242,7 @@ def whole_copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """The norm of the difference of all parameters, by name."""
+    """The norm of the difference of all parameters, which are matched by name."""
     return math.sqrt(sum((first[name] - value).square().sum().item() for name, value in second.items()))
 
 

@@ -18,7 +18,7 @@ from lightning_accum.splitting.rows import is_whole
 class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_subclass__
     """Inside, random numbers belong to rows, and parameters are copied before a write.
 
-    A momentum encoder writes into its parameters, perhaps through ``.data``, which changes no version.
+    A momentum encoder writes into its parameters, perhaps through ``.data``, which leaves their version counters unchanged.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], eps: float = torch.finfo(torch.float64).eps) -> None:

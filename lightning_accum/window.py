@@ -128,7 +128,7 @@ class Window:
             self._take_in(Entry.from_state_dict(state))
 
     def note_doubt(self, doubt: Denominator) -> None:
-        """Set :attr:`has_doubts` with the next micro-batch, if ``doubt`` is not 0."""
+        """Set :attr:`has_doubts` when the next micro-batch runs, if ``doubt`` is not 0."""
         self.has_doubts = self.has_doubts + doubt != 0
 
     def rewind(self, micro_batches: int) -> None:

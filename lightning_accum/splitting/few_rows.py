@@ -99,7 +99,7 @@ class FewRows:
         return self._layout.take([order[row % size] for row in rows])
 
     def emptied(self, rows: Sequence[int], without_labels: Collection[int]) -> Any:
-        """Some rows, some of them without labels; None if no labels can be ignored."""
+        """A batch of ``rows``, of which some have no labels; None if the labels have no value that is ignored."""
         tensors = self._layout.tensors.items()
         labels = [path for path, tensor in tensors if is_whole(tensor) and bool((tensor == IGNORE_INDEX).any())]
         if not labels:

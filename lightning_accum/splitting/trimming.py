@@ -1,6 +1,6 @@
 """The padding of rows: their lengths, read from the batch, and whether the loss depends on it.
 
-The module itself is tried, once for each kind of padding, before it is trimmed.
+Before padding is trimmed, the module itself is tried, once for each kind of padding.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class GradientSync:
 
     @property
     def is_recording_graph(self) -> bool:
-        """Reduce in the next forward and backward."""
+        """Whether gradients must be reduced in the next forward and backward."""
         return False
 
     def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
@@ -55,7 +55,7 @@ class GradientSync:
         """Called after a backward, perhaps the last of a window."""
 
     def reduce_accumulated(self) -> None:
-        """Average the gradients of a window that ended without a micro-batch known as its last. Called on all ranks."""
+        """Average the gradients of a window that ended before any micro-batch was known to be its last. On all ranks."""
 
     def without_weight(self, loss: Tensor, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """The context of the backward of a loss without weight."""
@@ -144,7 +144,7 @@ def gradients_in_place(
 ) -> Sequence[Tensor | None]:
     """The gradients of ``share`` times a loss for these parameters, computed by a backward; ``.grad`` is restored.
 
-    Post-accumulate hooks do not run, since they would step or add to the sums of a window.
+    Post-accumulate hooks do not run, since they would take an optimizer step, or add to the sums of a window.
     """
     hooks = [own for parameter in parameters if (own := getattr(parameter, "_post_accumulate_grad_hooks", None))]
     kept = [dict(own) for own in hooks]

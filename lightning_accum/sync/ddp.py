@@ -156,7 +156,7 @@ class DDPSync(WrappedSync):
 
 
 class LateDDPSync(GradientSync):
-    """One reduction at the end of a window, by ``ranks``: of sums in a wider type, or of gradients.
+    """Has ``ranks`` average the gradients, or their sums in a wider type, once at the end of a window.
 
     DistributedDataParallel reduces nothing, so its forward is skipped, in which other ranks would wait for one that fails, and
     ``find_unused_parameters`` and ``static_graph`` have no effect.

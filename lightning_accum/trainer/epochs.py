@@ -233,8 +233,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if interval != "step" or strategy.accumulation is None:
             super()._update_learning_rates(interval, update_plateau_schedulers)
             return
-        # Lightning would count loader batches of the epoch: here the clock decides which schedulers are due, and Lightning steps
-        # them
+        # Lightning would count the loader batches of the epoch. The clock decides which schedulers are due; Lightning steps them
         clock, due = strategy.accumulation.clock, list[pl.utilities.types.LRSchedulerConfig]()
         for config in strategy.lr_scheduler_configs:
             if config.interval == "step":

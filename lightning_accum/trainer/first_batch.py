@@ -256,7 +256,7 @@ def _try_steps(checked: Checked, windows: ManualWindows, batches: Sequence[Any])
             trial.together(partial(trial.step, batch()))
     expected, again, of_part, next_one, _ = tried
     if checked.on_any(again.difference(expected) > trial.tolerance):
-        raise CannotCheckError("training_step steps with other gradients for the same rows each time")
+        raise CannotCheckError("training_step steps with different gradients each time it runs on the same rows")
     if checked.on_any(of_part.difference(expected) > trial.tolerance):
         raise DoesNotAddUpError(advice.OF_GRADIENTS)
     if checked.is_window_long and (size := checked.largest(next_one.difference(expected))) > trial.tolerance:

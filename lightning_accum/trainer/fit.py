@@ -62,7 +62,7 @@ class AccumulatingFitLoop(_FitLoop):
         for loop in (self, epoch_loop):
             loop.reset_restart_stage()
         self._restarting = epoch_loop.restarting = False
-        # without a length a batch has been drawn ahead, which is the new epoch's first
+        # a loader without a length is read one batch ahead: this batch is the new epoch's first
         self._resuming_from_checkpoint = fetcher.length is None and not fetcher.done
 
     @override
@@ -100,7 +100,7 @@ class AccumulatingFitLoop(_FitLoop):
         trainer: Any = self.trainer
         own, inf = float(self.max_batches), float("inf")
         (longest,) = ranks.largest(own)
-        if longest != own:  # numbers that Lightning derives from this rank's length now use the longest
+        if longest != own:  # Lightning derived numbers from the length of this rank's loader
             self.max_batches = longest if longest == inf else int(longest)
             self._last_train_dl_reload_epoch = trainer.current_epoch
             interval: Any = None if trainer._val_check_time_interval is not None else trainer.val_check_interval

@@ -67,7 +67,7 @@ class ManualWindows(Windows):
         super().__init__(policy, trained.ranks, warn, "where trainer.global_step has grown")
         self.calls: list[Call] = []
         self.current = ManualMicroBatch()  # without a batch between loader batches
-        self.closed: list[ClosedWindow] = []  # the window of each call, at the last boundary
+        self.closed: list[ClosedWindow] = []  # the last closed window of each call of manual_backward
         self.row_wise, self.checks = row_wise, checks
         self.tried: TriedStep | None = None  # the ``training_step`` of a trial
         self.most_tried = 1  # the largest number of losses in a trial

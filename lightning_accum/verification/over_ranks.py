@@ -25,7 +25,8 @@ from lightning_accum.verification.step import Change, Step, StepRunner, Tensors
 
 _MENDS = {
     "loss of a rank": "Return the loss as one process would. Look for what depends on the rank or the number of ranks: parameters"
-    " and buffers made from other random numbers (seed_everything with one seed), factors in training_step, and attributes.",
+    " and buffers initialised from different random numbers (call seed_everything with one seed on all ranks), factors in"
+    " training_step, and attributes.",
     "gradients of the ranks": "Look for factors of the number of ranks, communication hooks, and parameters that no group reduces.",
     "optimizer step of a rank": "Look for what depends on the rank in configure_optimizers and the hooks around the step.",
 }

@@ -45,8 +45,8 @@ class StepTakenError(SystemExit):
 class Step(pl.Callback):
     """The record of one optimizer step. Tensors are copies in host memory, by name; complex ones are viewed as real.
 
-    With ``given`` gradients of another step, the step uses these, before clipping and its hooks, which compares everything after
-    the backward. The number of data-parallel ``ranks`` must be the same.
+    The ``given`` gradients of another step replace its own before clipping and the hooks of the step, so that only what comes after
+    the backward is compared. The number of data-parallel ``ranks`` must be the same.
     """
 
     def __init__(self, seed: int = 0, given: Sequence[Tensors] = (), ranks: int = 1) -> None:

@@ -162,7 +162,7 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
-        if func.__name__ in _ADDITIONS:  # results of custom functions pass through nothing else
+        if func.__name__ in _ADDITIONS:  # results of custom functions are seen nowhere else
             for operand in args[0] if args and isinstance(args[0], (list, tuple)) else args:
                 self._note(operand)
         result = func(*args, **kwargs) if kwargs else func(*args)

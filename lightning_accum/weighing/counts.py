@@ -117,7 +117,7 @@ def _with_attributes(root: Part, depth: int) -> Iterator[Part]:
 
 
 def _may_be_rows(part: Part, root: Part) -> bool:
-    """Whether it is a packed sequence, or a list that may have one entry a sample."""
+    """Whether a part is a packed sequence, or a list that may have one entry for each sample."""
     is_inside = part is not root and part.is_list and (isinstance(part.value, list) or part.size != 1 or _is_zipped(root))
     return isinstance(part.value, PackedSequence) or may_be_samples(part.value) or (is_inside and part.has_tensors)
 

@@ -53,7 +53,7 @@ class Known(NamedTuple):
     of_samples: frozenset[int] = frozenset()  # terms whose weight was always the number of rows
     # the oddities of checked terms, by key, see :func:`lightning_accum.weighing.terms.Term.oddities`
     seen: frozenset[tuple[int, str]] = frozenset()
-    raised: frozenset[int] = frozenset()  # the terms of which single rows have a small count that is raised to 1
+    raised: frozenset[int] = frozenset()  # terms whose count is below 1 for a single row, and is raised to 1
     counts_first: bool = False  # whether terms have different weights, which are counted before a window runs
 
     @property
@@ -88,7 +88,7 @@ class Known(NamedTuple):
         return Reading(terms, found)
 
     def joined(self, other: Known, begun: Mapping[int, Mode]) -> Known:
-        """The union with ``other``, which was found to add up.
+        """The union with ``other``, whose terms were found to add up.
 
         Args:
             other: the knowledge from some rows.

@@ -316,5 +316,5 @@ def bends_numbers(node: Node, index: int) -> bool:
 
 
 def are_numbers(*outputs: tuple[Node, int]) -> bool:
-    """Operations without a dimension argument, as a row has one dimension."""
+    """Whether outputs have no dimension, as a mean over the batch; the output of a network for one row has one."""
     return not any(len(node._input_metadata[index].shape) for node, index in outputs)

@@ -55,7 +55,7 @@ class Arrived(NamedTuple):
 
     @property
     def is_one(self) -> bool:
-        """Whether all elements are one number."""
+        """Whether all elements are equal, and kept as one number."""
         return not isinstance(self.share, Tensor) or not self.share.dim()
 
     def summed(self, node: Node, place: int, share: Denominator, is_vector: bool = False) -> Arrived:
