@@ -22,7 +22,7 @@ from lightning_accum.micro_batch import EMPTY, MicroBatch, Output, Weighed, join
 from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.step import Backward, Outcome, Step, Trained
-from lightning_accum.sync.base import NOTHING_AROUND
+from lightning_accum.sync.base import NOTHING_AROUND, put_gradients
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
@@ -119,8 +119,7 @@ class Session:
             if sums is not None:
                 sums.restore_accumulated(parameters, kept)
             if is_zero_grad_due and not accumulation.is_zero_grad_due:
-                for parameter in parameters:
-                    parameter.grad = None
+                put_gradients(parameters, {})
             snapshot.restore()
             _free(accumulation.ranks.device)
 

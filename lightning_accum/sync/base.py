@@ -79,9 +79,7 @@ class GradientSync:
 
     def restore_accumulated(self, parameters: Iterable[nn.Parameter], kept: Mapping[nn.Parameter, Tensor]) -> None:
         """Restore the gradients from ``kept``, copies of :meth:`accumulated` before a backward."""
-        for parameter in parameters:
-            if parameter.requires_grad:
-                parameter.grad = kept.get(parameter)
+        put_gradients((parameter for parameter in parameters if parameter.requires_grad), kept)
 
     def gradients_of(
         self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
@@ -162,14 +160,18 @@ def gradients_in_place(
 @contextmanager
 def gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, parameters have no gradients; afterwards they have the gradients of the window again."""
-    kept = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, _ in kept:
-        parameter.grad = None
+    kept = {parameter: parameter.grad for parameter in parameters}
+    put_gradients(kept, {})
     try:
         yield
     finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient
+        put_gradients(kept, kept)
+
+
+def put_gradients(parameters: Iterable[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+    """Give parameters their gradients; None to others."""
+    for parameter in parameters:
+        parameter.grad = gradients.get(parameter)
 
 
 def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> ExitStack:

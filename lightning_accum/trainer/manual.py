@@ -25,7 +25,7 @@ from lightning_accum.manual_calls import Gradients, ManualMicroBatch, TriedStep,
 from lightning_accum.policy import Policy
 from lightning_accum.start_line import manual_start_line, samples_of
 from lightning_accum.step import Trained
-from lightning_accum.sync.base import gradients_set_aside
+from lightning_accum.sync.base import gradients_set_aside, put_gradients
 from lightning_accum.trainer.deferred_steps import DeferredSteps, groups_kept
 from lightning_accum.trainer.from_lightning import pl, rank_zero_info
 from lightning_accum.user_warnings import listed, users_line
@@ -149,8 +149,7 @@ class ManualWindows(Windows):
         before = {p: p.grad for p in self._parameters() if p.grad is not None}
         if current.before is None:
             current.before = dict(before)
-        for parameter in before:
-            parameter.grad = None
+        put_gradients(before, {})
         if self._reduces_by_itself:  # the reduction would mix ranks with different factors
             loss, factor = (loss * factor).to(loss.dtype), 1.0
         is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
@@ -177,12 +176,11 @@ class ManualWindows(Windows):
             call.given.add(parameter, gradient if is_boundary else gradient.clone(), factor / scale)
         if is_boundary:
             given = self._close(call, scale)
-        self.current.given |= given.keys()
-        for parameter, gradient in given.items():
-            parameter.grad = gradient if parameter not in before else before[parameter] + gradient
-        for parameter, gradient in before.items():
-            if parameter not in given:  # a copy if it is restored later, since the module may clip or clear it
-                parameter.grad = gradient if is_boundary else gradient.clone()
+        self.current.given.update(given)
+        # a copy if it is restored later, since the module may clip or clear it
+        kept = {own: gradient if is_boundary else gradient.clone() for own, gradient in before.items() if own not in given}
+        sums = {own: gradient if own not in before else before[own] + gradient for own, gradient in given.items()}
+        put_gradients([*kept, *sums], {**kept, **sums})
 
     def _close(self, call: Call, scale: float) -> dict[nn.Parameter, Tensor]:
         """End the window of a call. Returns the gradients of the full batch."""
@@ -255,8 +253,7 @@ class ManualWindows(Windows):
         """End the hooks after training_step: restore ``.grad``, unless a window has ended."""
         current, self.current = self.current, ManualMicroBatch()
         if current.defers_steps and current.before is not None:
-            for parameter in self._parameters():
-                parameter.grad = current.before.get(parameter)
+            put_gradients(self._parameters(), current.before)
 
     @override
     def _begin_window(self, seen: int) -> None:

@@ -59,24 +59,13 @@ def changed() -> list[Seam]:
 def check_nothing_is_missing(table: Iterable[Seam] | None = None) -> None:
     """Raise a SeamError if a required method is missing. Called when a strategy is constructed."""
     if gone := [seam for seam in (LIGHTNING if table is None else table) if seam.is_missing()]:
-        missing = [f"{seam} ({seam.why})" for seam in gone]
-        library = gone[0].owner.partition(".")[0]
-        raise broken(f"{_lightning() if library == pl.__name__.partition('.')[0] else library} lacks {', '.join(missing)}.")
+        missing = ", ".join(f"{seam} ({seam.why})" for seam in gone)
+        raise broken(f"{gone[0].owner.partition('.')[0]} lacks {missing}.")
 
 
 def broken(seen: str) -> SeamError:
     """The error, with where to report it."""
     return SeamError(f"{seen} Windows would not be exact, so training stops. {INSTEAD}")
-
-
-def in_words(differing: list[Seam]) -> str:
-    """The seams that differ from the versions read."""
-    number = f"{len(differing)} method{'s differ' if len(differing) > 1 else ' differs'}"
-    return f"{_lightning()}: {number} from the versions read: {', '.join(map(str, differing))}."
-
-
-def _lightning() -> str:
-    return f"Lightning {pl.__version__}"
 
 
 LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")

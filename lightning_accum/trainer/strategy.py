@@ -166,7 +166,9 @@ class AccumulationMixin(Engine):
         self.policy = self._callback.policy
         super().setup(trainer)
         if differing := seams.changed():
-            rank_zero_warn(f"{seams.in_words(differing)} Windows may not be exact. {seams.INSTEAD}")
+            names = ", ".join(map(str, differing))
+            found = f"Lightning {pl.__version__} has methods that differ from the versions read: {names}"
+            rank_zero_warn(f"{found}. Windows may not be exact. {seams.INSTEAD}")
         self._begin(trainer)
         if self.windows is not None:
             self._callback.connect(self)
@@ -211,7 +213,6 @@ class AccumulationMixin(Engine):
         if policy.on_nonfinite != "propagate":
             guard = Guard(self, sums or self.sync, policy.on_nonfinite == "skip", self._batch_in_words, _log.info)
         self.session = Session(self, self.accumulation, guard, self.announce)
-        self.watch.attend(self.optimizers[0])
         self._fit.callback(self.watch.forget_optimizer)
 
     def _batch_in_words(self) -> str:

@@ -55,15 +55,6 @@ class Watch:
                 "or in on_window_end."
             )
 
-    def attend(self, optimizer: Optimizer) -> None:
-        """Watch the steps of the only optimizer."""
-        if optimizer is self._optimizer:
-            return
-        self.forget_optimizer()
-        self._optimizer = optimizer
-        if getattr(type(optimizer).step, "hooked", False):  # some wrappers of optimizers skip Optimizer.__init__
-            self._hook = optimizer.register_step_post_hook(self._after_optimizer)
-
     def forget_optimizer(self) -> None:
         """Stop watching steps."""
         if self._hook is not None:
@@ -72,7 +63,11 @@ class Watch:
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Called before the step of a window."""
-        self.attend(optimizer)
+        if optimizer is not self._optimizer:
+            self.forget_optimizer()
+            self._optimizer = optimizer
+            if getattr(type(optimizer).step, "hooked", False):  # some wrappers of optimizers skip Optimizer.__init__
+                self._hook = optimizer.register_step_post_hook(self._after_optimizer)
         self._is_stepping, self._has_stepped = True, self._hook is None  # None: no hook can be registered
         self._before_step, self._rates = self._seen_of(optimizer), None  # a window of tokens ends after its loader batch
 
