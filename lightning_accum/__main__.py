@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ cannot run; 2 if the arguments are wrong."""
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--epochs", type=_natural, default=3, metavar="N", help="passes over the corpus (default: %(default)s)")
+    add("--out", type=Path, default="accum_demo", metavar="FOLDER", help="for loss_curves.png (default: %(default)s)")
     parser.set_defaults(command=_demo)
 
 
@@ -103,10 +105,14 @@ def _natural(text: str) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    if find_spec("matplotlib") is None:
+        print("The demo needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 1
+    arguments.out.mkdir(parents=True, exist_ok=True)  # fail now, not after a minute of training
     print("Trains a small language model 11 times, 32 samples a step, for about a minute.\n", flush=True)
     from lightning_accum.demo import run_demo
 
-    return run_demo(arguments.epochs)
+    return run_demo(arguments.epochs, arguments.out)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from pydoc_data.topics import topics
 from textwrap import fill
 from typing import Any, NamedTuple, cast
@@ -39,21 +40,21 @@ CAPTION = (
 )
 
 
-def run_demo(epochs: int) -> int:
-    """Train on the full batch, then in every mix, and print the distances from it. Returns the exit status."""
+def run_demo(epochs: int, out: Path) -> int:
+    """Train on the full batch, then in every mix; print and plot the distances from it. Returns the exit status."""
     mixes: Sequence[Mix] = MIXES
     if TorchVersion(torch.__version__) < "2.9":
         print("Runs with FSDP2 are left out: torch shards on a CPU from 2.9 on.", file=sys.stderr)
         mixes = [mix for mix in MIXES if not mix.is_sharded]
     print(COLUMNS.format("run", "loss", "losses", "parameters", "steps"), flush=True)
-    full: Run | None = None
+    results: dict[Mix, Run] = {}
     apart: dict[Mix, tuple[float, float]] = {}
     try:
         corpus = sample_corpus(SAMPLES, LONGEST)
         for mix in mixes:
             most_seconds = 180.0 + 60.0 * epochs  # about ten times the time of two slow cores
-            found: Run = run_on_ranks(partial(_train_rank, mix, corpus, epochs), mix.ranks, most_seconds)[0]
-            full = found if full is None else full
+            results[mix] = found = run_on_ranks(partial(_train_rank, mix, corpus, epochs), mix.ranks, most_seconds)[0]
+            full = results[FULL_BATCH]
             moved = distance(full.parameters, new_model().state_dict())
             of_losses = max(abs(loss - other) / abs(other) for loss, other in zip(found.losses, full.losses, strict=True))
             apart[mix] = of_losses, distance(found.parameters, full.parameters) / moved
@@ -65,6 +66,8 @@ def run_demo(epochs: int) -> int:
     mine, theirs = ([apart[mix] for mix in mixes if mix.engine == engine] for engine in ("lightning_accum", "Lightning"))
     largest, of_theirs = (max(losses for losses, _ in of) for of in (mine, theirs))
     verdict = f"this package: {largest:.0e} from the full batch in {len(mine)} mixes; Lightning's own: up to {of_theirs:.0e}"
+    _draw({mix: run.losses for mix, run in results.items()}, verdict, out / "loss_curves.png")
+    print(f"The losses: {out / 'loss_curves.png'}.", file=sys.stderr)
     print(f"\n{fill(CAPTION, 80)}\n\n{verdict}")
     return 0 if all(number < EXACT for found in mine for number in found) else 1
 
@@ -94,8 +97,9 @@ class Mix(NamedTuple):
         return f"{self.ranks} x {self.window} x {self.batch}{split}{parallelism}"
 
 
+FULL_BATCH = Mix("full batch", ranks=1, window=1, batch=GLOBAL_BATCH)
 MIXES = (
-    Mix("full batch", ranks=1, window=1, batch=GLOBAL_BATCH),
+    FULL_BATCH,
     *(Mix("Lightning", *cut) for cut in ((1, 8, 4), (2, 4, 4))),
     *(Mix("lightning_accum", *cut) for cut in ((1, 8, 4), (1, 32, 1), (1, 1, 32, 4), (2, 4, 4), (2, 16, 1), (4, 8, 1))),
     *(Mix("lightning_accum", *cut, is_sharded=True) for cut in ((2, 4, 4), (4, 2, 4))),
@@ -152,6 +156,24 @@ class Run(pl.Callback):
         self.parameters = whole_parameters(trainer, pl_module)
         for name in ("log", "log_dict"):  # set by the Trainer, and refer to it
             vars(self).pop(name, None)
+
+
+# --- the figure -------------------------------------------------------------------------------------------------------
+
+
+def _draw(curves: Mapping[Mix, Sequence[float]], verdict: str, path: Path) -> None:
+    """Plot the loss of every optimizer step of all runs. This package's losses lie on the grey line of the full batch."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    axes = figure.subplots()
+    styles: dict[str, dict[str, Any]] = {"full batch": {"color": "0.8", "linewidth": 9}, "Lightning": {"marker": "x"}}
+    for mix, losses in curves.items():
+        axes.plot(range(1, len(losses) + 1), losses, label=f"{mix.engine} {mix.shape}", **styles.get(mix.engine, {}))
+    figure.suptitle(f"The same {GLOBAL_BATCH} samples a step; {verdict}")
+    axes.set(xlabel="optimizer step", ylabel="loss of its batch, nats")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), title="ranks x batches in a window\nx samples in a batch")
+    figure.savefig(path, dpi=130)
 
 
 # --- what is trained --------------------------------------------------------------------------------------------------

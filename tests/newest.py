@@ -2,7 +2,7 @@
 
 ``python tests/newest.py`` makes a virtual environment in a temporary directory, installs the checkout with its ``[test]`` extra
 there, without any constraint that the caller has, runs the tests and exits with pytest's code. ``--constraint FILE`` does the same
-with the versions of a file (``.ci/constraints.txt``: those of CI), ``--lower-bounds`` with each dependency, also of figures, at the
+with the versions of a file (``.ci/constraints.txt``: those of CI), ``--lower-bounds`` with each dependency, the demo's too, at the
 lower bound that pyproject.toml has, both of Lightning's packages among them, and this package as a wheel. Arguments that it does
 not know go to pytest: ``python tests/newest.py tests/promises/test_losses.py -k RMSE``.
 """
@@ -68,9 +68,9 @@ class Environment:  # a virtual environment in a directory; variables named in `
 
 
 def lower_bounds() -> list[str]:
-    """What the installed package requires, with its figures, each pinned to its lower bound: ``["torch==2.6", ...]``."""
+    """What the installed package requires, with its demo, each pinned to its lower bound: ``["torch==2.6", ...]``."""
     found = [Requirement(text) for text in requires("lightning-accum") or ()]
-    wanted = [one for one in found if one.marker is None or one.marker.evaluate({"extra": "figures"})]
+    wanted = [one for one in found if one.marker is None or one.marker.evaluate({"extra": "demo"})]
     return [f"{one.name}=={bound.version}" for one in wanted for bound in one.specifier if bound.operator == ">="]
 
 

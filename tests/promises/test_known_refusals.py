@@ -4,6 +4,7 @@ Each says what should happen; an open one names the issue that mends it.
 """
 
 import importlib
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -197,6 +198,7 @@ def test_a_leftover_division_by_the_size_of_the_window_is_warned_of(divisor: Any
 
 
 EXAMPLES = Path(__file__).parents[2] / "notebooks" / "examples"
+MATPLOTLIB = "pip install matplotlib"
 
 
 @pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}], ids=str)
@@ -297,12 +299,24 @@ def test_the_example_of_the_command_line_runs_twice_in_one_folder(monkeypatch: p
     assert [run["cli"].trainer.global_step for run in runs] == [2, 2]
 
 
-def test_without_ray_the_error_names_what_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
+@pytest.mark.parametrize(
+    ("library", "use", "error", "mend"),
+    [
+        ("ray", lambda: importlib.import_module("lightning_accum.ray"), ImportError, r"pip install .ray\[train\]"),
+        ("matplotlib", lambda: runpy.run_module("lightning_accum", run_name="__main__"), SystemExit, MATPLOTLIB),
+    ],
+)
+def test_where_a_library_is_missing_the_error_names_what_can_be_installed(
+    library: str, use: Any, error: Any, mend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, "lightning_accum.ray", raising=False)
-    with pytest.raises(ImportError, match=r"pip install .ray\[train\]") as caught:
-        importlib.import_module("lightning_accum.ray")
-    assert "lightning-accum[" not in str(caught.value)  # which is on no index
+    monkeypatch.setattr(sys, "argv", ["lightning-accum", "demo"])
+    with pytest.raises(error) as caught:
+        use()
+    said = f"{caught.value} {capsys.readouterr().err}"
+    assert re.search(mend, said)
+    assert "lightning-accum[" not in said  # which is on no index
 
 
 @pytest.mark.parametrize("policy", [{"window": 1}, {"window": 2}, {"window": 1, "micro_batch": 2}], ids=str)

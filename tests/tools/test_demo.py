@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch.torch_version import TorchVersion
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.slow)])
-def test_every_mix_ends_at_the_full_batch_and_lightnings_own_accumulation_elsewhere(epochs: int) -> None:
-    arguments = [sys.executable, "-m", "lightning_accum", "demo", "--epochs", str(epochs)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=380)
+def test_every_mix_ends_at_the_full_batch_and_lightnings_own_accumulation_elsewhere(epochs: int, tmp_path: Path) -> None:
+    arguments = ["demo", "--epochs", str(epochs), "--out", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-m", "lightning_accum", *arguments], capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
     rows = [line for line in done.stdout.splitlines() if re.match("Lightning |lightning_accum ", line)]
     mixes = {row[16:32].strip() for row in rows if row.startswith("lightning_accum")}
     assert any("/" in mix for mix in mixes), "a split batch"
