@@ -283,7 +283,7 @@ class Check:
             found = self._deciding.decide(looks, names, trial)
             if found.adds_up and not checked.on_any(any(key & 255 for key in found.terms)):  # one term may be absent
                 return found
-            if not checked.sync.is_waited_for_in_forward and not names.places:  # FSDP has other parameters in forward
+            if not checked.sync.is_waited_for_in_forward and not names.places:  # FSDP replaces them in forward
                 of_heads = found.known.names.telling_heads(parameters)
                 if (own := self._deciding.decide(looks_at(checked, trial, rows, of_heads), of_heads, trial)).adds_up:
                     return own

@@ -305,7 +305,7 @@ class _InParts:
             few = sorted(sorted(base, key=lambda row: alone[row].loss)[: max(2, size // 2 - 1)])
             looks.append(self.look(whole, [few, [row for row in base if row not in few]], total))
         times = min(size, 4)  # detects losses that use frequencies in the batch
-        # it has a loss, and all terms
+        # a row that has a loss, and as many of its terms as possible
         told = max(base, key=lambda row: (math.isfinite(alone[row].loss), sum(t.losses != 0 for t in alone[row].terms.values())))
         looks.append(Look(self.run([told] * times, total), [alone[told]] * times))
         if found.of_others:

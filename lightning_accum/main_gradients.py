@@ -159,7 +159,7 @@ class MainGradients(GradientSums):
     @override
     def gradients(self) -> list[Tensor]:
         for parameter in self._parameters():
-            if parameter.grad is not None:  # from no backward: a hook has put it there
+            if parameter.grad is not None:  # a hook has put it there, not a backward
                 self._take_grad(parameter, 1.0)
         return super().gradients()
 

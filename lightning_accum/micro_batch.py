@@ -77,7 +77,7 @@ def joined_extra(outputs: Sequence[Output], order: Sequence[int] | None = None) 
     """The other outputs of ``training_step`` for a batch.
 
     Tensors with one entry a sample are joined in the order of the batch. Numbers become weighted means. Other values become a list
-    with one entry a micro-batch.
+    with one entry for each micro-batch.
     """
     if order is not None:
         rows = iter(order)

@@ -29,7 +29,7 @@ from lightning_accum.weighing.terms import Denominator
 
 @dataclass(eq=False)
 class Guard:
-    """Checks each micro-batch of a training, and leaves out those that are not finite, or raises an error.
+    """Checks each micro-batch of a training run, and leaves out those that are not finite, or raises an error.
 
     Leaving out a micro-batch drops its gradient, and restores what it changed in the module, random state included (:class:`Undo`).
     With a GradScaler, which checks gradients itself, only the loss is checked.

@@ -138,7 +138,7 @@ class Session:
                     loss, extra, weighed = self._run_micro_batch(step, micro_batch)
                 except StopIteration as error:
                     if not index:
-                        raise  # it ends the epoch, as without splitting
+                        raise  # it ends the epoch, as it would without splitting
                     found = f"training_step raises StopIteration in micro-batch {index + 1} of {own} of a loader batch"
                     raise UsageError(f"{found}, whose other micro-batches are in the window. Leave micro_batch out.") from error
                 logs = log.take(loss, weighed, count)

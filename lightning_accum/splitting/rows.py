@@ -278,7 +278,7 @@ def _most_frequent(root: Part) -> int:
 
 
 def _votes(part: Part) -> list[int]:
-    """The sizes of parts; for a list with tensors, its length, and the size of its tensors if it is the same."""
+    """The sizes that parts propose. A list of tensors proposes its length, and the size of its tensors if all have one size."""
     if part.is_tensor or isinstance(part.value, PackedSequence):
         found = [part.size]
     elif part.is_list:

@@ -63,7 +63,7 @@ def read_lengths(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[
         return _lengths({path: _explicit(path, tensor, tensors) for path, tensor in found.items()}, {})
     masks = {path: _is_token(path, mask) for path, mask in tensors.items() if mask.dim() == 2 and _is_mask(path)}
     of_masks = {mask.shape[1] for mask in masks.values()}
-    # attention masks, which also have the columns in another dimension, may have any value at padding
+    # attention masks may have any value at padding; they have the columns in a second dimension, too
     others = {path: tensor for path, tensor in tensors.items() if tensor.dim() > 1 and of_masks.isdisjoint(tensor.shape[2:])}
     whole = {path: tensor for path, tensor in others.items() if is_whole(tensor)}
     labels = {

@@ -199,7 +199,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         windows.end_loader_batch(seen)
         if windows.boundary.size != math.inf or windows.boundary.position(seen) <= 0 or not isinstance(windows, Accumulation):
             return
-        if windows.is_full() or self._is_cut_by_the_end(windows.boundary):  # the first runs on all ranks
+        if windows.is_full() or self._is_cut_by_the_end(windows.boundary):  # is_full runs on all ranks
             windows.boundary.cut_short(seen)
             self.optimization.step_without_batch()
 

@@ -149,8 +149,8 @@ def verify(
         module: a LightningModule with automatic optimization, before a fit or after it; or any module, with ``loss_of``.
         data: a batch (a tensor, mapping, tuple or dataclass; a list that holds tensors); an iterable of batches (a loader, an
             iterator, a list); a LightningDataModule, which is prepared and set up; None for the module's own ``train_dataloader``.
-        window: loader batches in a window. The first batches of the data are its micro-batches, and the full batch joins them,
-            padded if masks or labels show how. A single batch is split into this many.
+        window: loader batches in a window. The first batches of the data are its micro-batches. The full batch concatenates
+            them, padded if masks or labels show how. A single batch is split into this many.
         micro_batch: the size of the micro-batches that each batch is split into, in samples or :class:`Tokens`.
         precision: as of the Trainer. The default shows differences of 1e-12; a loss that computes in float32, as in Hugging Face's
             causal models, is compared with float32's tolerance.
@@ -276,7 +276,7 @@ def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, acceler
     if not module.automatic_optimization:
         return f"{type(module).__name__} has automatic_optimization=False; verify supports automatic optimization only."
     if window is not None and not is_natural(window):
-        return f"verify(window={window!r}): expected a number of loader batches from 1. Of windows that vary, pass one size."
+        return f"verify(window={window!r}): expected a number of loader batches from 1. If windows vary in size, pass one size."
     if not is_natural(devices):
         return f"verify(devices={devices!r}): expected a number of ranks from 1."
     if devices > 1 and accelerator != "cpu":

@@ -31,7 +31,7 @@ from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.weighing.nodes import nodes_below
 from lightning_accum.weighing.safeguards import batch_norm_layers, freeze_batch_norm
 
-_STEPS_IN_AN_EPOCH = 100  # the length of the training for the Trainer: a schedule over one step would be all warm-up, or none
+_STEPS_IN_AN_EPOCH = 100  # the length reported to the Trainer: with one step a schedule would be all warm-up, or none
 Tensors = Mapping[str, Tensor]
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _REPORTED = (AccumulationWarning, UserWarning)
@@ -191,7 +191,7 @@ class StepRunner:
     def accumulated(
         self, batches: Sequence[Any], change: Change = _UNCHANGED, gradients: Sequence[Tensors] = (), **policy: Any
     ) -> Step:
-        """The step of this package on a window of these loader batches, after its check of the first; from other ``gradients``."""
+        """Take the step of this package on a window of these loader batches, with the given ``gradients`` if there are any."""
         return self.run(batches, change, Step(given=gradients), [self.policy_for(batches, **policy)], strategy="accum")
 
     def policy_for(self, batches: Sequence[Any], **policy: Any) -> GradientAccumulation:

@@ -160,7 +160,7 @@ def count_by(source: Any, batch: Any, rows: int | None = None) -> Denominator:
     Args:
         source: the weight.
         batch: the batch to count.
-        rows: the number of samples, which tells a list of two images from an input and its target.
+        rows: the number of samples, to distinguish a list of two images from an input and its target.
     """
     weight = rows if rows is not None and source == SampleCount() else source(batch)
     if isinstance(weight, Tensor):

@@ -198,8 +198,8 @@ def alike(terms: Sequence[Term], looped: Collection[int]) -> list[Term]:
     """Combine penalties into one term, and terms of one kind whose number varies between losses, as in a loop over rows.
 
     Args:
-        terms: of a loss.
-        looped: the kinds, which are keys without their last 8 bits.
+        terms: the terms of one loss.
+        looped: the kinds of terms whose number varies. A kind is a key without its last 8 bits.
     """
     if all(term.is_penalty for term in terms):
         terms = [term._replace(is_penalty=False) for term in terms]

@@ -33,7 +33,7 @@ class HostMemory:
         self._module: Any = torch.get_device_module(device)  # CUDA's, or another with the same stream API
 
     def stream(self) -> Any:
-        """The stream whose work is ordered with the next copy."""
+        """The stream on which the next copy is made."""
         return self._module.current_stream(self._device)
 
     def store(self, source: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Offload:
 
     @contextmanager
     def engaged(self, staying: Iterable[Any]) -> Iterator[None]:
-        """Inside, tensors that autograd saves are moved; they may be used after it.
+        """Inside, tensors that autograd saves are moved. A backward after the end of the context still finds them.
 
         ``staying`` are tensors that stay in memory anyway: parameters, buffers, the batch.
         """

@@ -79,7 +79,7 @@ class RowWise:
         with ExitStack() as stack:
             for name, module in self._named.items():
                 layer = Layer(name, module, vars(module).get("_compiled_call_impl") or module._call_impl, self.largest is not None)
-                # hooks are included, as by nn.Module.compile
+                # hooks are included, as in nn.Module.compile
                 stack.enter_context(replacing(module, _compiled_call_impl=partial(self._call, layer)))
             yield
 
