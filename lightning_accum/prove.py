@@ -226,7 +226,7 @@ def _constant(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> float:
         numbers.add(len(weights))
         found.append((_ROUNDINGS * eps * sum(weights) / (len(weights) - 1), excess))
         share = max(share, abs(excess) / sum(weights))
-        is_in_all = min(weights) > 0.99 * abs(excess) and max(weights) > 1.01 * abs(excess)  # else one part may weigh nothing
+        is_in_all = min(weights) > 0.99 * abs(excess) and max(weights) > 1.01 * abs(excess)  # not the weight of one part
         if not is_in_all or abs(excess) > 1:
             return 0.0
     rounding, constant = min(found, default=(0.0, 0.0))  # of the most precise look
