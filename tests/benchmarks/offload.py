@@ -96,34 +96,22 @@ def accuracy(seeds: int, epochs: int, size: int, stride: int) -> dict[str, list[
     return found
 
 
-def draw(found: dict[str, list[list[float]]], size: int, stride: int, path: str) -> None:
-    """Write the figure: the mean over seeds, and a band from the lowest to the highest."""
-    styles: dict[str, dict[str, Any]] = {
-        WHOLE: {"color": "0.75", "linewidth": 9, "label": f"one batch of {BATCH}"},
-        SPLIT: {"color": "#D55E00", "marker": "o", "label": f"micro-batches of {size}, each with its own statistics"},
-        OFFLOAD: {"color": "#0072B2", "marker": "s", "label": 'micro_batch="offload"'},
-    }
+def draw(found: dict[str, list[list[float]]], size: int, path: str) -> None:  # the mean over seeds
+    labels = {WHOLE: f"one batch of {BATCH}", SPLIT: f"micro-batches of {size}, each with its own statistics"}
     means = {name: [100 * statistics.mean(epoch) for epoch in zip(*runs, strict=True)] for name, runs in found.items()}
     last, other, number = means[OFFLOAD][-1], means[SPLIT][-1], len(means[OFFLOAD])
     title = f"BatchNorm over the whole batch: {last:.1f}% instead of {other:.1f}% after {number} epochs"
-    values = size * (2 // stride) ** 2  # of images of 8 x 8, after two more strides of 2
-    told = f"ResNet on scikit-learn's digits, SGD. Its last BatchNorm layers see {values} values a channel in a micro-batch"
-    below = f"epoch ({len(found[WHOLE])} seeds: their mean, and their range)"
-    with figure(path, title, told, xlabel=below, ylabel="validation accuracy, %") as axes:
-        for name, runs in found.items():
-            epochs = range(1, number + 1)
-            lowest, highest = ([100 * pick(epoch) for epoch in zip(*runs, strict=True)] for pick in (min, max))
-            if name != WHOLE:
-                axes.fill_between(epochs, lowest, highest, color=styles[name]["color"], alpha=0.15, linewidth=0)
-            axes.plot(epochs, means[name], **styles[name])
-        axes.grid(axis="y", color="0.9")
+    below = f"epoch (mean of {len(found[WHOLE])} seeds)"
+    with figure(path, title, "ResNet on scikit-learn's digits, SGD", xlabel=below, ylabel="validation accuracy, %") as axes:
+        for name, width in ((WHOLE, 9), (SPLIT, 2), (OFFLOAD, 2)):
+            label = labels.get(name, 'micro_batch="offload"')
+            axes.plot(range(1, number + 1), means[name], linewidth=width, label=label, color="0.75" if name == WHOLE else None)
         axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.55))
-        axes.set_xlim(0.8, number + 0.2)
 
 
 def main(seeds: int = 3, epochs: int = 8, size: int = 2, stride: int = 2, out: str = "batch_norm.png") -> None:
     """Train, print and draw."""
-    draw(accuracy(seeds, epochs, size, stride), size, stride, out)
+    draw(accuracy(seeds, epochs, size, stride), size, out)
 
 
 if __name__ == "__main__":

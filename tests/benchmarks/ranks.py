@@ -37,12 +37,10 @@ SIDES: dict[str, dict[str, tuple[Callable[..., Any], bool | None]]] = {  # wheth
     "ddp": {
         "Lightning": (DDPStrategy, None),
         "log=False": (DDPAccumulationStrategy, False),
-        "log=True": (DDPAccumulationStrategy, True),
     },
     "fsdp2": {
         "Lightning": (partial(ModelParallelStrategy, **MESH), None),
         'sync="window", log=False': (FSDP2, False),
-        'sync="window", log=True': (FSDP2, True),
         'sync="micro_batch", log=False': (partial(FSDP2, sync="micro_batch"), False),
     },
 }

@@ -76,22 +76,22 @@ def largest_batch(train: Train, budget: float) -> int:  # in rows, to 5 %, that 
 
 
 def draw(found: dict[str, list[int]], budgets: tuple[float, ...], size: int, path: str) -> None:  # a line for each side
-    styles = {"whole": ("0.6", "o", "whole batch"), "row_wise": ("#0072B2", "s", f'micro_batch={size}, row_wise=["image", "text"]')}
-    styles["offload"] = ("#D55E00", "^", 'micro_batch="offload"')
-    gain, end = found["row_wise"][-1] / found["whole"][-1], budgets[-1]
-    title = f"In {end:g} MiB the batch of a contrastive loss is {gain:.1f} times as large"
+    labels = {
+        "whole": "whole batch",
+        "row_wise": f'micro_batch={size}, row_wise=["image", "text"]',
+        "offload": 'micro_batch="offload"',
+    }
+    gain = found["row_wise"][-1] / found["whole"][-1]
+    title = f"In {budgets[-1]:g} MiB the batch of a contrastive loss is {gain:.1f} times as large"
     told = f"Largest batch whose step fits: two towers of {DEPTH} blocks, {WIDTH} features wide, and the loss of CLIP"
     below = "memory of a step above parameters, gradients and the batch, MiB"
     with figure(path, title, told, xlabel=below, ylabel="rows") as axes:
         for name, rows in found.items():
-            colour, marker, label = styles[name]
-            axes.plot(budgets, rows, color=colour, marker=marker, label=label)
-            axes.annotate(f"{rows[-1]}", (end, rows[-1]), xytext=(6, 0), textcoords="offset points", color=colour, va="center")
-        axes.set_xscale("log", base=2, subs=[])
-        axes.set_yscale("log", base=2, subs=[])
+            axes.plot(budgets, rows, marker="o", label=labels[name])
+            axes.annotate(f"{rows[-1]}", (budgets[-1], rows[-1]), xytext=(6, 0), textcoords="offset points", va="center")
+        axes.loglog(base=2)
         axes.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.grid(axis="y", color="0.9")
         axes.legend(frameon=False, loc="upper left")
 
 

@@ -172,7 +172,6 @@ ENDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, list[float]]] = {
     "tail=drop": ({"window": 3, "tail": "drop"}, TWICE, SEVEN, [2.0, 5.0] * 2),
     "tail=drop of one epoch": ({"window": {0: 4, 1: 1}, "tail": "drop"}, TWICE, SEVEN[:3], [1.0, 2.0, 3.0]),
     "tail=carry": ({"window": 4, "tail": "carry"}, TWICE, SEVEN, [2.5, 4.75, 3.5, 6.5]),
-    "tail=carry by epoch": ({"window": {0: 4, 1: 5}, "tail": "carry"}, TWICE, SEVEN, [2.5, 4.75, 4.0, 7.0]),
     "tail=carry and an early stop": ({"window": 2, "tail": "carry"}, {"max_epochs": 9}, "epoch", [1.5, 3.0]),
     "by step": ({"window": lambda step: 1 + step}, TWICE, SEVEN, [1.0, 2.5, 5.0, 7.0, 3.0, 6.5]),
     "by step, drop": ({"window": lambda step: [4, 3, 4][step % 3], "tail": "drop"}, TWICE, SEVEN, [2.5, 6.0, 2.5]),
@@ -181,7 +180,6 @@ ENDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, list[float]]] = {
     "an epoch that is cut short": ({"window": 2}, TWICE, "skip", [1.5, 3.0] * 2),
     "max_steps": ({"window": 2}, {"max_steps": 3, "max_epochs": -1}, ONE_TO_EIGHT, [1.5, 3.5, 5.5]),
     "limit_train_batches": ({"window": 2}, {"limit_train_batches": 3}, ONE_TO_EIGHT, [1.5, 3.0]),
-    "a part of them": ({"window": 2}, {"limit_train_batches": 0.5}, ONE_TO_EIGHT, [1.5, 3.5]),
     "overfit_batches": ({"window": 2}, {"overfit_batches": 3}, ONE_TO_EIGHT, [1.5, 3.0]),
     "fast_dev_run": ({"window": 2}, {"fast_dev_run": 3}, ONE_TO_EIGHT, [1.5, 3.0]),
 }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from sharded import fsdp2, needs_sharding_on_cpu
-from support import Language, Scalar, Toy, ddp, fit, language_loss, pad, predictions, relative_error, sentences
+from support import Language, Scalar, Toy, fit, language_loss, pad, predictions, relative_error, sentences
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -83,23 +83,6 @@ def test_of_256_micro_batches_in_bfloat16_the_error_is_at_least_8_times_smaller(
         errors[dtype] = relative_error([gradient], [expected]), relative_error([-module.w], [expected])
     assert errors[torch.float32][0] < BFLOAT16_ROUNDING / 2
     assert all(narrow > 8 * wide for narrow, wide in zip(errors[None], errors[torch.float32], strict=True))
-
-
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str)
-def test_parameters_that_some_ranks_or_none_use(options: dict[str, Any]) -> None:
-    class SomeUsed(Whole):  # ``w`` is used on both ranks, ``of_rank_1`` on one of them, ``none`` on no rank
-        def __init__(self) -> None:
-            super().__init__(*(torch.stack([torch.arange(3.0) + 10 * i + rank / 3 for i in range(6)]) for rank in range(2)))
-            self.of_rank_1, self.none = (nn.Parameter(torch.zeros(3)) for _ in range(2))
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return ((self.w + self.of_rank_1 * self.global_rank) * batch).sum() / 3.0
-
-    module, policy = SomeUsed(), GradientAccumulation(3, weight="equal", accumulate_dtype=torch.float64)
-    fit(module, None, policy, strategy=ddp(**options), devices=2)
-    of_ranks = [own.double().sum(0) / 3 / 6 for own in module.by_rank]
-    assert relative_error([-module.w, -module.of_rank_1], [of_ranks[0] + of_ranks[1], of_ranks[1]]) < 2**-22
-    assert torch.equal(module.none, torch.zeros(3))
 
 
 @needs_sharding_on_cpu

@@ -132,9 +132,7 @@ def by_tokens(size: int) -> list[int]:  # rows of windows that end with the load
 LOOPS: dict[str, tuple[int, dict[str, Any], list[int]]] = {
     "windows with tails": (2, {"window": 4}, [8, 8, 6]),
     "split": (8, {"micro_batch": 3}, [8, 8, 6]),
-    "split by tokens": (8, {"micro_batch": Tokens(20)}, [8, 8, 6]),
     "split, in windows": (4, {"window": 2, "micro_batch": 3}, [8, 8, 6]),
-    "split, checked": (8, {"micro_batch": 3, "loss_of": loss_of}, [8, 8, 6]),
     "checked": (4, {"window": 2, "loss_of": loss_of}, [8, 8, 6]),
     "tails dropped": (2, {"window": 4, "tail": "drop"}, [8, 8, -6]),
     "tails carried": (2, {"window": 4, "tail": "carry"}, [8, 8, 8, 8, 8, 4]),
@@ -580,12 +578,6 @@ def test_a_loss_whose_graph_is_kept_has_a_gradient_after_its_backward() -> None:
         accumulator.step()
 
     run(body, window=2, check=False)
-
-
-def test_a_count_of_the_batch_that_is_the_size_of_the_window_is_not_taken_for_it() -> None:
-    with warned() as messages:
-        run(lambda a, m, o, x: good(a, m, o, x, lambda loss: 2 * loss / torch.tensor(2)), window=2, check=False)
-    assert messages == []
 
 
 @pytest.mark.parametrize("register", ["register_post_accumulate_grad_hook", "register_hook"])
