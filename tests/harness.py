@@ -52,8 +52,7 @@ def on(engine: str, *values: Any, marks: Any = (), **options: Any) -> Any:
     return pytest.param(engine, options, *values, id=name, marks=marks)
 
 
-def on_each(engines: str, *values: Any, **options: Any) -> list[Any]:
-    """A row for each of several engines, divided by commas."""
+def on_each(engines: str, *values: Any, **options: Any) -> list[Any]:  # a row for each of several engines, divided by commas
     return [on(engine, *values, **options) for engine in engines.split(", ")]
 
 

@@ -41,8 +41,7 @@ class _Launcher(_MultiProcessingLauncher):  # Lightning's own, which hands whole
         trainer.whole = torch.load("parameters.pt")
 
 
-def whole_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By name, gathered from all ranks."""
+def whole_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:  # by name, gathered from all ranks
     if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
         with FullyShardedDataParallel.summon_full_params(module, writeback=False):
             return {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in module.named_parameters()}
@@ -91,8 +90,7 @@ def fsdp1(**kwargs: Any) -> ForkedFSDP1:
     return ForkedFSDP1(**{"timeout": timedelta(seconds=60), **kwargs})
 
 
-def two_replicas(ranks: int) -> DeviceMesh:
-    """Of shards: one on two ranks, two on four."""
+def two_replicas(ranks: int) -> DeviceMesh:  # of shards: one on two ranks, two on four
     replicas = min(ranks, 2)
     return init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
 
@@ -116,8 +114,7 @@ def wrap_for_fsdp1(module: Language, **kind: Any) -> None:
         module.net = wrapped(module.net)
 
 
-def cut_linear_layers(module: Language) -> None:
-    """Over the ranks of tensor parallelism."""
+def cut_linear_layers(module: Language) -> None:  # over the ranks of tensor parallelism
     mesh = module.device_mesh["tensor_parallel"]
     for block in module.net.blocks if mesh.size() > 1 else ():
         parallelize_module(block, mesh, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})

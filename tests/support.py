@@ -34,8 +34,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 
-def python_path() -> str:
-    """For a process that imports from the tests: their folders, and what there was before."""
+def python_path() -> str:  # for a process that imports from the tests: their folders, and what there was before
     tests = Path(__file__).parent
     folders = [tests, *sorted({file.parent for file in tests.glob("*/test_*.py")})]
     return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
@@ -46,8 +45,7 @@ def fp16_on_cpu(init_scale: float = 256.0) -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=init_scale))
 
 
-def trainer(strategy: Any = "accum", **kwargs: Any) -> pl.Trainer:
-    """A Trainer on the CPU that writes and prints nothing."""
+def trainer(strategy: Any = "accum", **kwargs: Any) -> pl.Trainer:  # a Trainer on the CPU that writes and prints nothing
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "use_distributed_sampler": False, **quiet}
     return pl.Trainer(strategy=strategy, **{**defaults, **kwargs})
@@ -111,13 +109,11 @@ def error_of_updates(found: Any, expected: nn.Module, start: nn.Module) -> float
     return relative_error([found[name] - before[name] for name in after], [after[name] - before[name] for name in after])
 
 
-def csv_logger() -> dict[str, Any]:
-    """Arguments of a Trainer that logs each step into a file for :func:`logged`."""
+def csv_logger() -> dict[str, Any]:  # arguments of a Trainer that logs each step into a file for logged()
     return {"logger": CSVLogger("logs", name="run", version=0), "log_every_n_steps": 1}
 
 
-def logged() -> list[dict[str, float]]:
-    """The rows that were logged, each without what it does not have."""
+def logged() -> list[dict[str, float]]:  # the rows that were logged, each without what it does not have
     with Path("logs/run/version_0/metrics.csv").open() as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
@@ -235,8 +231,7 @@ class Toy(pl.LightningModule):  # the module of most tests: a net, and a loss of
         return OPTIMIZERS[self.optimizer](self.parameters())
 
 
-def classified(net: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
-    """The cross entropy of :func:`labelled` batches."""
+def classified(net: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:  # the cross entropy of labelled batches
     return F.cross_entropy(net(batch[0]), batch[1], reduction=reduction)
 
 
@@ -273,8 +268,7 @@ def labelled(*rows: int, ignored: float = 0.0, seed: int = 1) -> list[list[Tenso
     return batches
 
 
-def joined(batches: Sequence[Any]) -> Any:
-    """One batch of the rows of several."""
+def joined(batches: Sequence[Any]) -> Any:  # one batch of the rows of several
     first = batches[0]
     if isinstance(first, dict):
         return {name: joined([batch[name] for batch in batches]) for name in first}
@@ -327,8 +321,7 @@ def seeds_of_a_search(
     ]
 
 
-def said(module: pl.LightningModule, data: Any, *callbacks: Callback, **kwargs: Any) -> str:
-    """What this package warns of in a fit."""
+def said(module: pl.LightningModule, data: Any, *callbacks: Callback, **kwargs: Any) -> str:  # what this package warns of in a fit
     with warned() as messages:
         fit(module, data, *callbacks, **kwargs)
     return "\n".join(messages)
@@ -401,15 +394,13 @@ class Language(pl.LightningModule):  # a causal language model that knows nothin
         return OPTIMIZERS[self.optimizer](self.parameters())
 
 
-def sentences(number: int, longest: int = 12, vocabulary: int = 17) -> list[Tensor]:
-    """Sequences of very different lengths."""
+def sentences(number: int, longest: int = 12, vocabulary: int = 17) -> list[Tensor]:  # sequences of very different lengths
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(2, longest + 1, (number,), generator=generator)
     return [torch.randint(0, vocabulary, (int(length),), generator=generator) for length in lengths]
 
 
-def pad(rows: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Join sequences into a batch: 0 as padding, -100 in the labels."""
+def pad(rows: Sequence[Tensor]) -> dict[str, Tensor]:  # join sequences into a batch: 0 as padding, -100 in the labels
     inputs = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
     labels = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=-100)
     return {"input_ids": inputs, "labels": labels}

@@ -40,8 +40,7 @@ KINDS: list[tuple[str, bool | None]] = [("fsdp2", None), ("fsdp2", False), ("fsd
 ENGINES = pytest.mark.parametrize(("engine", "reshard"), KINDS)
 
 
-def rows_of(batches: int) -> list[list[Any]]:
-    """So many loader batches of two rows for each of two ranks."""
+def rows_of(batches: int) -> list[list[Any]]:  # so many loader batches of two rows for each of two ranks
     return dealt(ROWS[: 4 * batches], 2, "fsdp2")
 
 

@@ -27,28 +27,15 @@ class Kind(Enum):  # what a window must do with a loss
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A row of the table.
-
-    Attributes:
-        name: is unique.
-        family: where it comes from.
-        function: the loss.
-        fields: of the batch; the first is the network's input.
-        kind: what a window must do with it.
-        weight: an explicit one.
-        refused: why an error is all right although the loss adds up; empty where it is not.
-        limit: of the relative error, by rounding in the type that the loss computes in.
-    """
-
-    name: str
-    family: str
+class Loss:  # a row of the table
+    name: str  # is unique
+    family: str  # where it comes from
     function: Function
-    fields: tuple[str, ...]
-    kind: Kind
+    fields: tuple[str, ...]  # of the batch; the first is the network's input
+    kind: Kind  # what a window must do with it
     weight: Any = "auto"
-    refused: str = ""
-    limit: float = 1e-12
+    refused: str = ""  # why an error is all right although the loss adds up; empty where it is not
+    limit: float = 1e-12  # of the relative error, by rounding in the type that the loss computes in
 
 
 class Table:  # the losses of a family: a method for each kind adds one, of a name, the fields of its batch and the function

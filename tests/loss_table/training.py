@@ -17,20 +17,10 @@ WAYS = ("windows", "split")
 
 
 class Outcome(NamedTuple):
-    """What a training did.
-
-    Attributes:
-        word: ``"exact"``, ``"refused"`` (an error of the package before the first step), ``"warned"``, ``"wrong"`` (without a
-            word) or ``"crashed"`` (another error).
-        deviation: of the gradients from those of the whole batch; nan where there was no step.
-        said: the error or the warning.
-        is_exact: the deviation is one of rounding.
-    """
-
-    word: str
-    deviation: float
-    said: str
-    is_exact: bool = False
+    word: str  # "exact", "refused" (before the first step), "warned", "wrong" (without a word) or "crashed" (another error)
+    deviation: float  # of the gradients from those of the whole batch; nan where there was no step
+    said: str  # the error or the warning
+    is_exact: bool = False  # the deviation is one of rounding
 
 
 def by_hand(loss: Loss, batches: Sequence[Batch]) -> Trained:  # train on whole batches, without the package

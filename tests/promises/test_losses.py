@@ -42,8 +42,7 @@ def cases(losses: Iterable[Loss], known: Known = OPEN) -> list[Any]:
     return [pytest.param(loss, id=loss.name.replace(" ", "_"), marks=marks(loss)) for loss in losses]
 
 
-def assert_known(loss: Loss, outcomes: Mapping[Any, Outcome], known: Known) -> None:
-    """A fault that is on the list is an OpenError."""
+def assert_known(loss: Loss, outcomes: Mapping[Any, Outcome], known: Known) -> None:  # a fault that is on the list is an OpenError
     found = faults(loss, outcomes)
     assert found <= {fault for (fault, _), names in known.items() if loss.name in names}, f"{found}: {outcomes}"
     if found:
@@ -80,8 +79,7 @@ AT_ONCE = 15
 """Losses that a pair of processes trains with, one after another."""
 
 
-def examine_on_rank(loss: Loss) -> Outcome:
-    """Windows of two loader batches on each of two ranks, of 2 and 5 rows and of 1 and 4."""
+def examine_on_rank(loss: Loss) -> Outcome:  # windows of two loader batches on each of two ranks, of 2 and 5 rows and of 1 and 4
     whole = data(loss)
     batches = micro_batches([whole], "windows")
     module, expected = Trained(loss), by_hand(loss, [whole])
@@ -131,8 +129,7 @@ OVER_RANKS = (
 )
 
 
-def batches(loss: Loss) -> list[Any]:
-    """The rows of loader batches."""
+def batches(loss: Loss) -> list[Any]:  # the rows of loader batches
     return [rows(loss, seed, size) for seed, size in enumerate(SIZES)]
 
 

@@ -59,31 +59,17 @@ Outcome = Expected | Crashed | Silent
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
-    """A module, its data, and what should happen.
-
-    Attributes:
-        name: is unique.
-        like: the kind of public repository that it is shaped after.
-        make: the module, with the same parameters at each call.
-        batches: the rows of each loader batch, unequal in number. Two are a window; in split batches, two are one loader batch.
-        collate: makes a batch of rows.
-        windows, split: what should happen in windows of two loader batches, and with ``micro_batch``.
-        optimizers: make an optimizer of parameters; None is the module's own.
-        micro_batch: of split batches.
-        trainer: further arguments of the Trainer.
-    """
-
-    name: str
-    like: str
-    make: Callable[[], LightningModule]
-    batches: Callable[[], list[list[Any]]]
+class Row:  # a module, its data, and what should happen
+    name: str  # is unique
+    like: str  # the kind of public repository that it is shaped after
+    make: Callable[[], LightningModule]  # with the same parameters at each call
+    batches: Callable[[], list[list[Any]]]  # rows of loader batches, unequally many; two are a window, or one that is split
     collate: Callable[[Any], Any] = default_collate
-    windows: Expected = Exact()
-    split: Expected = Exact()
-    optimizers: Sequence[Any] = (sgd, adamw)
-    micro_batch: Any = 2
-    trainer: Mapping[str, Any] = field(default_factory=dict)
+    windows: Expected = Exact()  # what should happen in windows of two loader batches
+    split: Expected = Exact()  # and with ``micro_batch``
+    optimizers: Sequence[Any] = (sgd, adamw)  # made of parameters; None is the module's own
+    micro_batch: Any = 2  # of split batches
+    trainer: Mapping[str, Any] = field(default_factory=dict)  # further arguments
 
     def expected(self, how: How) -> Expected:
         return self.windows if how == "windows" else self.split
