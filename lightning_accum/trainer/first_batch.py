@@ -1,19 +1,22 @@
-"""The checks of the first batches of a fit: runs ``training_step`` on other batches, without logs."""
+"""The checks of the first batches of a fit: run ``training_step`` on other batches and on rows of the dataset, without logs."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
+from time import monotonic
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset, default_collate
+from typing_extensions import override
 
 from lightning_accum import check
 from lightning_accum.errors import DoesNotAddUpError
@@ -22,9 +25,8 @@ from lightning_accum.later_terms import check_loader_batch
 from lightning_accum.looks import Checked, Rows, agree_on_rows
 from lightning_accum.manual_calls import TriedStep
 from lightning_accum.parameter_changes import elements_of
-from lightning_accum.splitting.few_rows import SplitRows
+from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.sync.base import gradients_set_aside
-from lightning_accum.trainer.dataset_rows import DatasetRows, transferred
 from lightning_accum.trainer.deferred_steps import groups_kept
 from lightning_accum.trainer.engine import Engine
 from lightning_accum.trainer.from_lightning import ClosureResult, call, is_lightnings, longest_window, pl, rank_zero_info
@@ -32,7 +34,7 @@ from lightning_accum.trainer.manual import ManualWindows
 from lightning_accum.trainer.results import logging_nothing
 from lightning_accum.trial import users_code
 from lightning_accum.trial_mode import is_narrow
-from lightning_accum.undo import replacing
+from lightning_accum.undo import Undo, replacing
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing import advice
@@ -266,3 +268,77 @@ def _try_steps(checked: Checked, windows: ManualWindows, batches: Sequence[Any])
     if checked.is_window_long and checked.on_any(any(size > trial.tolerance for size in of_losses)):
         raise DoesNotAddUpError(advice.OF_STEPS)
     windows.is_free_of_steps = not checked.on_any(0.0 in losses[0] or not all(map(math.isfinite, of_losses)))
+
+
+# --- rows of the dataset --------------------------------------------------------------------------------------------------
+
+
+def transferred(trainer: pl.Trainer, batch: Any) -> Any:
+    """A batch of the loader, as passed to ``training_step``."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    with replacing(cast("Engine", trainer.strategy).sync, batch_on_host=None):  # the sync holds the batch that runs, not this one
+        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+
+class DatasetRows(FewRows):
+    """Batches of samples from the dataset, built by the loader's ``collate_fn``, if the rows of a batch cannot be identified.
+
+    They are drawn from a copy of the dataset, and changes by ``collate_fn`` are undone. If there are none, a CannotCheckError says
+    why.
+    """
+
+    kept = None
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer, loader = trainer, trainer.train_dataloader
+        of_batch = max(cast("Engine", trainer.strategy).samples_of_loader(), default=MOST_ROWS)
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is None or of_batch < 2:
+            raise CannotCheckError("the loader does not draw samples by index")
+        vars(holder := type("Holder", (torch.nn.Module,), {})())["collate_fn"] = self._collate = loader.collate_fn
+        self._undo, self.of_others = Undo(holder, trainer.strategy.root_device), list[int]()
+        self._drawn = self._undo.take(watches_parameters=False)
+        try:
+            with self._drawn:
+                self._samples = _samples_of(_copied(loader.dataset), max(MOST_ROWS, min(of_batch, _MOST_SAMPLES)))
+        except Exception as error:
+            raise CannotCheckError(f"drawing samples raises {type(error).__name__}: {error}") from error
+        self.number = self.of_batch = self.at_once = len(self._samples)
+        self.take([0, 1])
+
+    @override
+    def take(self, rows: Sequence[int]) -> Any:
+        with self._undo.take(watches_parameters=False):  # these draws must not affect the batches of training
+            self._drawn.restore()
+            try:
+                batch = transferred(self._trainer, self._collate([deepcopy(self._samples[row % self.number]) for row in rows]))
+            except Exception as error:
+                raise CannotCheckError(f"collate_fn raises {type(error).__name__} on other samples: {error}") from error
+            if self._drawn.random_state.has_drawn():
+                raise CannotCheckError("a batch of the loader is made with random numbers")
+            self._drawn = self._undo.take(watches_parameters=False)  # its own random draws would show as different losses
+        return batch
+
+    @override
+    def emptied(self, rows: Sequence[int], without_labels: Collection[int]) -> Any:
+        return None
+
+
+_MOST_SAMPLES, _SECONDS = 256, 5.0
+
+
+def _copied(dataset: Any) -> Any:
+    """A copy with its own containers and inner datasets, so that a file opened to draw a sample stays closed in the original."""
+    copied = copy(dataset)
+    if hasattr(dataset, "__dict__"):
+        vars(copied).update(tree_map(lambda held: _copied(held) if isinstance(held, Dataset) else held, {**vars(dataset)}))
+    return copied
+
+
+def _samples_of(dataset: Any, number: int) -> list[Any]:
+    """Samples spread over the dataset, fewer if they take long."""
+    number, end, samples = min(number, len(dataset)), monotonic() + _SECONDS, list[Any]()
+    for place in sorted(range(number), key=lambda place: place % (number // MOST_ROWS or 1)):  # the first are spread out
+        if len(samples) < MOST_ROWS or monotonic() < end:
+            samples.append(dataset[place * (len(dataset) - 1) // (number - 1 or 1)])
+    return samples

@@ -25,9 +25,8 @@ from lightning_accum.micro_batch import Output
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.step import Outcome
 from lightning_accum.sync.base import NOTHING_AROUND
-from lightning_accum.trainer.dataset_rows import transferred
 from lightning_accum.trainer.engine import Engine, SilentProfiler
-from lightning_accum.trainer.first_batch import check_manual_batch, loss_unlogged, result_of, try_out, unlogged_step
+from lightning_accum.trainer.first_batch import check_manual_batch, loss_unlogged, result_of, transferred, try_out, unlogged_step
 from lightning_accum.trainer.from_lightning import _AutomaticOptimization, _ManualOptimization, call, is_lightnings, pl
 from lightning_accum.trainer.results import collecting_logs, show_logs
 from lightning_accum.trainer.seams import ShippedHooks

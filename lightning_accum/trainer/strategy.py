@@ -92,7 +92,8 @@ class AccumulationMixin(Engine):
             # Lightning refuses manual optimization with it, and looks only once, before the environment is set up
             self._hiding.enter_context(replacing(trainer, accumulate_grad_batches=1))
         if not _policies(trainer):
-            self._fit.enter_context(_inserted(GradientAccumulation(), trainer))  # the strategy alone: default policy
+            callbacks_of(trainer).insert(0, policy := GradientAccumulation())  # the strategy alone: default policy
+            self._fit.callback(_remove, policy, trainer)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -288,10 +289,7 @@ class AccumulationMixin(Engine):
             super().teardown()
 
 
-@contextmanager
-def _inserted(callback: GradientAccumulation, trainer: pl.Trainer) -> Iterator[None]:
-    callbacks_of(trainer).insert(0, callback)
-    yield
+def _remove(callback: GradientAccumulation, trainer: pl.Trainer) -> None:
     callbacks = callbacks_of(trainer)  # Lightning and its tuners replace the list
     callbacks[:] = [other for other in callbacks if other is not callback]
 

@@ -200,7 +200,7 @@ def test_training_is_as_without_the_samples_that_are_drawn_for_the_check(dataset
             self.calls, batch = self.calls + 1, flat([sample[:2] for sample in samples])
             return {**batch, "points": batch["points"] + self.calls + torch.rand(1, generator=self.generator)}
 
-    monkeypatch.setattr("lightning_accum.trainer.dataset_rows._SECONDS", 0.0)
+    monkeypatch.setattr("lightning_accum.trainer.first_batch._SECONDS", 0.0)
     monkeypatch.setattr(Counts, "of_all", 0)
     found = []
     for check in (True, False):
