@@ -85,16 +85,16 @@ class LaterLooks:
             contribution: the contribution of its loss.
             is_other: whether its graph differs, so that it is checked in any case.
         """
-        is_new = isinstance(contribution.is_new, Tensor) or contribution.is_new != 0
         doubt: Denominator = contribution.is_new + (contribution.doubt if self.counts_left else 0.0)
         for path, tensor in tensors_of(batch) if self.alike else ():
             if self.alike and path in self.alike:
                 doubt = doubt + on_host(_unlike(tensor, self.alike[path]))
-        reason: Reason = "new terms" if is_new else "other numbers"
-        if is_other and not (self.doubted or isinstance(doubt, Tensor) or doubt):
-            doubt, reason = 1.0, "time"
         if isinstance(doubt, Tensor) or doubt:
-            self.doubted.append((doubt, batch, reason))
+            is_new = isinstance(contribution.is_new, Tensor) or contribution.is_new != 0
+            self.doubted.append((doubt, batch, "new terms" if is_new else "other numbers"))
+        elif is_other and not self.doubted:
+            doubt = 1.0
+            self.doubted.append((doubt, batch, "time"))
         return doubt
 
     def note_missing_loss(self, batch: Any) -> bool:
