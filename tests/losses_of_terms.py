@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 D = torch.float64
 LENGTH, WORDS, CLASSES = 6, 9, 4
 WEIGHTS = torch.tensor([0.3, 1.7, 0.9, 0.5], dtype=D)
-Outputs = namedtuple("Outputs", "tokens classes values boxes edges mean log_var rebuilt taught")
+Outputs = namedtuple("Outputs", "tokens classes values boxes edges mean log_var rebuilt")
 
 
 class Net(nn.Module):  # reads tokens and four numbers of a row, row by row, and has a head for each kind of term
@@ -26,7 +26,6 @@ class Net(nn.Module):  # reads tokens and four numbers of a row, row by row, and
         self.tokens, self.classes, self.values, self.boxes = (nn.Linear(8, n) for n in (WORDS, CLASSES, 3, 12))
         self.sends, self.latent, self.rebuilt = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(4, 4)
         self.log_vars = nn.Parameter(torch.tensor([0.3, -0.2, 0.1]))
-        self.teacher = nn.Linear(8, CLASSES).requires_grad_(False)
 
     def forward(self, ids: Tensor, labels: Tensor, x: Tensor, edges: Tensor) -> Outputs:
         row, is_token = self.reads(x), (labels >= 0)[..., None]
@@ -36,7 +35,7 @@ class Net(nn.Module):  # reads tokens and four numbers of a row, row by row, and
         mean, log_var = self.latent(pooled).chunk(2, 1)
         return Outputs(
             self.tokens(hidden), self.classes(pooled), self.values(pooled), self.boxes(pooled).unflatten(1, (3, 4)),
-            (self.sends(ends[:, :, 0]) * ends[:, :, 1]).sum(-1), mean, log_var, self.rebuilt(mean), self.teacher(pooled).detach(),
+            (self.sends(ends[:, :, 0]) * ends[:, :, 1]).sum(-1), mean, log_var, self.rebuilt(mean),
         )  # fmt: skip
 
 
@@ -122,9 +121,6 @@ def z(o: Any) -> Tensor:
     return o.tokens.logsumexp(-1).square()
 def entropy(o: Any) -> Tensor:
     return -(o.classes.softmax(1) * o.classes.log_softmax(1)).sum(1).mean()
-def taught(o: Any, t: float = 2.0) -> Tensor:
-    return t**2 * F.kl_div((o.classes / t).log_softmax(1), (o.taught / t).softmax(1), reduction="batchmean")
-
 def ctc(o: Any, b: Any) -> Tensor:
     log_p, lengths = o.tokens.log_softmax(-1).transpose(0, 1), (b.labels >= 0).sum(1)
     return F.ctc_loss(log_p, b.words, lengths, b.length, zero_infinity=True)
@@ -178,9 +174,6 @@ LOSSES: dict[str, Row] = {
     "label smoothing and samples": Row("tokens, tokens, samples", lambda o, b, m: ce(o, b, label_smoothing=0.1) + value(o, b)),
     "tokens and KL over samples": Row("tokens, samples", lambda o, b, m: ce(o, b) + 0.1 * kl(o)),
     "learned uncertainty": Row("tokens, samples", lambda o, b, m: uncertain(m, ce(o, b), value(o, b))),
-    "learned scales under the terms": Row("tokens, edges", lambda o, b, m:
-        ce(o, b) / (2 * (s := m.net.log_vars)[0] ** 2) + s[0].abs().log()
-        + edges(o, b) / (2 * s[1] ** 2) + s[1].abs().log()),
     "annealed KL": Row("tokens, samples", lambda o, b, m: ce(o, b) + min(1.0, 0.2 + 0.3 * m.global_step) * kl(o)),
     "tokens, samples and a penalty": Row("", lambda o, b, m: ce(o, b) + value(o, b) + penalty(m)),
     "a term only where there is something": Row("tokens, some", lambda o, b, m: if_any(ce(o, b), each(o, b)[:, 0], b.some)),
@@ -208,8 +201,6 @@ LOSSES: dict[str, Row] = {
         ((-(s := m.net.log_vars)).exp() * torch.stack([ce(o, b), value(o, b), boxes(o, b)]) + s).sum()),
     "the mean of a stack times factors": Row("tokens, edges", lambda o, b, m:
         (torch.stack([ce(o, b), edges(o, b)]) * WEIGHTS[:2] / 3).mean()),
-    "a stack times learned factors": Row("tokens, samples, boxes", lambda o, b, m:
-        torch.stack([ce(o, b), classes(o, b), boxes(o, b)]) @ m.net.log_vars),
     "tasks of one kind times factors": Row("", lambda o, b, m:
         (torch.stack([masked(each(o, b)[:, c], b.has_box[:, c]) for c in range(3)]) * WEIGHTS[:3]).sum()),
     "columns, each by its count, and means of rows": Row("", lambda o, b, m:
@@ -218,8 +209,6 @@ LOSSES: dict[str, Row] = {
     "one loss, then another": Row("", lambda o, b, m: torch.where(torch.tensor(m.global_step < 2), ce(o, b), value(o, b))),
     "half of the sum": Row("tokens, samples", lambda o, b, m: (ce(o, b) + value(o, b)) / 2),
     "a sum beside a mean": Row("", lambda o, b, m: ce(o, b) + 0.01 * each(o, b).sum()),
-    "distillation and rare classes": Row("samples, some", lambda o, b, m:
-        taught(o) + masked(F.cross_entropy(o.classes, b.t, reduction="none"), b.some)),
     "CTC and tokens": Row("samples, tokens", lambda o, b, m: ctc(o, b) + ce(o, b)),
     "actor and critic": Row("tokens, samples, samples", lambda o, b, m:
         masked(-o.tokens.log_softmax(-1)[..., 0] * b.y[:, :1], b.labels >= 0) + 0.5 * value(o, b) - 0.01 * entropy(o)),

@@ -95,7 +95,7 @@ def test_a_schedule_over_the_estimated_steps_of_windows_of_tokens_lasts_until_tr
 def test_a_term_that_is_the_same_in_all_batches_is_not_warned_of_after_a_resume() -> None:
     for saves, how in ([SaveAfter(2)], {}), ([], {"ckpt_path": "inside.ckpt"}):
         module = Toy(lambda net, b: classified(net, b) + 0.1 * net(torch.eye(4).double()).square().mean())
-        fit(module, labelled(*[8] * 6, ignored=0.4), GradientAccumulation(2), *saves, **how)
+        assert fit(module, labelled(*[8] * 6, ignored=0.4), GradientAccumulation(2), *saves, **how).global_step == 3
 
 
 def vilt(net: nn.Module, batch: Any) -> Tensor:
