@@ -201,10 +201,9 @@ class AccumulationMixin(Engine):
             self.manual = ManualWindows(policy, self, rank_zero_warn, reduces, self.row_wise, checks)
             self._fit.callback(self.manual.steps.end)
             return
-        sums, dtype = None, policy.accumulate_dtype
-        is_engines = self.reduces_every_backward_by_itself  # the engine holds the whole gradients, and so their sum
-        if dtype is not None and not is_engines:
-            sums = main_gradients(dtype, self.parameters)
+        # a sharded module holds the whole gradients, and so their sum
+        dtype = None if self.reduces_every_backward_by_itself else policy.accumulate_dtype
+        sums = None if dtype is None else main_gradients(dtype, self.parameters)
         self.accumulation = Accumulation(policy, self.ranks, rank_zero_warn, self._splitting(), sums, self.row_wise)
         if sums is not None:
             self._fit.callback(sums.close)
