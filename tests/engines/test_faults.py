@@ -323,7 +323,7 @@ ENDS: dict[str, tuple[Fault, int, dict[str, Any]]] = {
     "rank 1, unknown length": (told(rank1=5), 1, UNSIZED),
     "both ends of a window": (told(rank0=7, rank1=4), 2, {}),
     "the last window": (told(rank1=10), 3, {}),
-    "after the weights were sent": (told("optimizer_step", rank0=0, rank1=0), 2, {}),
+    "after the weights were sent": (told("optimizer_step", rank0=1, rank1=1), 3, {}),  # step 0 is tried out, too
     "a rank that ran out": (told(rank1=6), 2, {"by_rank": [BATCHES[0], BATCHES[1][:5]]}),
     "rank 1 between micro-batches": (told(rank1=5), 2, SPLIT),
     "workers": (ALL_PROCESSES, 2, {"loader": {"options": IGNORED}}),
