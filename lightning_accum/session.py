@@ -157,11 +157,8 @@ class Session:
     def _run_micro_batch(self, step: Step, micro_batch: MicroBatch) -> tuple[Tensor | None, dict[str, Any], Weighed]:
         """Forward, weight, backward. Returns the loss, the other outputs, and the contribution to the window."""
         with self.begin_micro_batch(micro_batch):
-            if (counted := self.accumulation.window.counted) is None:
+            with NOTHING_AROUND if (counted := self.accumulation.window.counted) is None else counted.noting_values():
                 loss, extra = step.forward(micro_batch.batch)
-            else:
-                with counted.noting_values():
-                    loss, extra = step.forward(micro_batch.batch)
             weighed = self.add(step, loss, micro_batch)
         if self.guard is not None or self.accumulation.changes.is_under_way:
             weighed = self.end_micro_batch(weighed)

@@ -244,8 +244,7 @@ def _summands(
 
 def _of_other_terms(contribution: Contribution) -> Denominator:
     """The denominators of a loss's other terms, with unequal factors, so that terms cannot cancel."""
-    if not (others := contribution.others):
-        return 0.0
+    others = contribution.others
     return sum(((1.0 + index / len(others)) * denominator for index, denominator in enumerate(others)), 0.0)
 
 

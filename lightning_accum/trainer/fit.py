@@ -34,7 +34,7 @@ from lightning_accum.trainer.from_lightning import (
 from lightning_accum.trainer.seams import subclass_of
 from lightning_accum.undo import replacing
 
-_TRAINING = pl.trainer.states.RunningStage.TRAINING
+_TRAINING = (pl.trainer.states.RunningStage.TRAINING,)
 
 
 class AccumulatingFitLoop(_FitLoop):
@@ -136,10 +136,8 @@ def validating_every(steps: int, trainer: pl.Trainer) -> AbstractContextManager[
 class AccumulatingTrainer(pl.Trainer):
     """``estimated_stepping_batches`` is the number of optimizer steps that will happen."""
 
-    training = property(
-        lambda self: self.state.stage is _TRAINING or self.state.stage == _TRAINING,  # Lightning compares strings
-        pl.Trainer.training.fset,  # type: ignore[attr-defined]
-    )
+    # Lightning compares strings, several times a loader batch
+    training = property(lambda self: self.state.stage in _TRAINING, pl.Trainer.training.fset)  # type: ignore[attr-defined]
 
     @property
     @override
