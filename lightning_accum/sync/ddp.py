@@ -111,6 +111,8 @@ class DDPSync(WrappedSync):
 
     @override
     def reduce_accumulated(self) -> None:
+        if not self._ddp.require_backward_grad_sync:
+            raise UsageError(_OF_NO_SYNC)
         self._forget_used()  # including those of a skipped micro-batch
         average_gradients(self._trainable, self._ranks)
 

@@ -80,11 +80,11 @@ def all_sides(longest: int) -> dict[str, Train]:  # what is compared, in the ord
 def run(
     train: Train, windows: Sequence[list[Tensor]], warm_up: list[Tensor], longest: int, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Tokens per second and positions for each token, on the windows between one of few tokens and another that do not count."""
+    """Tokens per second and positions for each token, on windows after one of few tokens and one in which the check looks again."""
     module, positions = Module(GPT(VOCABULARY, FEATURES, LAYERS, longest), tag), [0]
     module.net.token.register_forward_pre_hook(lambda _, inputs: positions.append(positions[-1] + inputs[0].numel()))
     first, *drawn = map(collate, (warm_up, *windows))
-    batches = TimedBatches([first, *drawn, first], 1, len(drawn), lambda: (clock(), positions[-1]))
+    batches = TimedBatches([first, drawn[0], *drawn, first], 2, len(drawn), lambda: (clock(), positions[-1]))
     train(module, batches)
     (start, before), (end, after) = batches.readings
     tokens = sum(len(tokens) for window in windows for tokens in window)
