@@ -21,15 +21,15 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 13_710,
-    "lines of the package": 19_500,
-    "files of the package": 100,
+    "lines of code": 13_460,
+    "lines of the package": 19_200,
+    "files of the package": 98,
     "width of the package": 132,
     "lines of its largest file": 350,
     "files outside trainer/ that import Lightning": 0,
-    "assignments to an attribute of another object": 116,
-    "lines of tests": 23_750,
-    "lines of tests in files that import private modules": 90,
+    "assignments to an attribute of another object": 106,
+    "lines of tests": 22_425,
+    "lines of tests in files that import private modules": 56,
 }
 
 
