@@ -17,7 +17,6 @@ from lightning_accum.looks import (
     Checked,
     Rows,
     agree_on_rows,
-    has_layers_of_zeros,
     has_several_terms,
     look_in_training,
     looks_at,
@@ -137,6 +136,12 @@ def _end(checked: Checked) -> None:
     accumulation.check.end()
 
 
+def _has_layers_of_zeros(checked: Checked) -> bool:
+    """Whether a layer has only zero weights, whose outputs hide dependences. Called on all ranks."""
+    matrices = [parameter for parameter in checked.module.parameters() if parameter.dim() > 1 and parameter.requires_grad]
+    return not checked.sync.is_waited_for_in_forward and checked.on_any(not all(bool(matrix.any()) for matrix in matrices))
+
+
 def _takes_rows_of_other_ranks(checked: Checked, trial: Trial, rows: Rows) -> bool:
     """Find out whether the loss gathers the rows of all ranks, an error in windows of several loader batches. On all ranks."""
     accumulation = checked.accumulation
@@ -179,7 +184,7 @@ class Check:
         if accumulation.row_wise is not None and before is None and _takes_rows_of_other_ranks(checked, self._trial, rows):
             return  # parts of a batch prove nothing
         found = self.find()
-        may_hide = before is None and (found.are_alike or has_layers_of_zeros(checked))
+        may_hide = before is None and (found.are_alike or _has_layers_of_zeros(checked))
         if may_hide if found.adds_up else not checked.sync.is_waited_for_in_forward:
             found = self._perturbed(found)
         if not found.adds_up and rows.are_single:
@@ -276,8 +281,7 @@ class Check:
             if checked.on_any(len({measured.function for measured in measured_of(looks)}) > 1):  # a single row may look like one
                 names = names._replace(takes_functions=False)
                 looks = looks_at(checked, trial, rows, names)
-            if checked.on_any(trial.draws_others) and trial.is_random(looks[0].whole.batch):
-                raise CannotCheckError("training_step draws different random numbers for each batch")
+            trial.refuse_random(looks[0].whole.batch)
             self._accumulation.written |= {name for name, own in checked.module.named_parameters() if own in trial.mode.written}
             self._leaves_nothing = leaves_nothing(checked, trial, looks[0].whole)
             found = self._deciding.decide(looks, names, trial)

@@ -222,6 +222,7 @@ def looks_at(checked: Checked, trial: Trial, rows: Rows, known: Known) -> list[L
     looks = _as_memory_allows(checked, number, 2, partial(in_parts.few, most=min(rows.number, MOST_ROWS)))
     of_training = int(-checked.largest(-min(found.of_batch, rows.size)))  # few rows may hide a dependence on the batch size
     looks += _as_memory_allows(checked, of_training, 1, lambda size: in_parts.halves(size) if size > number else [])
+    looks += in_parts.of_other_draws(looks[0].whole)
     # in training, a micro-batch with an infinite loss is an error
     return [look for look in looks if not checked.on_any(any(math.isinf(part.loss) for part in look.parts))] or looks
 
@@ -280,6 +281,20 @@ class _InParts:
         looks = [self.look(range(size), [range(size // 2), range(size // 2, size)], size)]
         return [] if self.checked.on_any(self.trial.mode.is_unlike) else looks
 
+    def of_other_draws(self, whole: Measured) -> list[Look]:
+        """Looks at the rows with other numbers that all rows share, if the loss depends on these: a branch may depend on them."""
+        checked, trial = self.checked, self.trial
+        if not whole.total or checked.sync.is_waited_for_in_forward or not checked.on_any(trial.mode.draws_shared):
+            return []
+        begin, first, looks = 8 * checked.accumulation.clock.optimizer_steps + 1, trial.loss_of(whole.batch), list[Look]()
+        for seed in range(begin, begin + 8):
+            trial.draw_anew(seed)
+            if len(looks) < 2 and checked.on_any(trial.loss_of(whole.batch, seed) != first):
+                looks += self.halves(whole.total)
+                trial.refuse_random(whole.batch)
+        trial.draw_anew(0)
+        return looks
+
     def first(self, size: int, total: int = 0) -> list[Look]:
         """The first rows: one by one, by small and large losses, one row repeated, by loader batch, and some without labels."""
         checked, found, base = self.checked, self.found, [*range(size)]
@@ -331,9 +346,3 @@ def has_several_terms(checked: Checked, batch: Any) -> bool:
     with suppress(CannotCheckError), trial.held():
         terms = trial.measure(lambda: deepcopy(batch), Known(), ()).terms
     return checked.on_any(sum(not term.is_penalty for term in terms.values()) > 1)
-
-
-def has_layers_of_zeros(checked: Checked) -> bool:
-    """Whether a layer has only zero weights, whose outputs hide dependences. Called on all ranks."""
-    matrices = [parameter for parameter in checked.module.parameters() if parameter.dim() > 1 and parameter.requires_grad]
-    return not checked.sync.is_waited_for_in_forward and checked.on_any(not all(bool(matrix.any()) for matrix in matrices))

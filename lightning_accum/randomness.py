@@ -141,10 +141,9 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
         self._rows: tuple[int, ...] | None = None
         self._total = 0
         self._whole: dict[int, tuple[int, ...]] = {}
-        self.found: set[str] = set()
-        """The operations that drew, by name."""
-        self.is_unlike = False
-        """A part drew numbers whose shapes do not match its rows in the whole."""
+        self.seed, self.found = 0, set[str]()  # the operations that drew, by name
+        self.is_unlike = False  # a part drew numbers whose shapes do not match its rows in the whole
+        self.draws_shared = False  # the whole drew numbers that all rows share
 
     def __enter__(self) -> Self:
         self._is_inside = NoiseOfRows._depth > 0
@@ -158,7 +157,7 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
 
     def restart(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
         """Restart the count of draws, for these of the ``total`` rows of a whole batch that ran before; None: unknown rows."""
-        self._draws, self._rows, self._total = 0, None if rows is None else tuple(rows), total
+        self._draws, self._rows, self._total = self.seed << 12, None if rows is None else tuple(rows), total
         if rows is None or self._rows == tuple(range(total)):
             self.is_unlike = False
 
@@ -212,6 +211,8 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
         if result is None:
             return func(*args, **kwargs)
         self.found.add(name.rstrip("_"))
+        if isinstance(result, Tensor) and self._rows == tuple(range(self._total)):
+            self.draws_shared |= all(size % max(1, self._total) for size in result.shape)
         return result
 
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -33,14 +33,12 @@ Result: TypeAlias = "tuple[float, dict[int, Tensor]]"
 Step: TypeAlias = Callable[[Any], Any]
 """Runs a batch, and returns the output of ``training_step``."""
 
-PATIENCE = 10.0
-"""Seconds that a failed rank waits for the others to fail too, plus ten times its own time."""
+PATIENCE = 10.0  # seconds that a failed rank waits for the others to fail too, plus ten times its own time
 _SAMPLED, _SAMPLED_OF_ALL = 2**14, 2**22
 """How many elements are compared in one gradient, spread over it, and about how many in all gradients together."""
 _EPS, _EPS_OF_ROUNDED = torch.finfo(torch.float64).eps, 2.0**-30
 """Machine epsilon of double precision; and of a loss of values that were rounded to a narrower type, which may cancel."""
-_MOST_BYTES = 2**32
-"""Most bytes of a copy of the parameters in a wider type."""
+_MOST_BYTES = 2**32  # of a copy of the parameters in a wider type
 
 
 @dataclass(eq=False)
@@ -58,17 +56,16 @@ class Trial:
     backward: GradientSync
     largest: Callable[[float], float]
     dtype: torch.dtype | None = None
+    _snapshot: Snapshot = field(init=False)  # the state in which each step begins
 
     def __post_init__(self) -> None:
         self.module = self.trained.module
         self._take_snapshot = partial(self.trained.snapshotter.take, watches_parameters=False)
         self._trained: list[nn.Parameter] = []
         self._end: RandomState | None = None  # after a step on the first rows
-        self.draws_others = False
-        """Whether some rows drew random numbers that do not belong to rows."""
-        self._snapshot: Snapshot | None = None
+        self.draws_others = False  # some rows drew random numbers that do not belong to rows
+        # gives rows their random numbers, and detects whether ranks wait for each other
         self.mode = TrialMode((), _EPS if self.dtype is None else _EPS_OF_ROUNDED)
-        """Gives rows their random numbers, and detects whether ranks wait for each other."""
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +114,9 @@ class Trial:
         """The relative error that rounding in that type explains."""
         return rounding(self.mode.eps)
 
-    def _loss_of(self, batch: Callable[[], Any], seed: int = 0) -> float:
+    def loss_of(self, batch: Callable[[], Any], seed: int = 0) -> float:
+        """The loss of a batch, with other random numbers for each seed. Called on all ranks."""
+
         def run() -> float:
             self.restore()
             seed_everything(seed)
@@ -128,13 +127,15 @@ class Trial:
     def differ(self, one: Callable[[], Any], other: Callable[[], Any]) -> bool:
         """Whether two batches have different losses on this rank, each run as if it were the first. Called on all ranks."""
         with self.held():
-            first, second = self._loss_of(one), self._loss_of(other)
+            first, second = self.loss_of(one), self.loss_of(other)
         return abs(first - second) > self.tolerance * max(abs(first), abs(second))
 
-    def is_random(self, batch: Callable[[], Any]) -> bool:
-        """Whether a loss depends on random numbers that do not belong to rows, which may be the same by chance. On all ranks."""
-        losses = [self._loss_of(batch, seed) for seed in range(4)]
-        return self.largest(max(losses) - min(losses)) > self.tolerance * self.largest(max(map(abs, losses)))
+    def refuse_random(self, batch: Callable[[], Any]) -> None:
+        """Raise, on all ranks, if a loss depends on random numbers that do not belong to rows, which may be the same by chance."""
+        if self.largest(float(self.draws_others)):
+            losses = [self.loss_of(batch, seed) for seed in range(4)]
+            if self.largest(max(losses) - min(losses)) > self.tolerance * self.largest(max(map(abs, losses))):
+                raise CannotCheckError("training_step draws different random numbers for each batch")
 
     def result(self, batch: Callable[[], Any], step: Step | None = None) -> Result:
         """The loss and gradient of a batch in the present state, by this step or by another. Called on all ranks."""
@@ -147,20 +148,23 @@ class Trial:
 
     def changed_attributes(self) -> list[str]:
         """The paths of attributes that the last step changed."""
-        assert self._snapshot is not None
         return self._snapshot.changed_attributes()
 
     def leave(self, rows: Sequence[int] | None = None, total: int = 0, has_parameters: bool = False) -> None:
         """Have the next step draw the same numbers, keeping what the last step left: buffers, attributes, perhaps parameters."""
-        assert self._snapshot is not None
         self._snapshot.random_state.restore()
         (self.mode.restart if has_parameters else self.mode.restore)(rows, total)
 
     def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
         """Restore the state of the first step for the next one; for ``rows`` see :meth:`NoiseOfRows.restart`."""
-        assert self._snapshot is not None
         self._snapshot.restore()
+        if self.mode.seed:
+            seed_everything(self.mode.seed)
         self.mode.restore(rows, total)
+
+    def draw_anew(self, seed: int) -> None:
+        """Have the next steps draw other numbers, also those that all rows share; with 0 those of training."""
+        self.mode.seed, self._end = seed, None
 
     def keep_state(self, batch: Callable[[], Any]) -> None:
         """Have every step begin in the state that a step on this batch leaves. Called on all ranks."""
@@ -237,7 +241,9 @@ class Trial:
             if needs_loss or not isinstance(error, UnsuitableRowsError):
                 raise
             return torch.zeros(()), Reading([])
-        self._end = self._end or RandomState(self.device)
+        if self._end is None:
+            self._end = RandomState(self.device)
+            self.mode.draws_shared |= self._snapshot.random_state.has_drawn()
         self.draws_others |= self._end.has_drawn()
         if loss.numel() != 1:
             raise CannotCheckError("the loss of the first rows is not one number")
@@ -313,10 +319,11 @@ class Trial:
             stack.callback(outer.restore)
             stack.callback(self.mode.restore)
             freeze_batch_norm(self.module)
-            self._snapshot, self._end, self.draws_others = self._take_snapshot(), None, False
+            self._snapshot, self.draws_others = self._take_snapshot(), False
+            self.draw_anew(0)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
-        self._snapshot = None
+        del self._snapshot
 
 
 @contextmanager

@@ -151,40 +151,49 @@ def _far_ahead(trainer: pl.Trainer) -> int:
 
 
 def _try_hooks(checked: Checked, trainer: pl.Trainer, batches: Sequence[Any]) -> None:
-    """Raise, on all ranks, if the module's own hooks of a step change gradients, buffers or frozen parameters by what the last of
+    """Raise, on all ranks, if the module's own hooks of a step change gradients, buffers or other state by what the last of
     two micro-batches has left in the module: they change them otherwise after both together."""
-    names = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "on_train_batch_end")
-    # the last of them is called inside of long windows, too
-    own = [name for name in names[: 4 - checked.is_window_long] if not is_lightnings(trainer.lightning_module, name)]
+    of_step = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+    # the others are called inside of long windows, too
+    names = of_step if checked.is_window_long else (*of_step, "on_train_batch_end", "on_train_batch_start")
+    own = [name for name in names if not is_lightnings(trainer.lightning_module, name)]
     if not own or checked.sync.is_waited_for_in_forward:
         return
     module, optimizer, parameters = checked.module, checked.trained.optimizers[0], checked.trained.parameters()
     whole, *in_two = _in_two(agree_on_rows(checked, batches))
     run, index = partial(call._call_lightning_module_hook, trainer), trainer.fit_loop.epoch_loop.batch_idx
     how = {name: getattr(trainer, name) for name in ("gradient_clip_val", "gradient_clip_algorithm")}
-    of_step: list[Any] = [trainer.current_epoch, index, optimizer, lambda: None]
-    given: list[list[Any]] = [[optimizer], [optimizer], of_step, [{"loss": torch.ones(())}, whole[0](), index]]
-    trial, tried, strategy = checked.trial(), list[TriedStep](), cast("Engine", trainer.strategy)
+    given: list[list[Any]] = [[optimizer], [optimizer], [trainer.current_epoch, index, optimizer, lambda: None]]
+    given += [[{"loss": torch.ones(())}, whole[0](), index], [whole[0](), index]]
+    trial, tried, losses = checked.trial(), list[TriedStep](), list[tuple[Tensor, Tensor]]()
 
     def state() -> list[Tensor]:
         return [elements_of(held) for held in (*module.buffers(), *module.parameters()) if not held.requires_grad]
+
+    def next_loss() -> Tensor:
+        with checked.trained.snapshotter.take(watches_parameters=False):
+            trial.leave(has_parameters=True)
+            return trial.step(whole[0]()).detach()
 
     def step(micro_batches: Sequence[Callable[[], Any]]) -> None:
         """Note the gradients after the hooks, which get the gradients of the first step, and what else the hooks change."""
         loss = [trial.step(micro_batch()) for micro_batch in micro_batches][-1]
         tried.append(TriedStep(tried[0].gradients if tried else ()))
-        before, noted = state(), replacing(optimizer, step=lambda *_, **__: tried[-1].step(optimizer))
-        with users_code(), trial.mode, gradients_set_aside(parameters), logging_nothing(trainer), _rates_kept(strategy), noted:
+        before, loss_before, rates = state(), next_loss(), _rates_kept(cast("Engine", trainer.strategy))
+        noted = replacing(optimizer, step=lambda *_, **__: tried[-1].step(optimizer))
+        with users_code(), trial.mode, gradients_set_aside(parameters), logging_nothing(trainer), rates, noted:
             tried[-1].backward(loss, [parameter for parameter in parameters if parameter.requires_grad])
-            for name, arguments in zip(names, given, strict=True):
+            for name, arguments in zip(names, given, strict=False):
                 if name in (*own, "optimizer_step"):
                     run(name, *arguments, **(how if name == "configure_gradient_clipping" else {}))
         changed = {n: now for n, (then, now) in enumerate(zip(before, state(), strict=True)) if not now.equal(then)}
-        tried[-1].stepped.append(changed)
+        losses.append((loss_before, next_loss()))
+        is_same = abs(loss_before - losses[0][0]) <= trial.tolerance * abs(loss_before)  # else training_step itself changes it
+        tried[-1].stepped += [{0: losses[-1 if is_same else 0][1]}, changed]
 
     with trial.held():
         for micro_batches in (whole, whole, *in_two):
-            if len(tried) == 4 and not checked.on_any(bool(tried[0].stepped[-1])):
+            if len(tried) == 4 and not checked.on_any(bool(tried[0].stepped[-1]) or not losses[0][0].equal(losses[0][1])):
                 break  # single rows show a difference whose sign is used
             trial.restore()
             trial.together(partial(step, micro_batches))

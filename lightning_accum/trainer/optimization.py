@@ -45,7 +45,7 @@ class WindowOptimization(_AutomaticOptimization):
     _others: Sequence[Any] = ()  # the arguments of ``training_step`` after the batch
     _is_silent: bool = False  # no hooks around ``training_step`` and its backward
     skips_backward: bool = False  # no training: StochasticWeightAveraging passes over the data
-    _left: Snapshot | None = None  # what the first loader batch of the window has left in the module, if hooks are watched
+    _left: Snapshot | None = None  # what the first training_step of the window has left in the module, if hooks are watched
 
     @property
     def epoch_loop(self) -> Any:
@@ -74,8 +74,6 @@ class WindowOptimization(_AutomaticOptimization):
                     again = partial(self._run_again, arguments[0], seen) if accumulation.boundary.size == 1 else None
                 else:
                     outcome = session.run_without_batch(self, seen, ends_window)
-                if accumulation.changes.is_under_way and accumulation.boundary.position(seen) == 1:
-                    self._left = strategy.snapshotter.take(watches_parameters=False)
                 if ends_window:
                     outcome = self.step(outcome, again)
         finally:
@@ -173,6 +171,8 @@ class WindowOptimization(_AutomaticOptimization):
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""
         strategy, optimizer, found = self.strategy, self.strategy.optimizers[0], None
+        if strategy.session.accumulation.changes.is_under_way:
+            self._left = strategy.snapshotter.take(watches_parameters=False)
         if strategy.watch.is_close and not strategy.session.accumulation.is_passthrough():
             gradients = ((own, own.grad) for own in parameters_of(optimizer))
             found = next(((own, grad, grad._version) for own, grad in gradients if grad is not None), None)

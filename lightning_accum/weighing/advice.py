@@ -68,7 +68,7 @@ OF_GRADIENTS = (
 def of_hooks(names: Iterable[str]) -> str:
     """The error of hooks of a step that use what ``training_step`` left behind."""
     return (
-        f"{' or '.join(names)} of the module changes gradients, buffers or frozen parameters by something that the last "
+        f"{' or '.join(names)} of the module changes gradients, buffers or other state by something that the last "
         "training_step left in the module, which in a window saw one micro-batch only. Add it up in training_step, and reset it in "
         'the hook; or run the batch whole: micro_batch="offload", and a window of 1. check=False turns the check off.'
     )

@@ -1,6 +1,7 @@
 """What was found wrong from outside, each stated as what should happen; numbers are relative errors of what training changed."""
 
 import copy
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -321,17 +322,41 @@ def test_hooks_that_use_what_one_training_step_left_are_refused(kind: type[Toy],
     refused(kind(classified), labelled(8, 8), GradientAccumulation(**policy), match="changes gradients, buffers or|do not add up")
 
 
-@pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_train_batch_end", "optimizer_step"])
-def test_a_frozen_bias_that_follows_the_sign_of_one_micro_batchs_load_is_refused(hook: str) -> None:  # 0.9 to 12 before
+def balanced(hook: str, is_parameter: bool) -> Toy:
+    """A bias that a hook moves by the sign of one micro-batch's load, kept in a frozen parameter or in an attribute."""
+
     def then_balance(self: Any, *args: Any, **kwargs: Any) -> None:
         getattr(pl.LightningModule, hook)(self, *args, **kwargs)
-        self.bias -= 0.1 * (self.load - self.load.mean()).sign()
+        load = getattr(self, "load", self.bias)  # on_train_batch_start comes before it
+        self.bias -= 0.1 * (load - load.mean()).sign()
 
     kept = {"on_before_optimizer_step": pl.LightningModule.on_before_optimizer_step}
     module = type("Signed", (Balanced,), {**kept, hook: then_balance})(classified)
-    module.bias = nn.Parameter(module._buffers.pop("bias"), requires_grad=False)
+    bias = module._buffers.pop("bias")
+    module.bias = nn.Parameter(bias, requires_grad=False) if is_parameter else bias
+    return module
+
+
+@pytest.mark.parametrize("is_parameter", [True, False], ids=["parameter", "attribute"])
+@pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_train_batch_end", "on_train_batch_start", "optimizer_step"])
+def test_a_bias_that_follows_the_sign_of_one_micro_batchs_load_is_refused(hook: str, is_parameter: bool) -> None:  # 0.9 to 12
+    module = balanced(hook, is_parameter)
     refused(module, labelled(6, 6), GradientAccumulation(micro_batch=4), match=f"{hook} of the module changes")
     assert module.bias.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_after_backward", "on_train_batch_end"])
+def test_a_bias_that_a_hook_moves_inside_a_window_is_warned_of(hook: str) -> None:  # 1.0, silently at the first two
+    assert "A hook changes the attribute" in said(balanced(hook, False), labelled(6, 6), GradientAccumulation(2))
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(torch.rand(()))])
+def test_a_branch_that_a_draw_for_the_whole_batch_takes_at_times_is_tried(draw: Callable[[], float]) -> None:  # silent before
+    def centered_at_times(net: nn.Module, batch: Any) -> Tensor:
+        outputs = net(batch[0])
+        return F.cross_entropy(outputs - (outputs.mean(0) if draw() < 0.4 else 0), batch[1])
+
+    refused(Toy(centered_at_times), labelled(8, 8), GradientAccumulation(2), match="do not add up")
 
 
 def test_a_hook_that_divides_by_the_tokens_of_all_micro_batches_is_exact() -> None:
