@@ -39,13 +39,16 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
             checked.accumulation.warn_once(advice.of_state(what, size) if what else advice.OF_BATCH_IDX, what)
 
 
-def warn_of_hooks(checked: Checked, left: Snapshot, batches: Sequence[Any]) -> None:
+def warn_of_hooks(checked: Checked, left: Snapshot | None, batches: Sequence[Any]) -> None:
     """Warn of state that hooks have changed since a snapshot, if the loss of the next loader batch of a window depends on it.
 
     Called on all ranks.
     """
     is_waited_for = checked.sync.is_waited_for_in_forward
-    if is_waited_for or checked.on_any(not batches) or not checked.on_any(bool(names := left.changed_attributes())):
+    if is_waited_for or checked.on_any(left is None or not batches):
+        return
+    assert left is not None
+    if not checked.on_any(bool(names := left.changed_attributes())):
         return
     trial, batch = checked.trial(), partial(copied, batches[0])
     with suppress(CannotCheckError, UsageError), trial.held():

@@ -151,11 +151,9 @@ def _far_ahead(trainer: pl.Trainer) -> int:
 
 
 def _try_hooks(checked: Checked, trainer: pl.Trainer, batches: Sequence[Any]) -> None:
-    """Raise, on all ranks, if the module's own hooks of a step change gradients, buffers or other state by what the last of
-    two micro-batches has left in the module: they change them otherwise after both together."""
-    of_step = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
-    # the others are called inside of long windows, too
-    names = of_step if checked.is_window_long else (*of_step, "on_train_batch_end", "on_train_batch_start")
+    """Raise, on all ranks, if the module's own hooks of a step change state by what only the last of two micro-batches left."""
+    names = ["on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step"]
+    names += [] if checked.is_window_long else ["on_train_batch_end", "on_train_batch_start"]  # called inside of windows, too
     own = [name for name in names if not is_lightnings(trainer.lightning_module, name)]
     if not own or checked.sync.is_waited_for_in_forward:
         return
@@ -209,8 +207,7 @@ def _in_two(rows: Rows) -> list[list[Callable[[], Any]]]:
         raise UnsuitableRowsError("the first batch has 1 row")
     if isinstance(found, SplitRows):
         return [[found.whole], found.parts, found.parts[::-1]]
-    middle = (len(every) + 1) // 2
-    lasts = [every[middle:], every[:middle], *(every[row : row + 1] for row in every)]
+    lasts = [every[(middle := (len(every) + 1) // 2) :], every[:middle], *(every[row : row + 1] for row in every)]
     parts = [([row for row in every if row not in last], last) for last in lasts]
     return [[partial(found.take, own) for own in both] for both in ((every,), *parts)]
 

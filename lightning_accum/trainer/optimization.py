@@ -30,7 +30,7 @@ from lightning_accum.trainer.first_batch import check_manual_batch, loss_unlogge
 from lightning_accum.trainer.from_lightning import _AutomaticOptimization, _ManualOptimization, call, is_lightnings, pl
 from lightning_accum.trainer.results import collecting_logs, show_logs
 from lightning_accum.trainer.seams import ShippedHooks
-from lightning_accum.trainer.watch import AROUND_BACKWARD, WindowClosure, parameters_of
+from lightning_accum.trainer.watch import AROUND_BACKWARD, CLOSE_WINDOWS, WindowClosure, parameters_of
 from lightning_accum.undo import Snapshot, replacing
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.window_totals import ClosedWindow
@@ -96,7 +96,9 @@ class WindowOptimization(_AutomaticOptimization):
         if accumulation.splitting is not None:
             accumulation.splitting.begin(arguments[0] if arguments else None)
         left, self._left = self._left, None
-        if left is not None and accumulation.boundary.position(seen) == 2:
+        # a rank without a first batch left nothing, and the others do not wait for it
+        is_watched = left is not None if strategy.world_size == 1 else accumulation.clock.optimizer_steps < CLOSE_WINDOWS
+        if is_watched and accumulation.boundary.position(seen) == 2:
             step = unlogged_step(self.trainer, is_begun=False)
             warn_of_hooks(Checked(strategy, step, accumulation, (), True, lambda _: None), left, arguments[:1])
         is_due = strategy.row_wise is not None or accumulation.check.batches_left or seen == accumulation.boundary.closed_at + 1

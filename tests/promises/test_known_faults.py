@@ -350,6 +350,27 @@ def test_a_bias_that_a_hook_moves_inside_a_window_is_warned_of(hook: str) -> Non
     assert "A hook changes the attribute" in said(balanced(hook, False), labelled(6, 6), GradientAccumulation(2))
 
 
+class Shifted(Toy):
+    """A hook adds to what the inputs are shifted by. The first loader batch of rank 1 is None."""
+
+    shift = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return classified(self.net, [batch[0] + self.shift, batch[1]])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.shift += 1.0
+
+    def train_dataloader(self) -> DataLoader:
+        rank = self.trainer.global_rank
+        return loader([*[None] * rank, *labelled(8, 8, 8, 8)[rank:]])
+
+
+def test_a_rank_whose_window_begins_with_none_takes_part_in_the_look_at_hooks() -> None:  # they exchanged different numbers
+    fit(module := Shifted(classified), None, GradientAccumulation(2), ranks=2)
+    assert not torch.equal(module.net.weight, Toy(classified).net.weight)
+
+
 @pytest.mark.parametrize("draw", [random.random, lambda: float(torch.rand(()))])
 def test_a_branch_that_a_draw_for_the_whole_batch_takes_at_times_is_tried(draw: Callable[[], float]) -> None:  # silent before
     def centered_at_times(net: nn.Module, batch: Any) -> Tensor:
