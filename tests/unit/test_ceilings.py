@@ -21,14 +21,14 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 13_460,
-    "lines of the package": 19_200,
+    "lines of code": 13_490,
+    "lines of the package": 19_225,
     "files of the package": 98,
     "width of the package": 132,
     "lines of its largest file": 350,
     "files outside trainer/ that import Lightning": 0,
-    "assignments to an attribute of another object": 106,
-    "lines of tests": 22_425,
+    "assignments to an attribute of another object": 109,
+    "lines of tests": 22_465,
     "lines of tests in files that import private modules": 56,
 }
 
