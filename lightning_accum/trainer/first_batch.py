@@ -269,14 +269,10 @@ def _try_steps(checked: Checked, windows: ManualWindows, batches: Sequence[Any])
         raise DoesNotAddUpError(advice.OF_GRADIENTS)
     if checked.is_window_long and (size := checked.largest(next_one.difference(expected))) > trial.tolerance:
         checked.accumulation.warn_once(advice.of_state("what it keeps in an attribute", size))
-    pairs = zip(losses[0], losses[4], strict=False)
-    of_losses = [abs(one - two) / max(abs(one), abs(two), 1e-300) for one, two in pairs]
+    of_losses = [abs(one - two) / max(abs(one), abs(two), 1e-300) for one, two in zip(losses[0], losses[4], strict=False)]
     if checked.is_window_long and checked.on_any(any(size > trial.tolerance for size in of_losses)):
         raise DoesNotAddUpError(advice.OF_STEPS)
     windows.is_free_of_steps = not checked.on_any(0.0 in losses[0] or not all(map(math.isfinite, of_losses)))
-
-
-# --- rows of the dataset --------------------------------------------------------------------------------------------------
 
 
 def transferred(trainer: pl.Trainer, batch: Any) -> Any:
@@ -288,10 +284,9 @@ def transferred(trainer: pl.Trainer, batch: Any) -> Any:
 
 
 class DatasetRows(FewRows):
-    """Batches of samples from the dataset, built by the loader's ``collate_fn``, if the rows of a batch cannot be identified.
+    """Batches of samples from a copy of the dataset, built by the loader's ``collate_fn``, if a batch shows no rows.
 
-    They are drawn from a copy of the dataset, and changes by ``collate_fn`` are undone. If there are none, a CannotCheckError says
-    why.
+    What samples and ``collate_fn`` change is undone. If there are none, a CannotCheckError says why.
     """
 
     kept = None
@@ -301,14 +296,17 @@ class DatasetRows(FewRows):
         of_batch = max(cast("Engine", trainer.strategy).samples_of_loader(), default=MOST_ROWS)
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None or of_batch < 2:
             raise CannotCheckError("the loader does not draw samples by index")
-        vars(holder := type("Holder", (torch.nn.Module,), {})())["collate_fn"] = self._collate = loader.collate_fn
+        self._collate, held, holder = loader.collate_fn, list[Any](), type("Holder", (torch.nn.Module,), {})()
+        vars(holder).update(collate_fn=self._collate, held=held)
         self._undo, self.of_others = Undo(holder, trainer.strategy.root_device), list[int]()
-        self._drawn = self._undo.take(watches_parameters=False)
+        dataset = _copied(loader.dataset, held)
         try:
-            with self._drawn:
-                self._samples = _samples_of(_copied(loader.dataset), max(MOST_ROWS, min(of_batch, _MOST_SAMPLES)))
+            with self._undo.take(watches_parameters=False):
+                self._samples = _samples_of(dataset, max(MOST_ROWS, min(of_batch, _MOST_SAMPLES)))
         except Exception as error:
             raise CannotCheckError(f"drawing samples raises {type(error).__name__}: {error}") from error
+        held.clear()
+        self._drawn = self._undo.take(watches_parameters=False)
         self.number = self.of_batch = self.at_once = len(self._samples)
         self.take([0, 1])
 
@@ -333,11 +331,12 @@ class DatasetRows(FewRows):
 _MOST_SAMPLES, _SECONDS = 256, 5.0
 
 
-def _copied(dataset: Any) -> Any:
-    """A copy with its own containers and inner datasets, so that a file opened to draw a sample stays closed in the original."""
+def _copied(dataset: Any, held: list[Any]) -> Any:
+    """A copy with its own containers and inner datasets. What it shares with the original is added to ``held``, to be restored."""
     copied = copy(dataset)
     if hasattr(dataset, "__dict__"):
-        vars(copied).update(tree_map(lambda held: _copied(held) if isinstance(held, Dataset) else held, {**vars(dataset)}))
+        vars(copied).update(tree_map(lambda own: _copied(own, held) if isinstance(own, Dataset) else own, {**vars(dataset)}))
+        held.append(vars(copied))
     return copied
 
 

@@ -176,18 +176,18 @@ def test_batches_of_labeled_and_of_other_samples_have_rows_of_their_own() -> Non
     assert_window_equals_batch(Toy(loss), rows, GradientAccumulation(2), collate=collate)
 
 
-class Counts(list[Any], Dataset[Any]):  # samples that depend on how many this object has given
+class Counts(list[Any], Dataset[Any]):  # samples that depend on how many this object has given, and on random numbers of its own
     of_all = 0
 
     def __init__(self) -> None:
         super().__init__((torch.randn(1 + place % 4, 4).double(), place * place % 4) for place in range(32))
-        self.given: list[int] = []
+        self.given, self.generator = list[int](), torch.Generator().manual_seed(2)
 
     def __getitem__(self, place: Any) -> Any:
         self.given.append(place)
         Counts.of_all += 1
         points, label = super().__getitem__(place)
-        return points + len(self.given), label
+        return points + len(self.given) + torch.rand(1, generator=self.generator), label
 
 
 @pytest.mark.parametrize("dataset", [Counts, lambda: Subset(Counts(), range(32))], ids=["itself", "inside"])

@@ -21,7 +21,7 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 13_490,
+    "lines of code": 13_495,
     "lines of the package": 19_225,
     "files of the package": 98,
     "width of the package": 132,
