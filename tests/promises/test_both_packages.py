@@ -11,7 +11,7 @@ import second_package
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 OTHER = dict(zip(PACKAGES, reversed(PACKAGES), strict=True))
 CORE = """
-ddp resume schedulers check verify uneven manual_optimization noise_scale watch command_line sharded row_wise offload what_one_sees
+ddp resume schedulers check verify uneven manual_optimization noise_scale seams command_line sharded row_wise offload what_one_sees
 after_a_fit
 """
 SLOW = [pytest.param(f"test_{name}", marks=pytest.mark.slow) for name in CORE.split()]
