@@ -156,11 +156,11 @@ class Accumulation(Windows):
         check, counted = self.check, self.window.counted
         is_other = self.later.is_new_graph(is_first_window=self.closed is None) and check.is_checked
         if not check.batches_left:
+            if self.splitting is None and check.is_checked and self.later.note_lengths(micro_batch.batch):
+                self.window.note_doubt(1.0)
             # else it was noted when it was counted
             if is_other or counted is None or not counted.is_agreed or counted.is_listed:
                 self.window.note_doubt(self.later.note(micro_batch.batch, contribution, is_other))
-            if self.splitting is None and check.is_checked and self.later.note_lengths(micro_batch.batch):
-                self.window.note_doubt(1.0)
         if counted is not None and contribution.of_terms is None and self._unread is None:
             contribution = contribution._replace(weight=None, of_terms={})
         if contribution.of_terms is not None:
