@@ -97,7 +97,8 @@ class WindowOptimization(_AutomaticOptimization):
             accumulation.splitting.begin(arguments[0] if arguments else None)
         left, self._left = self._left, None
         # a rank without a first batch left nothing, and the others do not wait for it
-        is_watched = left is not None if strategy.world_size == 1 else accumulation.clock.optimizer_steps < CLOSE_WINDOWS
+        is_watched = accumulation.clock.optimizer_steps < CLOSE_WINDOWS and strategy.policy.check
+        is_watched = is_watched if strategy.world_size > 1 else left is not None
         if is_watched and accumulation.boundary.position(seen) == 2:
             step = unlogged_step(self.trainer, is_begun=False)
             warn_of_hooks(Checked(strategy, step, accumulation, (), True, lambda _: None), left, arguments[:1])
