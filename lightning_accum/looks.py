@@ -289,9 +289,11 @@ class _InParts:
         begin, first, looks = 8 * checked.accumulation.clock.optimizer_steps + 1, trial.loss_of(whole.batch), list[Look]()
         for seed in range(begin, begin + 8):
             trial.draw_anew(seed)
-            if len(looks) < 2 and checked.on_any(trial.loss_of(whole.batch, seed) != first):
+            if checked.on_any(trial.loss_of(whole.batch, seed) != first):
                 looks += self.halves(whole.total)
                 trial.refuse_random(whole.batch)
+            if len(looks) > 1:
+                break
         trial.draw_anew(0)
         return looks
 

@@ -87,15 +87,6 @@ class GradientSums:
         self.by_parameter = {}
 
 
-def average_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
-    """Average ``.grad`` over the ranks. Called on all ranks, with the same parameters."""
-    sums = GradientSums()
-    sums.by_parameter.update({own: own.grad for own in parameters if own.grad is not None})
-    sums.reduce(ranks, parameters)
-    for parameter, gradient in sums.by_parameter.items():
-        parameter.grad = gradient
-
-
 class MainGradients(GradientSums):
     """The sums of the gradients of a window, each in the wider of its parameter's type and ``dtype``.
 

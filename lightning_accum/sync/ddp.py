@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_accum.errors import UsageError
-from lightning_accum.main_gradients import MainGradients, average_gradients, sparse_layers
+from lightning_accum.main_gradients import GradientSums, MainGradients, sparse_layers
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
-from lightning_accum.sync.base import GradientSync, SyncPolicy, WrappedSync, forward_replaced
+from lightning_accum.sync.base import NOTHING_AROUND, GradientSync, SyncPolicy, WrappedSync, forward_replaced, put_gradients
 from lightning_accum.undo import replacing
 from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.nodes import Node, nodes_below
@@ -43,10 +43,10 @@ class DDPSync(WrappedSync):
     def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         # ranks have equally many loader batches, but not equally many micro-batches in each
         if self._policy == "micro_batch" and micro_batch.ends_loader_batch:
-            return nullcontext()
+            return NOTHING_AROUND
         # A static graph is recorded at the first backward and reduced with it: torch raises "SystemError" or an internal assert
         # if that happens under no_sync (Lightning-AI/pytorch-lightning #19354, #20704; still so in torch 2.13).
-        return nullcontext() if self.is_recording_graph else self._ddp.no_sync()
+        return NOTHING_AROUND if self.is_recording_graph else self._ddp.no_sync()
 
     @property
     @override
@@ -114,7 +114,7 @@ class DDPSync(WrappedSync):
         if not self._ddp.require_backward_grad_sync:
             raise UsageError(_OF_NO_SYNC)
         self._forget_used()  # including those of a skipped micro-batch
-        average_gradients(self._trainable, self._ranks)
+        _average(self._trainable, self._ranks)
 
     @override
     def drop_accumulated(self) -> None:
@@ -173,11 +173,19 @@ class LateDDPSync(GradientSync):
     @override
     def end_window(self) -> None:
         if self._sums is None:
-            average_gradients(self._parameters, self._ranks)
+            _average(self._parameters, self._ranks)
         else:
             self._sums.reduce(self._ranks, self._parameters)
         # DistributedDataParallel does this in the forward after a reduction
         sync_buffers(self._ddp)
+
+
+def _average(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
+    """Average ``.grad`` over the ranks. Called on all ranks, with the same parameters."""
+    sums = GradientSums()
+    sums.by_parameter.update({own: own.grad for own in parameters if own.grad is not None})
+    sums.reduce(ranks, parameters)
+    put_gradients(sums.by_parameter, sums.by_parameter)
 
 
 def sync_buffers(ddp: DistributedDataParallel) -> None:

@@ -174,9 +174,10 @@ class WindowOptimization(_AutomaticOptimization):
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""
         strategy, optimizer, found = self.strategy, self.strategy.optimizers[0], None
-        if strategy.session.accumulation.changes.is_under_way:
+        accumulation = strategy.session.accumulation
+        if accumulation.changes.is_under_way and accumulation.boundary.size > 1:
             self._left = strategy.snapshotter.take(watches_parameters=False)
-        if strategy.watch.is_close and not strategy.session.accumulation.is_passthrough():
+        if strategy.watch.is_close and not accumulation.is_passthrough():
             gradients = ((own, own.grad) for own in parameters_of(optimizer))
             found = next(((own, grad, grad._version) for own, grad in gradients if grad is not None), None)
         self._on_before_zero_grad(optimizer)
